@@ -1,5 +1,5 @@
-"""Fields of other tools, and misspelt or misplaced names of midstream's own fields, in requests.
-vLLM ignores unknown ones; a request must not be answered as if it had asked for nothing.
+"""Fields of other tools, and misspelt or misplaced names of midstream's own fields, which vLLM
+would ignore: a request must not be answered as if it had asked for nothing.
 """
 
 from __future__ import annotations

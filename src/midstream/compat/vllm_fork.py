@@ -34,15 +34,10 @@ _DIGITS = 10  # of a layer that is text, at most
 def read_edits(fields: Mapping[str, object]) -> list[Edit]:
     """Return the edits of some of the fork's arguments, in the fork's order.
 
-    Args:
-        fields: values by name:
-            `patch`: [{"layer", "hook", "dest_position", "source_inline", "alpha"}], and
-            `patch_vectors`, the rows that `source_inline` counts;
-            `steering_name` or `steering_module_ref`: a registered name, possibly with a scale;
-            those of TIERS: {hook point: {layer: vector}}, or per hook point the packed form
-            {"dtype", "shape", "layer_indices", "data", "scales"};
-            those of CLAMPS: {hook point: {layer: [{"vector", "min", "max", "value", "strength"}]}},
-            or per hook point packed, with "bounds" and "strengths".
+    `patch`: [{"layer", "hook", "dest_position", "source_inline", "alpha"}], and `patch_vectors`;
+    NAMES: a registered name, possibly with a scale; TIERS: {hook point: {layer: vector}}, or packed
+    {"dtype", "shape", "layer_indices", "data", "scales"}; CLAMPS: {hook point: {layer: [{"vector",
+    "min", "max", "value", "strength"}]}}, or packed with "bounds" and "strengths".
     """
     edits: list[Edit] = list(_read_patch(fields))
     for name in NAMES:

@@ -1,6 +1,5 @@
-"""Writing of changed rows: into one tensor, or into two, vLLM's hidden and residual, whose sum is
-the stream: residual = round(row), hidden = round(row − residual). So a row of any length is as
-exact as two numbers of the dtype can be, whatever was in the tensors before.
+"""Writing of changed rows: into one tensor, or into vLLM's hidden and residual, whose sum is the
+stream, with the digits of both: residual = round(row), hidden = round(row − residual).
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ Flagged = NDArray[np.bool_] | bool
 
 
 def write_rows(
-    hidden: Tensor, residual: Tensor | None, rows: Index, delta: Tensor, whole: Tensor | None = None
+    hidden: Tensor,  # [T, W], mutated
+    residual: Tensor | None,  # likewise
+    rows: Index,
+    delta: Tensor,  # float32 [n, W] or [W], added to the rows; where `whole`, the rows themselves
+    whole: Tensor | None = None,  # bool [n, 1]
 ) -> Flagged:
     """Write n rows of the stream; return which have a value that saturated or is not finite. A
     component that is as it was keeps its bits, a zero's sign too.
-
-    Args:
-        hidden, residual: [T, W]. Mutated.
-        delta: float32 [n, W] or [W], what is added to the rows; where `whole`, the rows themselves.
-        whole: bool [n, 1]; None: no row is.
     """
     half = hidden[rows].float()
     rest = None if residual is None else residual[rows].float()

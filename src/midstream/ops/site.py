@@ -1,7 +1,5 @@
-"""`torch.ops.midstream.site`: the op that edits, probes and captures the tokens at one site.
-
-The op is opaque to Dynamo and Inductor and declares its mutations, so compilers of the model keep
-it, in order. They pass few tensors, as each takes time: the others are those that `bind` gave.
+"""`torch.ops.midstream.site`: the op that edits, probes and captures the tokens at one site. It is
+opaque to compilers, declares its mutations, and takes few tensors, as each takes time: see `bind`.
 """
 
 from __future__ import annotations
@@ -79,10 +77,12 @@ def bind(table: Tensor, buffers: SiteBuffers, width: int) -> None:
 
 
 def site(
-    hidden: Tensor,
-    residual: Tensor | None,
-    table: Tensor,
-    tally: Tensor,
+    hidden: Tensor,  # [T, W], the stream, one half of it, or another value of the model; mutated
+    residual: Tensor | None,  # [T, W], the other half: the stream is the sum of both; mutated
+    table: Tensor,  # int32 [programs, 4], of this site, which `bind` was called with
+    tally: Tensor,  # that of its buffers; mutated: compilers keep the order of calls for that
+    # First of W columns of a wider `hidden`, without `residual`: of a view of them Inductor makes
+    # wrong code (seen with torch 2.13 on a CPU).
     start: int | None = None,
 ) -> None:
     """Run each token's program at one site, then capture its vector.
@@ -106,16 +106,8 @@ def site(
     A MAP, CODE or SCAN reads the stream on entry: it comes before all that changes h. The h that
     instructions read is the stream at the last one with `Flags.FRESH`; before the first, the stream
     on entry. A factor of exactly zero contributes exactly nothing. `GATED` and `KEEP` apply only to
-    instructions that add to the stream. The order of sums depends on the implementation.
-
-    Args:
-        hidden: [T, W], the stream, one half of it, or another value of the model. Mutated.
-        residual: [T, W] or None, the other half: the stream is the sum of both. Mutated.
-        table: int32 [programs, 4], of this site, which `bind` was called with. The op uses its
-            buffers, and mutates `scores`, `scan_states` and `ring`.
-        tally: `tally` of these buffers. Mutated: compilers keep the order of calls for that.
-        start: None, or the first of W columns of a wider `hidden`, without `residual`. Inductor
-            makes wrong code for a view of these columns (seen with torch 2.13 on a CPU).
+    instructions that add to the stream. The order of sums depends on the implementation. Mutates
+    `scores`, `scan_states` and `ring` of the buffers too.
     """
     address = table.data_ptr()
     buffers = _BUFFERS.get(address)

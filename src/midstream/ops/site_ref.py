@@ -1,7 +1,4 @@
-"""Reference implementation of the `site` op in PyTorch, which also runs on the CPU. Integer buffers
-are NumPy's, whose calls on small arrays cost a fraction of PyTorch's; rows are slices where
-possible.
-"""
+"""Reference implementation of the `site` op in PyTorch and NumPy, which also runs on the CPU."""
 
 from __future__ import annotations
 
@@ -289,16 +286,12 @@ class _Work:
             at, which, words = at[live], which[live], words[live]
             factor, gate = factor[chosen], gate[chosen]
         if op < Op.REPLACE:
-            self._add(at, words, factor)
+            vectors = self._masked(self._device.vectors(self._writes(at, words)), words)
+            # The product is rounded separately, so that +v and −v cancel exactly.
+            self.stream.add(at, factor[:, None] * vectors)
             return
         made = self._replaced(op, at, which, words, (factor, gate))
         self.stream.replace(at, made, self._device.chosen(words))
-
-    def _add(self, at: Rows, words: Ints, factor: Tensor) -> None:
-        """Add f · v."""
-        vectors = self._masked(self._device.vectors(self._writes(at, words)), words)
-        # The product is rounded separately, so that +v and −v cancel exactly.
-        self.stream.add(at, factor[:, None] * vectors)
 
     def _writes(self, at: Rows, words: Ints) -> NDArray[np.integer]:
         """Return the unit of the bank at which the write vector of each row begins."""

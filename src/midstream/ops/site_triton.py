@@ -115,9 +115,8 @@ def site_triton(
     sae: SaeBuffers | None = None,
     encodes: bool = False,
 ) -> Relaunch | None:
-    """Launch the kernels; see `midstream.ops.site_ref.site_ref`. Return what launches the kernel
-    again for another stream of the same kind; None if that takes more than one kernel, or an
-    unaligned one.
+    """Launch the kernels; see `site_ref`. Return what launches the kernel again for a stream of the
+    same kind; None if that takes more than one kernel, or an unaligned one.
     """
     num_rows, width = hidden.shape
     unit = bank.shape[1]

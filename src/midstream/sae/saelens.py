@@ -1,6 +1,4 @@
-"""Reader of SAELens files: the flat layout, and that of SAELens 6, with the model's fields under
-`metadata`. Unsupported fields that would change features are rejected.
-"""
+"""Reader of SAELens files: the flat layout, and that of SAELens 6, with `metadata`."""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ from midstream.validation import listed, show
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Arrays = dict[str, Tensor]
-else:
-    Arrays = dict
+Arrays = dict[str, "Tensor"]
 
 _COMMON = ("W_enc", "b_enc", "W_dec", "b_dec")
 _GATED = ("W_enc", "W_dec", "b_dec", "b_gate", "r_mag", "b_mag")

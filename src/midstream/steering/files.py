@@ -52,9 +52,8 @@ with suppress(ImportError):  # a Python without it reads no such files
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
-    """Read the vectors of a `.safetensors`, `.npz` or `.gguf` file: tensors [width] or [1, width],
-    real numbers of any dtype, for GGUF F32 or F16; in safetensors also square matrices. Return them
-    with their taps, or one Vector if the file's only key is `vector`.
+    """Read the vectors of a file, [width] or [1, width], real numbers, with their taps; in
+    safetensors also square matrices. Return one Vector if the file's only key is `vector`.
     """
     name = os.fspath(path)
     try:
@@ -173,9 +172,6 @@ def _tensor(key: str) -> Iterator[None]:
         raise SpecError(f"{_name(key)}{error.path}", error.problem) from None
 
 
-# ---------------------------------------------------------------- safetensors
-
-
 def _read_safetensors(name: str) -> dict[str, Vector]:
     from safetensors import SafetensorError, safe_open
 
@@ -199,9 +195,6 @@ def _read_safetensors(name: str) -> dict[str, Vector]:
         raise SpecError("", f"not a safetensors file, or damaged: {error}") from None
 
 
-# ---------------------------------------------------------------- npz
-
-
 def _read_npz(name: str) -> dict[str, Vector]:
     try:
         with zipfile.ZipFile(name) as archive:
@@ -223,9 +216,7 @@ def _read_npz(name: str) -> dict[str, Vector]:
 
 
 def _read_npy(file: IO[bytes]) -> NDArray[Any]:
-    """Read one array, [n] or [1, n], as [n]. Its header is checked before memory is allocated: a
-    malicious one can make numpy.load allocate any amount.
-    """
+    """Read an array, [n] or [1, n], as [n]; numpy.load would allocate what a header says."""
     import numpy as np
     from numpy.lib import format as numpy_format
 
@@ -256,9 +247,6 @@ def _read_npy(file: IO[bytes]) -> NDArray[Any]:
     if len(data) > count or file.read(1):
         raise SpecError("", f"the array is longer than the {count} bytes of its header's shape")
     return np.frombuffer(data, dtype)
-
-
-# ---------------------------------------------------------------- GGUF
 
 
 def _read_control_vector(name: str) -> dict[str, Vector]:

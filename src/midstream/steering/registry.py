@@ -27,7 +27,7 @@ from midstream.plan.vectors.named_lookup import (
 from midstream.plan.vectors.named_vector import read_name
 from midstream.plan.vectors.vector import Vector
 from midstream.sites import Tap, order
-from midstream.steering.changes import Changes, OwnProcess
+from midstream.steering.changes import Changes
 from midstream.steering.edit_forms import bind_part, names_edits, read_named_edits
 from midstream.steering.files import is_json_file, read_file, read_json_file, write_json_file
 from midstream.steering.listing import Description, Listing
@@ -69,7 +69,7 @@ class VectorRegistry:
         """Create an empty registry for a model; what does not fit is rejected at registration."""
         self._shape = shape
         # Where changes hold; `shared_folder` replaces it, and what all names stand for.
-        self.changes: Changes = OwnProcess()
+        self.changes = Changes()
         self.entries: Mapping[str, NamedEntry] = {}
         self._lock = threading.Lock()
         # Returns the registered SAE of a name; the front end sets it.

@@ -11,6 +11,7 @@ for another's answer.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import mmap
@@ -26,6 +27,7 @@ from typing import Any
 from midstream.errors import BusyError, ConfigError, StoreError
 from midstream.plan.plan import parse_server_wide
 from midstream.plan.shape import ModelShape
+from midstream.steering.changes import Changes
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.registry import NamedEntry, VectorRegistry
 from midstream.steering.tiers import Steering, SteeringState
@@ -36,7 +38,7 @@ _INDEX, _LOCK, _COUNTER = "index.json", "lock", "counter"
 _FORMAT = 1
 
 
-class SharedFolder:
+class SharedFolder(Changes):
     """One process's part in a folder: the `Changes` of its registry and tiers. Thread-safe."""
 
     def __init__(self, folder: str, vectors: VectorRegistry, steering: Steering) -> None:
@@ -200,7 +202,8 @@ class SharedFolder:
     def _write_json(self, name: str, value: Any) -> None:
         """Write a file, which appears by a rename, over what a killed process left of it."""
         part = self._folder / f"{name}.part"
-        with open(part, "w", encoding="utf-8", opener=_private) as file:
+        private = functools.partial(os.open, mode=0o600)
+        with open(part, "w", encoding="utf-8", opener=private) as file:
             json.dump(value, file, allow_nan=False)
         os.replace(part, self._folder / name)
 
@@ -212,10 +215,6 @@ def _busy() -> BusyError:
 
 def _damaged(problem: str) -> StoreError:
     return StoreError(f"the shared folder is damaged ({problem}); stop its servers, and remove it")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _file_of(entry: NamedEntry) -> str:

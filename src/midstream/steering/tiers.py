@@ -13,7 +13,7 @@ from midstream.plan.operations import Gate
 from midstream.plan.plan import ServerWide, emit_server_wide
 from midstream.plan.positions.positions import Positions
 from midstream.plan.probe import Probe
-from midstream.steering.changes import Changes, OwnProcess
+from midstream.steering.changes import Changes
 from midstream.steering.edit_forms import TIERS, bind_tier, read_tier
 from midstream.steering.listing import html_table, text_table
 from midstream.steering.registry import VectorRegistry
@@ -66,7 +66,7 @@ class Steering:
         """Create empty tiers, whose edits must fit the model of a registry."""
         self._registry = registry
         # Where changes hold; `shared_folder` replaces it, and the state.
-        self.changes: Changes = OwnProcess()
+        self.changes = Changes()
         self.state = SteeringState()
         self._lock = threading.Lock()
 

@@ -1,6 +1,4 @@
-"""Triton kernels of SAEs' reconstructions: encode, select and change, decode, for rows that are
-next to each other. Most find no row with a `CODE` at this site, and exit after two loads.
-"""
+"""Triton kernels of SAEs' reconstructions: encode, select and change, decode."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Triton kernel of SCANs: one program for each state, which exits after its first loads if the
-state's request has no row in the step, or the state is read at another site.
-"""
+"""Triton kernel of SCANs: one program for each state, which exits early if it has no row here."""
 
 from __future__ import annotations
 

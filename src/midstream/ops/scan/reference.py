@@ -34,9 +34,8 @@ def scan_ref(
     scans: Tensor,
     states: Tensor,
 ) -> None:
-    """Write the scores of the SCANs at one site, [rows, slots], and their states, [n, kept, 3],
-    after the last tokens. Arguments are as for `midstream.ops.site`, whose `hidden` and `residual`
-    are not changed; NONFINITE of `tally` is set where a reading is not finite.
+    """Write the scores of the SCANs at one site, [rows, slots], their states, [n, kept, 3], and
+    NONFINITE of `tally` where a reading is. Arguments are as for `midstream.ops.site`.
     """
     armed: Ints = scans.numpy()
     site: Ints = table.numpy()

@@ -1,6 +1,4 @@
-"""The vocabulary for calling conventions of decoder layers, without vLLM or torch. The tables are
-`vllm_layers` and `hf_layers`; `registry` looks them up.
-"""
+"""The vocabulary for calling conventions of decoder layers, which needs neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -70,40 +68,24 @@ class LayerConvention:
     Wherever the stream is one tensor, that very object is the one kept for the skip connection, so
     an in-place edit is seen by both branches. Layers where it is a copy have no `mid`, or are
     refused. A mixer that is no attention does not count as one.
-
-    Attributes:
-        returns: what `__call__` returns. Under `PAIR` the residual may still be None at run
-            time (`nemotron_nas` layers without attention, before the first one that has it).
-        hidden: name of forward's parameter with the stream, or with its first half.
-        residual: name of the parameter with the second half, None at run time in the first
-            layer. None: the layer has no such parameter, or its value is unused.
-        mid: dotted attribute (an index is an attribute of a ModuleList) of the sub-module
-            that is called with the stream after attention, or the mixer, was added and before
-            the MLP: positionally, with `(hidden, residual)` or with `(stream)`, maybe with
-            further keywords. Usually the norm that feeds the MLP.
-        no_mid: why there is no `mid`; empty unless `mid` is None.
-        no_pre: why the layer's attention would not see an edit at the entry; usually empty.
-        attn_in, mlp_in: places of the values that attention and the MLP read; the output of a norm
-            if attention is not called as a module, or if several modules read the MLP's.
-        attn_out, mlp_out: places of the values that they add to the stream, unscaled.
-        tp_partial: whether the hidden half, at the exit or at `mid`, is not yet reduced over the
-            ranks under tensor parallelism.
-        float16_scaled: whether both halves are scaled down by a constant in float16, so that
-            they are not the stream.
     """
 
-    returns: Returns
-    hidden: str = "hidden_states"
-    residual: str | None = None
+    returns: Returns  # a PAIR's residual may still be None in the first layers (`nemotron_nas`)
+    hidden: str = "hidden_states"  # forward's parameter with the stream, or with its first half
+    residual: str | None = None  # that with the second half, which is None in the first layer
+    # Dotted path of the sub-module that is called with the stream after attention, or the mixer,
+    # was added and before the MLP, as `(hidden, residual)` or `(stream)`; usually the MLP's norm.
     mid: str | None = None
-    no_mid: str = ""
-    no_pre: str = ""
+    no_mid: str = ""  # why there is no `mid`; empty unless it is None
+    no_pre: str = ""  # why attention would not see an edit at the entry
+    # What attention and the MLP read, or a norm's output if they are not called with it alone; and
+    # what they add to the stream, unscaled.
     attn_in: Input | Output | Lack = UNKNOWN
     attn_out: Half | Output | Lack = UNKNOWN
     mlp_in: Input | Output | Lack = UNKNOWN
     mlp_out: Half | Output | Lack = UNKNOWN
-    tp_partial: bool = False
-    float16_scaled: bool = False
+    tp_partial: bool = False  # the hidden half, at the exit or `mid`, is not reduced over ranks yet
+    float16_scaled: bool = False  # both halves are scaled down in float16: they are not the stream
 
     def __post_init__(self) -> None:
         assert (self.mid is None) == bool(self.no_mid), "one of mid and no_mid, not both"
@@ -141,9 +123,8 @@ class LayerConvention:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A convention that depends on the truth of a dotted attribute of the layer, or on its being
-    `equals`. With a trailing `?` it may be missing, which counts as false; without, that is a
-    refusal.
+    """A convention that depends on the truth of a dotted attribute, or on its being `equals`. With
+    a trailing `?` it may be missing, which is false; without, that is a refusal.
     """
 
     attribute: str
@@ -175,7 +156,7 @@ def pair(
     mid: str | None = None,
     no_mid: str = "",
     *,
-    # `attn_in`; a module's path means its `hidden_states`, which others read too if the MLP's input.
+    # `attn_in`; a path means a module's `hidden_states`, which others read too if the MLP's input.
     attention: Input | Output | Lack | str = "self_attn",
     # `attn_out`; a path means the module's output. By default the first half at `mid`.
     attn: Half | Output | Lack | str | None = None,
@@ -212,9 +193,8 @@ def single(
     mlp_out: Output | Lack | str | None = None,
     **rest: Any,
 ) -> LayerConvention:
-    """Return the convention of a layer that takes and returns the stream; arguments as in `pair`,
-    but `attn` and `mlp_out` are by default the outputs of the modules that read `attention` and
-    `mlp`.
+    """Return the convention of a layer that takes and returns the stream. Arguments are as in
+    `pair`; `attn` and `mlp_out` are by default outputs of what `attention` and `mlp` name.
     """
     mlp = Input(mlp) if isinstance(mlp, str) else mlp
     if attn is None:

@@ -1,6 +1,5 @@
-"""Which sub-modules a module's forward calls, and with what, read from its source, without vLLM or
-torch. The reader follows what matrices and attention return through a list of plain statements. It
-never guesses: the unknown becomes part of a value's history (`Value.through`); a loop is refused.
+"""Which sub-modules a module's forward calls, and with what, read from its source. It never
+guesses: the unknown becomes part of a value's history (`Value.through`); a loop is refused.
 """
 
 from __future__ import annotations
@@ -111,15 +110,12 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the reader is told about the attributes of the module that it reads.
+    """What the reader is told about the attributes of the module that it reads."""
 
-    Attributes:
-        kind: by the path of an attribute, `"matrix"` for a linear layer or attention, whose output
-            is a part; `"module"` for other modules; None for anything else.
-        decide: the value of the condition of an `if`; None if only the forward pass knows.
-    """
-
+    # By the path of an attribute: "matrix", whose output is a part (linear layers and attention),
+    # "module" or None.
     kind: Callable[[str], str | None]
+    # The value of the condition of an `if`; None if only the forward pass knows.
     decide: Callable[[ast.expr], bool | None] = lambda test: None
 
 
@@ -148,8 +144,6 @@ class _Reader:
     def __init__(self, names: Names) -> None:
         self._names = names
         self.flow = Flow()
-
-    # ------------------------------------------------------------ statements
 
     def run(self, body: Sequence[ast.stmt], env: _Env) -> bool:
         """Follow statements, which change `env`; return whether what comes after is reached."""
@@ -273,8 +267,6 @@ class _Reader:
             inner = inner.value
         if isinstance(inner, ast.Name) and inner.id != "self":
             env[inner.id] = env.get(inner.id, NOTHING).joined(value).after("[]=()")
-
-    # ----------------------------------------------------------- expressions
 
     def _value(self, node: ast.expr, env: _Env) -> Value:
         if isinstance(node, ast.Name):

@@ -73,7 +73,9 @@ def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
     cls = type(owner)
     if "forward" in vars(owner):
         raise UnsupportedError("its forward was replaced")
-    function = _defined(cls, "forward")
+    function: Any = inspect.getattr_static(cls, "forward", None)
+    if not inspect.isfunction(function):
+        raise UnsupportedError("its forward is no plain function")
     if not _calls(tree_of(function), name):
         used = sorted(_methods(tree_of(function)))
         within = [
@@ -136,13 +138,6 @@ def tree_of(function: Any) -> ast.FunctionDef:
     return node
 
 
-def _defined(cls: type, name: str) -> Any:
-    function = inspect.getattr_static(cls, name, None)
-    if not inspect.isfunction(function):
-        raise UnsupportedError(f"its {name} is no plain function")
-    return function
-
-
 def _own_methods(cls: type) -> list[Any]:
     """The functions that a class and its bases in models define, but for constructors."""
     bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
@@ -196,9 +191,6 @@ def _uses_method(tree: ast.AST, name: str) -> bool:
         isinstance(node, ast.Call) and (path_of(node.func) or "").startswith(f"{name}.")
         for node in ast.walk(tree)
     )
-
-
-# -------------------------------------------------------------------- conditions
 
 
 def decide(owner: object, names: dict[str, Any], test: ast.expr) -> bool | None:

@@ -45,10 +45,6 @@ class InnerPlace:
 
     The tensor is `[tokens, width]` or `[tokens, heads, head_dim]`, whichever the model passes, and
     may be a view of a wider one: its rows need not be contiguous.
-
-    Attributes:
-        ranks: `"whole"`, each rank has all of it, as with one rank; `"sliced"`, each has its own
-            part, in the order of the ranks; `"replicated"`, so has each group of `copies` ranks.
     """
 
     path: str  # the module within the layer, dotted; empty: the layer itself
@@ -57,6 +53,8 @@ class InnerPlace:
     start: int
     width: int
     heads: int = 0  # on this rank, of `width // heads` columns each; 0: not by head
+    # "whole": each rank has all of it; "sliced": each has its own part, in the order of the ranks;
+    # "replicated": so has each group of `copies` ranks.
     ranks: Ranks = "sliced"
     copies: int = 1  # number of ranks with the same part
     routing: int | str = 0  # of a router, how many are chosen, or why others may be; 0: none
@@ -120,11 +118,6 @@ def find_inner_sites(layer: nn.Module) -> dict[str, Found]:
     return {site: places[site] for site in SITES}
 
 
-def head_dim(place: InnerPlace) -> int | None:
-    """Return the width of one head; None for a site that is not by head."""
-    return place.width // place.heads if place.heads else None
-
-
 def _guarded(sites: tuple[str, ...], rule: Callable[[], Mapping[str, Found]]) -> dict[str, Found]:
     """Return what a rule finds; no site if it cannot read the code."""
     try:
@@ -132,9 +125,6 @@ def _guarded(sites: tuple[str, ...], rule: Callable[[], Mapping[str, Found]]) ->
     except UnsupportedError as error:
         return dict.fromkeys(sites, Lack(f"midstream cannot read this model's code: {error}"))
     return {site: places.get(site, Lack(UNPROVEN)) for site in sites}
-
-
-# --------------------------------------------------------------------- attention
 
 
 def _attention_sites(
@@ -305,9 +295,6 @@ def _ranks(linear: Any) -> Ranks:
     return "whole" if linear.tp_size == 1 else "sliced"
 
 
-# --------------------------------------------------------------------------- MLP
-
-
 def _mlp_sites(
     layer: nn.Module,
     modules: dict[str, nn.Module],
@@ -398,9 +385,6 @@ def _halves(
     }
 
 
-# ------------------------------------------------------------------------ router
-
-
 def _router_site(
     layer: nn.Module,
     modules: dict[str, nn.Module],
@@ -443,9 +427,6 @@ def _router_site(
     return {"router": place}
 
 
-# ----------------------------------------------------------------------- modules
-
-
 def _is_row(owner: nn.Module, name: str, types: forward_source.Types) -> bool:
     linear = forward_source.linear_at(owner, name, types)
     return isinstance(linear, types.row) and bool(linear.input_is_parallel)
@@ -456,9 +437,7 @@ def _adds_bias_outside(linear: Any) -> bool:
 
 
 def _is_within(owner: str, mlp: str) -> bool:
-    """Return whether the owner of the last matrix is the convention's MLP, the module that reads
-    the stream, or is inside it, or has both that and the last matrix.
-    """
+    """Return whether the last matrix's owner is the convention's MLP, in it, or has both."""
     return owner == mlp or owner.startswith(f"{mlp}.") or owner == mlp.rpartition(".")[0]
 
 

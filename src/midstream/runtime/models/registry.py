@@ -1,7 +1,4 @@
-"""Conventions of decoder layers, looked up by class. Values do not show which half of a pair is the
-stream, so each model's source is read once and written down: in `vllm_layers`, `hf_layers`.
-Unlisted layers are rejected.
-"""
+"""Conventions of decoder layers, looked up by class. Unlisted layers are rejected."""
 
 from __future__ import annotations
 
@@ -54,9 +51,7 @@ LAYER_LISTS: tuple[str, ...] = (
 
 
 def key_of(cls: type) -> Key | None:
-    """Return a layer class's key in `CONVENTIONS`: that of the class whose body defines `forward`.
-    A rejected class that defines none (its model calls something else) is its own key.
-    """
+    """Return the key of the class whose body defines `forward`, or of a rejected one without."""
     for base in cls.__mro__:
         key = base.__module__.removeprefix("vllm."), base.__qualname__
         # torch.nn.Module has a forward, which only raises.

@@ -1,6 +1,5 @@
-"""Where a loaded model has the sites without a layer: its embedding, and its final norm. The module
-that has the list of layers, the trunk, is followed through the source of its forward. A model that
-does more on the way than is known has no such site.
+"""Where a loaded model has the sites without a layer: its embedding, and its final norm, read from
+the source of its trunk's forward, the module that has the list of layers.
 """
 
 from __future__ import annotations
@@ -287,7 +286,9 @@ class _Walk:
             name = type(module).__name__.lower()
             if self._passed and "norm" in name:
                 return frozenset({_NORM + str(path)})
-            if not self._passed and _is_embedding(module) and _reads_tokens(node):
+            embeds = "embedding" in type(getattr(module, "base_layer", module)).__name__.lower()
+            reads_tokens = any(getattr(argument, "id", "") == "input_ids" for argument in node.args)
+            if not self._passed and embeds and reads_tokens:
                 return frozenset({_GIVEN, _MODULE + str(path)})
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         if isinstance(node.func, ast.Attribute):
@@ -336,16 +337,6 @@ def _combined(
 
 def _is_norm(state: str) -> bool:
     return state.startswith(_NORM)
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return "embedding" in type(getattr(module, "base_layer", module)).__name__.lower()
-
-
-def _reads_tokens(node: ast.Call) -> bool:
-    return any(
-        isinstance(argument, ast.Name) and argument.id == "input_ids" for argument in node.args
-    )
 
 
 def _assigned(target: ast.expr, state: frozenset[str], values: _Values) -> _Values:

@@ -49,9 +49,8 @@ class Collection:
 
     @contextmanager
     def collect_partial(self, stops: Stops) -> Iterator[dict[str, list[RequestState]]]:
-        """Remove rows of running requests and yield them, each once, as copies of the requests that
-        have these rows only; valid until the context ends. A reader of values waits for the host.
-        `stops` are positions by uid and vLLM's request id; no token before one may be a draft.
+        """Remove rows before `stops` of running requests, where no token may be a draft, and yield
+        them, each once, as copies of the requests with these alone, valid in the context.
         """
         self._requests.settle()
         rows = self._recorder.rows

@@ -82,7 +82,9 @@ class WorkerEndpoint:
         self._stage, self._tensor_rank = _place(parallel, worker.rank)
         model = runner.get_model()
         args = parallel.tensor_parallel_size, vllm_config.model_config.dtype == torch.float16
-        limits = _max_width(runner.device), _gets_embeddings(runner, vllm_config)
+        embeds_given = getattr(vllm_config.model_config, "enable_prompt_embeds", False)
+        embeds_given = bool(embeds_given or getattr(runner, "supports_mm_inputs", False))
+        limits = _max_width(runner.device), embeds_given
         self._decoder = find_decoder(model, *args, config.sites, *limits)
         self._lacking = {**all_lacks(model, *args, *limits), **self._decoder.lacking}
         self._taps = _choose_taps(self._decoder, config)
@@ -325,12 +327,6 @@ def _place(parallel: Any, rank: int) -> tuple[int, int]:
     return within // tensor_parallel_size, within % tensor_parallel_size
 
 
-def _gets_embeddings(runner: Any, vllm_config: Any) -> bool:
-    """Return whether the model may get embeddings in place of token ids."""
-    is_enabled = bool(getattr(vllm_config.model_config, "enable_prompt_embeds", False))
-    return is_enabled or bool(getattr(runner, "supports_mm_inputs", False))
-
-
 def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
     """Return the taps of this rank, in the order of a forward pass, with their indices."""
     wanted = set(config.resolve_layers(decoder.num_layers))
@@ -342,12 +338,7 @@ def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
         if (site, layer.index) not in decoder.lacking
     ]
     in_layers = set(config.sites) - set(ENDS)
-    if (
-        not taps
-        and in_layers
-        and decoder.layers
-        and any(layer.index in wanted for layer in decoder.layers)
-    ):
+    if not taps and in_layers and any(layer.index in wanted for layer in decoder.layers):
         reasons = "; ".join(sorted(set(decoder.lacking.values())))
         raise UnsupportedError(
             f"none of the sites {', '.join(config.sites)} exists in this model: {reasons}"

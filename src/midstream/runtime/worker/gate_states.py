@@ -19,10 +19,7 @@ _FREE = -1
 
 
 class GateStates:
-    """Owner of `Buffers.scans` and `Buffers.scan_states`: one state for each gate with memory of
-    each running request and tap that it reads. A preempted request computes its tokens again from
-    before the first.
-    """
+    """Owner of `Buffers.scans` and `scan_states`: a state of each gate, running request and tap."""
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
         count = buffers.scans.shape[0]

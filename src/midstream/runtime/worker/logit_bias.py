@@ -1,7 +1,5 @@
-"""Biases of logits, added to what the model's `compute_logits` returns for the sampled rows.
-
-The tap `logits` has a row of switches per token; an instruction adds 1, or its gate's value, to
-the switch of its bias, so conditions are those of all edits. Here switches multiply the biases.
+"""Biases of logits, added to what `compute_logits` returns for the sampled rows: instructions add
+to switches at the tap `logits`, which multiply the biases here.
 """
 
 from __future__ import annotations
@@ -92,8 +90,8 @@ class LogitBias:
 
     def attach(self, model: Any) -> None:
         """Wrap a model's `compute_logits`. The first call after a forward pass is that of the
-        sampled rows: one of each request and of each of its draft tokens. Later ones are of
-        prompts' log probabilities, which have no bias. A drafter has a model of its own.
+        sampled rows, one of each request and draft token; later ones, of prompts' log
+        probabilities, have no bias.
         """
         compute_logits: Any = model.compute_logits
 

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from midstream.errors import NoRoomError
-from midstream.plan import ResolvedPlan
+from midstream.plan import ResolvedPlan, Vector
 from midstream.plan.resolve.wire import from_bytes
 from midstream.runtime.protocol.rank_parts import part_of_steps
 from midstream.runtime.protocol.segments import FOREVER, PlanSegment, RankShare, cut
@@ -23,10 +24,35 @@ from midstream.runtime.worker.request_state import (
 from midstream.runtime.worker.row_index import CapturedRowIndex
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
-from midstream.runtime.worker.vector_store import VectorStore
 from midstream.sites import Tap
 
 _CACHED_PLANS = 256
+
+
+class VectorStore:
+    """Vectors by digest, each dropped once every front end that added it has dropped it."""
+
+    def __init__(self) -> None:
+        self._vectors: dict[str, Vector] = {}
+        self._front_ends: dict[str, set[int]] = {}  # that added it, by digest
+        self.by_digest: Mapping[str, Vector] = MappingProxyType(self._vectors)
+
+    def update(self, update: VectorUpdate) -> None:
+        """Drop vectors of a front end, then store new ones."""
+        for digest in update.dropped:
+            front_ends = self._front_ends.get(digest, set())
+            front_ends.discard(update.front_end)
+            if not front_ends:
+                self._vectors.pop(digest, None)
+                self._front_ends.pop(digest, None)
+        for data in update.added:
+            vector = Vector(data)
+            self._vectors.setdefault(vector.digest, vector)
+            self._front_ends.setdefault(vector.digest, set()).add(update.front_end)
+
+    def count(self, front_end: int) -> int:
+        """Return the number of vectors that are stored for a front end."""
+        return sum(front_end in front_ends for front_ends in self._front_ends.values())
 
 
 class PlanTable:

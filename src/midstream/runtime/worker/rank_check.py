@@ -7,6 +7,8 @@ from collections import deque
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from midstream.runtime.protocol.results import KEPT_CHECKSUMS, StepChecksum
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import StepPlan
@@ -35,14 +37,8 @@ class RankChecksum:
         # What is captured is not included, as ranks may share it.
         runs: list[list[Any]] = []
         if plan is not None:
-            planned = plan.runs
-            for row, length, position, program in zip(
-                planned.row.tolist(),
-                planned.length.tolist(),
-                planned.position.tolist(),
-                planned.program.tolist(),
-                strict=True,
-            ):
+            columns = plan.runs.row, plan.runs.length, plan.runs.position, plan.runs.program
+            for row, length, position, program in np.array(columns).T.tolist():
                 edits = [
                     [edit.tap, edit.digest, list(edit.ids), edit.others]
                     for edit in tables.edits_of(program)

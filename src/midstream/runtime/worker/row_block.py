@@ -20,7 +20,6 @@ class RowSource(Protocol):
 
     def free(self) -> None:
         """Release the rows, as the index has no entry for them any more. Called once."""
-        ...
 
 
 R = TypeVar("R", bound=RowSource)

@@ -1,6 +1,5 @@
-"""Index of captured rows: runs of all steps are columns of one table, to which a step appends, and
-which are sorted by request when rows are taken, without a Python loop over rows, requests or
-layers.
+"""Index of captured rows: runs of all steps are columns of one table, sorted by request when rows
+are taken, without a Python loop over rows, requests or layers.
 """
 
 from __future__ import annotations
@@ -168,10 +167,7 @@ class CapturedRowIndex(Generic[R]):
     def take_until(
         self, stops: Mapping[int, int], oldest: int
     ) -> tuple[dict[int, list[RowBlock[R]]], int]:
-        """Remove rows of requests before a position, by serial number, as `take` does; `oldest` is
-        a step before which they have none. Return the blocks by serial number, and the new
-        `oldest`.
-        """
+        """Remove rows before positions; `oldest` is a step before which requests have none."""
         serials = np.array(sorted(stops), np.int64)
         bounds = np.array([stops[serial] for serial in serials.tolist()], np.int64)
         widths = np.array([rows for _, _, rows in self._keys], np.int64)
@@ -201,8 +197,8 @@ class CapturedRowIndex(Generic[R]):
     def read(
         self, taps: tuple[int, ...], spans: Mapping[int, tuple[int, int]], count: int
     ) -> dict[int, RowBlock[R]]:
-        """Return raw rows of requests at positions [start, stop), by serial number, which stay.
-        Blocks for those alone; older steps are searched until `count` rows are found in all.
+        """Return raw rows of requests at positions [start, stop), by serial number; they stay.
+        Older steps are searched until `count` rows are found in all.
         """
         key = (taps, 0, len(taps))
         kind = self._kinds.get(key)
@@ -227,8 +223,6 @@ class CapturedRowIndex(Generic[R]):
             # A position that was computed twice is in two steps and counts once.
             if not begin or sum(block.size for block in blocks.values()) >= count:
                 return blocks
-
-    # -- the table -------------------------------------------------------------------------------
 
     def _columns(self, serials: Ints, begin: int = 0) -> Ints:
         """Return the columns with the runs of some requests, from a column on."""
@@ -272,8 +266,6 @@ class CapturedRowIndex(Generic[R]):
         if not self._steps:
             self._end = 0
 
-    # -- blocks ----------------------------------------------------------------------------------
-
     def _blocks(self, runs: _Runs[R], serials: list[int]) -> dict[int, list[RowBlock[R]]]:
         blocks: dict[int, list[RowBlock[R]]] = {serial: [] for serial in serials}
         if len(runs.sources) == 1 and self._add_single(runs, blocks):
@@ -285,11 +277,10 @@ class CapturedRowIndex(Generic[R]):
 
     def _add_single(self, runs: _Runs[R], blocks: dict[int, list[RowBlock[R]]]) -> bool:
         """Add blocks of one step without sorting, if each request has one run there."""
-        serials, positions, lengths, _, firsts, kinds = runs.table.tolist()
+        serials = runs.table[_SERIAL].tolist()
         if len(set(serials)) < len(serials):
             return False
-        for serial, kind, *run in zip(serials, kinds, positions, lengths, firsts, strict=True):
-            position, length, first = run
+        for serial, position, length, _, first, kind in runs.table.T.tolist():
             taps, codec, rows = self._keys[kind]
             record_runs = [RecordRun(position, length, 0, first)]
             blocks[serial].append(RowBlock(taps, codec, rows, runs.sources, record_runs))

@@ -1,6 +1,4 @@
-"""Scores of which tensor-parallel ranks have parts, added up before they leave with a step, for
-probes that act and controllers. The front end adds up those of all other requests.
-"""
+"""Scores of which tensor-parallel ranks have parts, added up before they leave with a step."""
 
 from __future__ import annotations
 
@@ -43,12 +41,7 @@ class SplitScores:
         chosen = np.flatnonzero((runs.scored > 0) & slots.reports[runs.slot])
         cells = [np.zeros(0, np.int64)]
         is_mine = [np.zeros(0, np.bool_)]
-        for slot, row, length in zip(
-            runs.slot[chosen].tolist(),
-            runs.row[chosen].tolist(),
-            runs.length[chosen].tolist(),
-            strict=True,
-        ):
+        for slot, row, length in np.array((runs.slot, runs.row, runs.length))[:, chosen].T.tolist():
             request = slots.by_slot(slot)
             for column, parts in () if request is None else request.split:
                 cells.append(np.arange(row, row + length) * width + column)

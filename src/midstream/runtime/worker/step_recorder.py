@@ -51,12 +51,6 @@ class StepCounts:
     ring_last: int = 0  # units of the ring that the last active step filled; see `Buffers.units`
     ring_most: int = 0  # most units that an active step has filled
 
-    def add_active(self, units: int) -> None:
-        """Count an active step that fills `units` units of the ring."""
-        self.active += 1
-        self.ring_last = units
-        self.ring_most = max(self.ring_most, units)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankMemory:
@@ -69,9 +63,9 @@ class RankMemory:
 
 
 class StepRecorder:
-    """Owner of the armed tokens, the steps in flight, and the index of captured rows. Where a
-    step's rows do not fit into the arena together, each request's are stored alone, oldest first;
-    without room, no later ones.
+    """Owner of the armed tokens, the steps in flight, and the index of captured rows. If the arena
+    lacks room for a step, its requests are stored alone, oldest first; of one without room, no
+    later rows are.
     """
 
     def __init__(
@@ -103,11 +97,11 @@ class StepRecorder:
         self._no_scores = memory.buffers.scores[:0]
         self._in_flight: deque[InFlightStep] = deque()
 
-    # -- arming -----------------------------------------------------------------------------
-
     def arm(self, plan: StepPlan, batch: StepBatch) -> None:
         """Set the buffers for the step that is queued next."""
-        self.counts.add_active(plan.num_units)
+        self.counts.active += 1
+        self.counts.ring_last = plan.num_units
+        self.counts.ring_most = max(self.counts.ring_most, plan.num_units)
         first = self._transport.reserve(plan.num_units)
         self._armed.arm(plan.tokens, first)
         self._gate_states.arm(plan.runs)
@@ -129,8 +123,6 @@ class StepRecorder:
             column = self._buffers.tokens[: positions.shape[0], layout.POSITION]
             column.copy_(positions)
         return self._transport.copy(positions)
-
-    # -- recording --------------------------------------------------------------------------
 
     def record(self) -> None:
         """Start to copy results of the queued step, and add its rows and scores to the indexes."""
@@ -215,8 +207,6 @@ class StepRecorder:
             runs.row[scored],
             np.full(int(scored.sum()), self._score_kind),
         )
-
-    # -- settling ---------------------------------------------------------------------------
 
     @property
     def settled(self) -> int:

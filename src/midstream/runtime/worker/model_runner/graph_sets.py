@@ -56,9 +56,8 @@ Capture = Callable[[Sequence[bool], Callable[[bool], None]], None]
 
 
 def capture_every_model(runner: Any, run: Callable[[Capture], None]) -> None:
-    """Wrap a runner's `capture_model`, so that `run` captures several models' graphs. Each manager
-    is wrapped when it captures: vLLM measures graphs with another one before it allocates the KV
-    cache.
+    """Wrap a runner's `capture_model`, so that `run` captures several models' graphs. vLLM measures
+    graphs with a manager of its own, so each is wrapped when it captures.
     """
     capture_model = runner.capture_model
 

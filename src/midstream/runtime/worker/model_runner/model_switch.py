@@ -14,9 +14,8 @@ PLAIN, TAPPED = False, True
 
 
 class ModelSwitch:
-    """Exchanges the modules, wrappers and CUDA graphs that differ between both models. Dummy runs,
-    which compile, measure and capture graphs, run both while the engine starts, and only vLLM's own
-    later.
+    """Exchanges the modules, wrappers and CUDA graphs that differ between both models. Dummy runs
+    run both while the engine starts, and only vLLM's own later.
     """
 
     def __init__(

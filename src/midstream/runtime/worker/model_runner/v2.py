@@ -12,9 +12,8 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 
 
 def attach(runner: Any, hooks: Hooks) -> None:
-    """Wrap `execute_model`, which returns once the forward pass is queued, and `preprocess_state`,
-    which real batches alone call, with their inputs prepared. The state's class is swapped, not
-    wrapped: the runner writes attributes through it.
+    """Wrap `execute_model`, and `preprocess_state`, which real batches alone call, with inputs
+    prepared. The state's class is swapped, not wrapped: the runner writes attributes through it.
     """
     execute_model: Callable[..., Any] = runner.execute_model
     state = runner.model_state

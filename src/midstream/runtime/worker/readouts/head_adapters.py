@@ -57,9 +57,8 @@ class _OfRows:
         scale: float,
         **_: Any,
     ) -> Tensor:
-        """Add scale · B·A·x to y, in place, with the matrices of each row's adapter: y [n,
-        vocabulary + padding], x [n, hidden], lora_a_stacked [slots, 1, rank, hidden],
-        lora_b_stacked [slots, 1, vocabulary, rank].
+        """Add scale · B·A·x to y [n, vocabulary + padding], with the matrices of each row's
+        adapter: x [n, hidden], A [slots, 1, rank, hidden], B [slots, 1, vocabulary, rank].
         """
         for slot in self._slots:
             small = x.float() @ lora_a_stacked[slot, 0].float().T * scale

@@ -29,9 +29,8 @@ _BLOCK = 128  # tokens of a block, see `largest`
 
 
 class Head:
-    """Computes logits of outputs of the final norm. Under tensor parallelism every rank must call
-    this for the same vectors in the same order, or the others wait for ever: vLLM joins their parts
-    of the head.
+    """Computes logits of outputs of the final norm. vLLM joins the tensor-parallel ranks' parts:
+    every rank must call this for the same vectors in order, or the others wait for ever.
     """
 
     def __init__(
@@ -95,8 +94,7 @@ class LogitReader:
 
     def rows(self, queries: Sequence[LogitQuery], units: Tensor) -> StepLogits:
         """Return this rank's rows of logits of a step, on the host if they exceed `MOST_BYTES`. The
-        order is the same on every rank: that of the batch, and of each row's patterns. `units` is
-        [units, U].
+        order is that of the batch and of each row's patterns, the same on every rank.
         """
         device = units.device
         forms = _by_form(queries)
@@ -222,9 +220,7 @@ def _row(logits: Tensor, columns: PatternColumns, tokens: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest logits of each row and their tokens, [n, count], descending. PyTorch's
-    `topk` is slow on long rows: only the blocks of tokens with the largest maxima are searched.
-    """
+    """Return each row's largest logits, [n, count], descending, and tokens, of its best blocks."""
     size = logits.shape[1]
     if count > size // _BLOCK // 4:
         values, ids = logits.topk(count, -1)

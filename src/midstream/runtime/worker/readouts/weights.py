@@ -42,9 +42,9 @@ class Queries:
 def scores(
     queries: Queries, keys: Keys, span: range, form: AttentionForm, out: Tensor | None = None
 ) -> Tensor:
-    """Return the scores of the keys of a span, float32 [requests, rows, heads, keys]: products,
-    changed as attention does, −∞ for keys that a query does not see. The span's step is how many
-    keys are read at a time; no query may see others. `out` is to be written; None: a new tensor.
+    """Return scores of keys of a span, [requests, rows, heads, keys]: products, changed as
+    attention does; −∞: not seen. The span's step is how many keys are read at a time. `out` is to
+    be written, if given.
     """
     vectors, key_heads = queries.vectors, queries.key_heads
     begin, stop = span.start, span.stop

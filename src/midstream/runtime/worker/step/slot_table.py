@@ -126,11 +126,9 @@ class SlotTable:
 
     def drop(self, runs: TokenRuns, chosen: Ints) -> None:
         """Count the captured rows of some runs of a step as dropped."""
-        slots, length, position = runs.slot[chosen], runs.length[chosen], runs.position[chosen]
-        self.incomplete[slots] = True
-        for slot, count, first in zip(
-            slots.tolist(), length.tolist(), position.tolist(), strict=True
-        ):
+        self.incomplete[runs.slot[chosen]] = True
+        columns = np.array((runs.slot, runs.length, runs.position))[:, chosen]
+        for slot, count, first in columns.T.tolist():
             request = self._by_slot[slot]
             assert request is not None
             (segment,) = request.segments_within(first, first + 1)

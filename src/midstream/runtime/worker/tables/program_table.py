@@ -1,6 +1,5 @@
 """Programs (sets of edits) and capture groups (sets of captures): stored once, with a use count,
-and written to the device. A token names each by one small integer, so the cost of a step does not
-depend on how many there are. Unused ones stay until their room is needed, for later requests.
+and written to the device. Unused ones stay until their room is needed, for later requests.
 """
 
 from __future__ import annotations
@@ -128,8 +127,6 @@ class ProgramTable:
         )
         assert len(self._free_groups) + len(self._groups) == self._rows - layout.FIRST_FREE_GROUP
         assert self._programs or self.instructions.is_empty
-
-    # -- inside -----------------------------------------------------------------------------
 
     def _write_program(self, edits: Edits) -> _Entry:
         if not self._free_programs:

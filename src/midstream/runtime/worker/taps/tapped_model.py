@@ -1,7 +1,5 @@
 """The tapped model: a copy of a loaded model's modules, from those that are compiled down to the
-tapped ones, with the same weights, buffers, attention modules and KV cache. Each model has its own
-compiled function, entry in the compile cache and CUDA graphs, so that steps without work for
-midstream run exactly what vLLM runs without it.
+tapped ones, with the same weights. Other steps run exactly what vLLM runs alone.
 """
 
 from __future__ import annotations
@@ -45,9 +43,8 @@ class Replacement:
 
 
 class TappedCopies:
-    """Copies of the modules of a model that are tapped, and of those that contain them;
-    `replacements` are the topmost: the compiled modules, or, where the model is not compiled, the
-    lists of layers.
+    """Copies of tapped modules of a model, and of those that contain them; `replacements` are the
+    topmost: the compiled modules, or the lists of layers.
     """
 
     def __init__(self, model: nn.Module, targets: Collection[nn.Module]) -> None:
@@ -179,9 +176,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def separate_compilation(replacement: Replacement, vllm_config: Any) -> None:
-    """Give both modules of a replacement a compilation of their own, if compiled: the plain one's
-    is that of vLLM without midstream's settings.
-    """
+    """Compile both modules of a replacement apart: the plain one as vLLM without midstream."""
     from vllm.compilation.backends import set_model_tag
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.config import set_current_vllm_config

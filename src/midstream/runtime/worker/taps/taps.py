@@ -1,7 +1,5 @@
-"""Taps: a module's class is replaced by a subclass whose `__call__` calls the `site` op.
-
-Not `forward`: weight offloaders set one on the instance, which would hide the class's. The class is
-replaced after loading and before tracing, so that the op is part of every compiled graph.
+"""Taps: a module's class is replaced, before tracing, by a subclass whose `__call__` calls the
+`site` op. Not `forward`: weight offloaders set one on the instance.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from midstream.sites import BY_NAME, Tap
 
 class TappedLayer(nn.Module):
     """First base of a tapped decoder layer's class. Taps at entry: `embed`, if the first layer gets
-    that as it is, `resid_pre`; at exit: the branch that is the first half of what it returns,
-    `resid_post`.
+    that, `resid_pre`; at exit: a branch that is the first half of what it returns, `resid_post`.
     """
 
     midstream_embed: Tensor | None
@@ -111,32 +108,25 @@ class TappedModule(nn.Module):
 
 
 class _Columns(NamedTuple):
-    """A site that is columns of a tensor.
-
-    Attributes:
-        by_head: whether they are of heads, which are a dimension of their own in some models.
-        parameter: (name, index) of the parameter that gets the tensor; not read at an exit.
-        copies: whether the module gets a copy of the tensor, which is tapped.
-    """
+    """A site that is columns of a tensor."""
 
     table: Tensor
     start: int
-    by_head: bool
+    by_head: bool  # they are of heads, which are a dimension of their own in some models
+    # (name, index) of that with the tensor; not read at an exit
     parameter: tuple[str, int] = ("", 0)
-    copies: bool = False
+    copies: bool = False  # the module gets a copy of the tensor, which is tapped
 
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """One site at the module `path` of a layer, for an attribute of `TappedModule`. The input
-    tapped is copied first if `copies`; it is that of `parameter`, None: the first one.
-    """
+    """One site at a module of a layer."""
 
-    attribute: str
-    path: str
+    attribute: str  # of `TappedModule`, for the table of the tap
+    path: str  # of the module within the layer
     site: str
-    copies: bool = False
-    parameter: str | None = None
+    copies: bool = False  # its input is copied first
+    parameter: str | None = None  # with its input; None: the first one
 
 
 def modules_to_tap(layer: DecoderLayer, sites: Collection[str]) -> list[nn.Module]:
@@ -227,9 +217,8 @@ def _add_columns(module: Any, place: InnerPlace, table: Tensor, copies: bool) ->
 
 
 def _rotates_in_place(layer: nn.Module) -> bool:
-    """Return whether rotary embeddings of a layer are an op that changes queries and keys in place:
-    vLLM's passes over a graph write its result over its input, and miss other changes of these
-    tensors.
+    """Return whether rotary embeddings are an op that changes queries and keys in place: vLLM's
+    passes write its result over its input, and miss other changes of these.
     """
     rotary = [module for module in layer.modules() if "Rotary" in type(module).__name__]
     chosen = [getattr(module, "_forward_method", module.forward) for module in rotary]
