@@ -103,9 +103,7 @@ def _larger(a, b):
 
 @triton.jit
 def any_infinite(x, block: tl.constexpr):
-    """Return 1 if a value of a row is infinite or NaN, else 0. The larger of two magnitudes has the
-    larger bits, and halves are compared two at a time.
-    """
+    """Return 1 if a value of a row is infinite or NaN, else 0, by bits, two at a time."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:

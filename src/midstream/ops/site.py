@@ -22,11 +22,7 @@ _SCHEMA = (
     "site(Tensor(a!) hidden, Tensor(b!)? residual, Tensor table, Tensor(c!) tally,"
     " int? start=None) -> ()"
 )
-
-
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
-
-
 Before = Callable[[int, Tensor, Tensor | None], None]
 
 

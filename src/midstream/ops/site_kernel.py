@@ -187,9 +187,7 @@ def _run(
     has_maps: tl.constexpr,
     has_saes: tl.constexpr,
 ):
-    """Run instructions of any kind; return the sum of what they add, or the stream that they made,
-    which of the two, and how many counted.
-    """
+    """Run instructions of any kind; return what they add, or made, which, and how many counted."""
     whole = tl.full((), 0, tl.int32)
     stale = tl.full((), 0, tl.int32)  # whether the stream has changed since h was read
     delta = tl.zeros([columns.shape[0]], dtype=tl.float32)

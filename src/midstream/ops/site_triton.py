@@ -58,9 +58,7 @@ class Relaunch:
     rest: tuple[Any, ...]  # the kernel's arguments after both halves of the stream
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, tally: Tensor) -> bool:
-        """Launch the kernel for tensors of the `kind_of` the first launch; return False, without a
-        launch, for other buffers, too many rows, or addresses for which it was not compiled.
-        """
+        """Launch the kernel for a stream of its kind; return False if it is not compiled for it."""
         rows, address = hidden.shape[0], hidden.data_ptr()
         other = 0 if residual is None else residual.data_ptr()
         if not 0 < rows <= self.most or (address | other) % 16 or tally.data_ptr() != self.tally:
@@ -171,9 +169,7 @@ def _launch_maps(
     bank: Tensor,
     mapped: Tensor,
 ) -> None:
-    """Launch the kernel of MAPs. How many rows have one is known on the device only, so the grid is
-    for all rows, and a captured graph may be replayed with any.
-    """
+    """Launch the kernel of MAPs, for all rows: a captured graph may be replayed with any."""
     num_rows, width = hidden.shape
     rest = hidden if residual is None else residual
     # A row of a few reads the whole matrix, so that its columns are shared out to many programs.

@@ -62,16 +62,12 @@ class Listing(tuple[Description, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return (
-            text_table(HEADINGS, [description.cells() for description in self])
-            if self
-            else "no named vectors"
-        )
+        rows = [description.cells() for description in self]
+        return text_table(HEADINGS, rows) if rows else "no named vectors"
 
     def _repr_html_(self) -> str:
-        if not self:
-            return "<p>no named vectors</p>"
-        return html_table(HEADINGS, [description.cells() for description in self])
+        rows = [description.cells() for description in self]
+        return html_table(HEADINGS, rows) if rows else "<p>no named vectors</p>"
 
 
 def show_tap(tap: tuple[str, int] | None) -> str:

@@ -238,18 +238,14 @@ class VectorRegistry:
         paths: dict[Tap, str] = {}
         for placed in read:
             with at(placed.path):
-                tap = self._tap(placed)
+                tap = placed.site, find_layer(placed.layer, self._shape)
+                check_tapped(tap, self._shape, "", "")
+                _check_width(placed.vector, self._shape.size(tap))
                 if tap in paths:
                     raise SpecError("", f"the same tap as {paths[tap]}")
                 paths[tap] = placed.path
                 vectors_by_tap[tap] = scaled(placed)
         return MappingProxyType(dict(sorted(vectors_by_tap.items(), key=_in_order)))
-
-    def _tap(self, placed: Placed) -> Tap:
-        tap = (placed.site, find_layer(placed.layer, self._shape))
-        check_tapped(tap, self._shape, "", "")
-        _check_width(placed.vector, self._shape.size(tap))
-        return tap
 
 
 def scaled(placed: Placed) -> Vector:

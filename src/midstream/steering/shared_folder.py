@@ -1,11 +1,9 @@
-"""Named vectors and server-wide edits of several processes on one machine, by a shared folder.
-
-The folder has one file for each name, JSON with base64 of float32; an index that names these files
-and has the tiers; and a counter of changes, which every process maps into its memory. A change
-holds a lock of the folder, which the kernel frees however its process ends, writes new files,
-replaces the index by a rename, and raises the counter. Every read compares the counter, and reads
-the index if it differs. So a change holds in all processes before the call returns, and none waits
-for another's answer.
+"""Named vectors and server-wide edits of several processes on one machine, by a shared folder: a
+file for each name, an index that names these files and has the tiers, and a counter of changes,
+which every process maps into its memory. A change holds a lock of the folder, which the kernel
+frees however its process ends, writes new files, replaces the index by a rename, and raises the
+counter, which every read compares. So a change holds in all processes before the call returns, and
+none waits for another's answer.
 """
 
 from __future__ import annotations

@@ -179,9 +179,7 @@ def change_kernel(
     unit: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Keep the largest activations of a row where its SAE is a TopK SAE, then change some: with
-    `ERROR`, what is left is by how much each was changed.
-    """
+    """Keep a TopK SAE's largest activations, then change some; with `ERROR`, leave the changes."""
     row = first_row + tl.program_id(0)
     program = tl.load(tokens + row * _TOKENS)
     kind = tl.load(table + program * _TABLE + _KIND)

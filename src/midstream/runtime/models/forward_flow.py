@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from midstream.errors import UnsupportedError
 
@@ -70,11 +70,8 @@ class Value:
 
     def after(self, *through: str) -> Value:
         """Return this value after functions that changed its numbers."""
-        return Value(
-            frozenset(
-                Trace(trace.part, True, trace.through.union(through)) for trace in self.traces
-            )
-        )
+        traces = (Trace(trace.part, True, trace.through.union(through)) for trace in self.traces)
+        return Value(frozenset(traces))
 
 
 NOTHING = Value()
@@ -248,14 +245,10 @@ class _Reader:
         parts = list(whole.parts)
         if len(parts) != 1 or parts[0].index is not None:
             return []
+        pieces = [OutputPart(parts[0].path, index, sizes) for index in range(count)]
         return [
-            Value(
-                frozenset(
-                    Trace(OutputPart(parts[0].path, i, sizes), trace.changed, trace.through)
-                    for trace in whole.traces
-                )
-            )
-            for i in range(count)
+            Value(frozenset(replace(trace, part=piece) for trace in whole.traces))
+            for piece in pieces
         ]
 
     def _store(self, target: ast.expr, value: Value, env: _Env) -> None:

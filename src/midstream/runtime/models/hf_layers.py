@@ -1,10 +1,8 @@
-"""Decoder layers of transformers' own models, as vLLM's Transformers backend runs them.
-
-Read from transformers 5.19. The backend (0.26 to 0.33) calls the layers as Hugging Face's model
-does: the stream comes first and positionally, `[1, tokens, hidden]`, and one tensor is returned.
-What it changes below the layers leaves the conventions true: norms are replaced, but called by the
-same name with one tensor, so `mid` holds. An MLP's or attention's forward may be rewritten on the
-*instance*, whose `__call__` still runs. Outputs are reduced inside attention and MLP.
+"""Decoder layers of transformers' own models (5.19), as vLLM's Transformers backend (0.26 to 0.33)
+runs them: the stream comes first and positionally, `[1, tokens, hidden]`, and one tensor is
+returned. Norms that it replaces are called as before, so `mid` holds. An MLP's or attention's
+forward may be rewritten on the *instance*, whose `__call__` still runs. Outputs are reduced inside
+attention and MLP.
 
 Names are `<folder>.<class>` under `transformers.models`, the module being `modeling_<folder>`.
 Models whose code comes with their weights are not listed and are rejected as unknown.

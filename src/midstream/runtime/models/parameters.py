@@ -36,9 +36,7 @@ class OuterParameter:
 
 
 def find_parameters(model: nn.Module, ties_head: bool) -> dict[str, OuterParameter]:
-    """Return this rank's part of each parameter outside the decoder layers, by its name in the
-    language model. Some models have no module for a tied head: its name stands for the embedding.
-    """
+    """Return this rank's part of each parameter outside the layers, by the model's name for it."""
     root = find_root(model)
     inside = {id(parameter) for parameter in find_layers(model).parameters()}
     parameters: dict[str, OuterParameter] = {}

@@ -180,21 +180,20 @@ class _Walk:
         return values
 
     def _branches(self, node: ast.If, values: _Values) -> _Values | None:
-        known = decide(self._trunk, self._globals, node.test)
-        bodies = (
-            [node.body, node.orelse] if known is None else [node.body if known else node.orelse]
-        )
-        ends = [
-            branch_values
-            for body in bodies
-            if (branch_values := self._block(body, dict(values))) is not None
-        ]
+        blocks = [self._block(body, dict(values)) for body in self._taken(node)]
+        ends = [block_values for block_values in blocks if block_values is not None]
         if not ends:
             return None
         names = {name for end in ends for name in end}
         return {
             name: frozenset().union(*(end.get(name, frozenset()) for end in ends)) for name in names
         }
+
+    def _taken(self, node: ast.If | ast.IfExp) -> list[Any]:
+        """Return the branches that may be taken: one, if the condition is known."""
+        known = decide(self._trunk, self._globals, node.test)
+        both = [node.body, node.orelse]
+        return both if known is None else [both[not known]]
 
     def _loop(self, node: ast.For | ast.While, values: _Values) -> _Values:
         if self._is_over_layers(node):
@@ -263,11 +262,7 @@ class _Walk:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             return self._state(node.value, values) if node.slice.value == 0 else frozenset()
         if isinstance(node, ast.IfExp):
-            known = decide(self._trunk, self._globals, node.test)
-            chosen = [node.body, node.orelse] if known is None else [
-                node.body if known else node.orelse
-            ]  # fmt: skip
-            return frozenset().union(*(self._state(branch, values) for branch in chosen))
+            return frozenset().union(*(self._state(taken, values) for taken in self._taken(node)))
         if isinstance(node, ast.BinOp):
             return _combined(
                 node.op, self._state(node.left, values), self._state(node.right, values)

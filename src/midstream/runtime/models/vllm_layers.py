@@ -94,6 +94,9 @@ SHARDED = Refusal("its stream is sharded by token over the ranks (sequence-paral
 LOOPED = Refusal("the same layer runs several times in one forward pass")
 HYPER = Refusal("it has several streams mixed by hyper-connections, not one")
 CROSS = Refusal("it is an encoder-decoder layer with cross-attention")
+BANK = Refusal("its stream is a bank of residuals that attention mixes")
+LATE_SUM = Refusal("it leaves the sum of its MLP to the next layer, after a convolution")
+TWO_TENSORS = Refusal("it returns an object with stream and branch as separate tensors")
 BRANCH = Refusal("it is a branch inside another layer, not a decoder layer")
 
 # Layers like Llama's: a norm and attention, then a norm and the MLP.
@@ -364,28 +367,14 @@ VENDOR: dict[str, Entry] = {
     "glm5next.nvidia.model.Glm5NextDecoderLayer": HYPER,
     "hy_v4.amd.model.HYV4DecoderLayer": Choice("enable_ihc", HYPER, _P_SUMMED),
     "hy_v4.nvidia.model.HYV4DecoderLayer": Choice("enable_ihc", HYPER, _P_SUMMED),
-    "inkling.amd.model.InklingDecoderLayer": Refusal(
-        "it leaves the sum of its MLP to the next layer, after a convolution"
-    ),
-    "inkling.nvidia.model.InklingDecoderLayer": Refusal(
-        "it leaves the sum of its MLP to the next layer, after a convolution"
-    ),
-    "kimi_k3.amd.linear.KimiDecoderLayer": Choice(
-        "use_attn_residuals",
-        Refusal("its stream is a bank of residuals that attention mixes"),
-        KIMI,
-    ),
-    "kimi_k3.nvidia.model.KimiDecoderLayer": Refusal(
-        "its stream is a bank of residuals that attention mixes"
-    ),
+    "inkling.amd.model.InklingDecoderLayer": LATE_SUM,
+    "inkling.nvidia.model.InklingDecoderLayer": LATE_SUM,
+    "kimi_k3.amd.linear.KimiDecoderLayer": Choice("use_attn_residuals", BANK, KIMI),
+    "kimi_k3.nvidia.model.KimiDecoderLayer": BANK,
     "minimax_m3.amd.model.MiniMaxM3DecoderLayer": _MINIMAX_M3,
     "minimax_m3.nvidia.model.MiniMaxM3DecoderLayer": _MINIMAX_M3,
-    "muse_spark.amd.model.MuseSpark1xDecoderLayer": Refusal(
-        "it returns an object with stream and branch as separate tensors"
-    ),
-    "muse_spark.nvidia.model.MuseSpark1xDecoderLayer": Refusal(
-        "it returns an object with stream and branch as separate tensors"
-    ),
+    "muse_spark.amd.model.MuseSpark1xDecoderLayer": TWO_TENSORS,
+    "muse_spark.nvidia.model.MuseSpark1xDecoderLayer": TWO_TENSORS,
     "qwen4_exp.amd.model.Qwen4ExpDecoderLayer": HYPER,
     "qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer": HYPER,
     "step5.nvidia.model.Step5DecoderLayer": Choice(

@@ -19,8 +19,7 @@ from midstream.runtime.worker.tables.device_buffers import on_device
 
 # Returns what a request adds to the logits at a position, under the version of its plan there.
 BiasesAt = Callable[[int], Sequence[ResolvedBias]]
-# Most biases of a request.
-MOST = 64
+MOST = 64  # biases of a request
 
 
 def num_switches(hidden_size: int) -> int:

@@ -16,8 +16,7 @@ from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 
-# Device memory in bytes that the rows of one request may take as float64 at a time.
-_WORKSPACE = 32 << 20
+_WORKSPACE = 32 << 20  # bytes that the rows of one request may take as float64 at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -42,9 +41,7 @@ class _Request:
 
 
 class Reductions:
-    """Owner of the sums of all requests, by the slot of each, in float64. Moments are sums of
-    differences from one of the rows, so values that are close to each other lose nothing.
-    """
+    """Owner of all requests' sums, by slot, in float64; moments are of differences from a row."""
 
     def __init__(self, vectors: int, width: int, device: torch.device) -> None:
         self._table = torch.zeros(vectors, width, dtype=torch.float64, device=device)

@@ -59,9 +59,7 @@ class RequestTable:
         reports: bool = False,
         split: tuple[SplitScore, ...] = (),
     ) -> None:
-        """Add a request that is about to run, or runs again after preemption, with `computed`
-        tokens known. An exception in here fails this request alone, with the reason in its receipt.
-        """
+        """Add a request about to run, maybe again; an exception in here fails this one alone."""
         if self._checksum is not None:
             self._checksum.add_request(request_id, uid, plan, computed)
         known = self._slots.get(request_id)

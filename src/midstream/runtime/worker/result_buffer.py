@@ -9,16 +9,8 @@ from torch import uint8
 
 from midstream.codecs import RowEncoding
 from midstream.errors import FetchError
+from midstream.runtime.protocol import results as protocol
 from midstream.runtime.protocol.record_layout import PatternHeader
-from midstream.runtime.protocol.results import (
-    FunctionCount,
-    Lease,
-    LeasedSegment,
-    RequestHeader,
-    ResultHeader,
-    RowsHeader,
-    ScoresHeader,
-)
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_block import RowBlock
 from midstream.runtime.worker.row_index import ArenaRows
@@ -51,10 +43,10 @@ class ResultBuffer:
         mapped: bool,
         resets: int = 0,
         front_end: int = 0,
-    ) -> list[ResultHeader]:
+    ) -> list[protocol.ResultHeader]:
         """Store requests' results under names; return their headers. Rows are copied, or leased."""
         placer = _Placer()
-        leases: dict[tuple[int, ...], Lease] = {}
+        leases: dict[tuple[int, ...], protocol.Lease] = {}
         headers = []
         for name, requests in results.items():
             parts: list[bytes | memoryview] = []
@@ -65,7 +57,7 @@ class ResultBuffer:
                 for index, request in enumerate(requests)
             ]
             data = self._data[name] = b"".join(parts)
-            headers.append(ResultHeader(name, entries, len(data), lease, resets))
+            headers.append(protocol.ResultHeader(name, entries, len(data), lease, resets))
         return headers
 
     def _entry(
@@ -74,7 +66,7 @@ class ResultBuffer:
         placed: list[Placed],
         parts: list[bytes | memoryview],
         reads: _Placer | None,
-    ) -> RequestHeader:
+    ) -> protocol.RequestHeader:
         """Return a request's header, and add its data to `parts`; rows stay if `reads` is None."""
         parts.append(request.done.tobytes())
         blocks = []
@@ -87,13 +79,13 @@ class ResultBuffer:
                 parts += reads.rows(block, places, nbytes)
             encoding = self._encoding(block.codec)
             spec, patterns = encoding.codec.spec, _patterns(encoding, request)
-            blocks.append(RowsHeader(block.taps, spec, block.spans, nbytes, patterns))
+            blocks.append(protocol.RowsHeader(block.taps, spec, block.spans, nbytes, patterns))
         scores = []
         for read in request.scores:
             values = read.values[:, 0, : request.plan.slots].contiguous()
             parts.append(values.view(uint8).numpy().tobytes())
-            scores.append(ScoresHeader(read.spans, len(parts[-1])))
-        return RequestHeader(
+            scores.append(protocol.ScoresHeader(read.spans, len(parts[-1])))
+        return protocol.RequestHeader(
             id=request.id,
             problem=request.problem,
             dropped=request.dropped,
@@ -104,7 +96,7 @@ class ResultBuffer:
             scores=scores,
             resets=request.resets,
             functions=[
-                FunctionCount(function.index, function.calls, function.rows)
+                protocol.FunctionCount(function.index, function.calls, function.rows)
                 for function in request.functions
             ],
             versions=[(version.number, version.position) for version in request.later],
@@ -143,8 +135,8 @@ class ResultBuffer:
         self,
         placed: list[list[Placed]],
         front_end: int,
-        leases: dict[tuple[int, ...], Lease],
-    ) -> Lease | None:
+        leases: dict[tuple[int, ...], protocol.Lease],
+    ) -> protocol.Lease | None:
         """Lease the segments of rows; None if these must be copied: few, or no lease is left."""
         blocks = [block for mine in placed for block in mine]
         if sum([nbytes for _, nbytes in blocks]) < LEASED_BYTES:
@@ -157,8 +149,9 @@ class ResultBuffer:
                 return None
             self._arena.use(segments)
             known = self._arena.describe(segments, front_end)
-            lease = Lease(
-                number, [LeasedSegment(segment, *place) for segment, place in known.items()]
+            lease = protocol.Lease(
+                number,
+                [protocol.LeasedSegment(segment, *place) for segment, place in known.items()],
             )
             leases[segments] = lease
         return lease

@@ -22,8 +22,7 @@ _Kind = tuple[tuple[int, ...], int, int]  # taps, number of the encoding, rows o
 _SERIAL, _POSITION, _LENGTH, _STEP, _FIRST, _KIND = range(6)
 _GONE = -1  # serial number of a run that was taken
 _COLUMNS = 1024  # of a table without runs
-# Fewer serial numbers are compared with the table one by one.
-_FEW = 8
+_FEW = 8  # fewer serial numbers are compared with the table one by one
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,7 @@ class StepRules:
 
 
 class WorkerSession:
-    """Plans and arms each step before its forward pass, and records what it captured afterwards, on
-    the current stream, even if the host runs ahead. `bias` is None where logits are not tapped.
-    """
+    """Plans and arms each step before its forward pass, and records what it captured afterwards."""
 
     def __init__(
         self,

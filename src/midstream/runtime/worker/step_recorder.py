@@ -22,14 +22,8 @@ from midstream.runtime.worker.row_index import (
     Scores,
 )
 from midstream.runtime.worker.split_scores import SplitScores
+from midstream.runtime.worker.step import in_flight
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
-from midstream.runtime.worker.step.in_flight import (
-    ExpectedCounts,
-    InFlightStep,
-    PreparedStep,
-    bounds,
-    positions_of,
-)
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
@@ -80,7 +74,9 @@ class StepRecorder:
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
         self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()  # one row each, a column a score
-        self.prepared: PreparedStep | None = None  # that is queued next; None: it has no program
+        self.prepared: in_flight.PreparedStep | None = (
+            None  # that is queued next; None: it has no program
+        )
         self.reported: StepScores | None = None  # that leave with the last step's output
         self._buffers = memory.buffers
         self._transport = memory.transport
@@ -93,9 +89,9 @@ class StepRecorder:
         self._armed = ArmedBuffers(memory.buffers, gate_states.only_armed)
         self._gate_states = gate_states
         self._split_scores = split_scores
-        self._expected: ExpectedCounts | None = None
+        self._expected: in_flight.ExpectedCounts | None = None
         self._no_scores = memory.buffers.scores[:0]
-        self._in_flight: deque[InFlightStep] = deque()
+        self._in_flight: deque[in_flight.InFlightStep] = deque()
 
     def arm(self, plan: StepPlan, batch: StepBatch) -> None:
         """Set the buffers for the step that is queued next."""
@@ -108,7 +104,9 @@ class StepRecorder:
         if plan.by_id:
             ids = batch.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
-        self.prepared = PreparedStep(plan, first, self._copy_positions(plan, batch), batch)
+        self.prepared = in_flight.PreparedStep(
+            plan, first, self._copy_positions(plan, batch), batch
+        )
 
     def disarm(self) -> None:
         """Disarm the buffers for a forward pass without a program."""
@@ -148,7 +146,7 @@ class StepRecorder:
         shipment = self._ship(prepared, batches, tally, scores, logits)
         if plan.num_units:
             self._armed.close_ring()
-        self._in_flight.append(InFlightStep(self.counts.steps, prepared, shipment))
+        self._in_flight.append(in_flight.InFlightStep(self.counts.steps, prepared, shipment))
         self._slots.last_step[plan.runs.slot] = self.counts.steps
         for batch in self._record_rows(prepared, batches, shipment):
             alone = batch.alone()
@@ -164,7 +162,7 @@ class StepRecorder:
 
     def _ship(
         self,
-        prepared: PreparedStep,
+        prepared: in_flight.PreparedStep,
         batches: Sequence[CodecBatch],
         tally: Tensor,
         scores: Tensor,
@@ -178,7 +176,7 @@ class StepRecorder:
         return self._transport.ship(parcels, tally, scores)
 
     def _record_rows(
-        self, prepared: PreparedStep, batches: Sequence[CodecBatch], shipment: Shipment
+        self, prepared: in_flight.PreparedStep, batches: Sequence[CodecBatch], shipment: Shipment
     ) -> list[CodecBatch]:
         """Add the rows of a shipment to the index; return those that did not fit."""
         missing = []
@@ -189,20 +187,20 @@ class StepRecorder:
             self.rows.record(
                 ArenaRows(shipment, extent, self._row_bytes(batch.codec), self._arena),
                 batch.serial,
-                positions_of(prepared, batch.runs),
+                in_flight.positions_of(prepared, batch.runs),
                 batch.length,
                 batch.record // self._codecs.encoding(batch.codec).units,
                 batch.kind,
             )
         return missing
 
-    def _record_scores(self, prepared: PreparedStep, shipment: Shipment) -> None:
+    def _record_scores(self, prepared: in_flight.PreparedStep, shipment: Shipment) -> None:
         runs = prepared.plan.runs
         scored = runs.scored > 0
         self.scores.record(
             Scores(shipment),
             self._slots.serials(runs.slot[scored]),
-            positions_of(prepared, scored),
+            in_flight.positions_of(prepared, scored),
             runs.length[scored],
             runs.row[scored],
             np.full(int(scored.sum()), self._score_kind),
@@ -234,7 +232,7 @@ class StepRecorder:
         self._verify(step)
         step.shipment.free_tally()
 
-    def _verify(self, step: InFlightStep) -> None:
+    def _verify(self, step: in_flight.InFlightStep) -> None:
         """Compare what the device counted for each token with the plan."""
         plan = step.prepared.plan
         if step.prepared.positions is not None:
@@ -242,7 +240,7 @@ class StepRecorder:
             plan = plan._replace(positions=positions.astype(np.int64))
         expected = self._expected
         if expected is None or expected.tokens is not plan.tokens:
-            expected = self._expected = ExpectedCounts(plan, self._signature.signature)
+            expected = self._expected = in_flight.ExpectedCounts(plan, self._signature.signature)
         tally = step.shipment.tally().numpy()[plan.active]
         if tally.tobytes() == expected.tally:
             self._slots.states.set(plan, expected.states)
@@ -263,7 +261,7 @@ class StepRecorder:
             self._slots.fail(
                 request,
                 int(plan.positions[row]),
-                f"position {plan.positions[row]}: expected {bounds(plan, row)} edits and "
+                f"position {plan.positions[row]}: expected {in_flight.bounds(plan, row)} edits and "
                 f"{plan.captures[row]} captured vectors, the device counted {edits[row]} and "
                 f"{captures}; {self._signature.diagnose(signature)}",
             )
@@ -275,7 +273,7 @@ class StepRecorder:
 
 
 def reported_scores(
-    prepared: PreparedStep, shipment: Shipment, slots: SlotTable
+    prepared: in_flight.PreparedStep, shipment: Shipment, slots: SlotTable
 ) -> StepScores | None:
     """Return the scores that requests of a queued step report; None: there are none."""
     if not slots.num_reporting:
@@ -286,7 +284,7 @@ def reported_scores(
         return None
     ids = slots.ids_of(runs.slot[chosen])
     row, length = runs.row[chosen], runs.length[chosen]
-    position = positions_of(prepared, chosen)
+    position = in_flight.positions_of(prepared, chosen)
 
     def read() -> ScoresOfStep:
         values = shipment.scores().numpy()

@@ -14,8 +14,7 @@ from midstream.plan.resolved import LensMap
 from midstream.runtime.models.final_norm import find_final_norm, gain_of, why_no_head
 from midstream.runtime.worker.readouts.rank_weights import RankWeights
 
-# Of a map that is in float64 at a time.
-_ROWS = 256
+_ROWS = 256  # of a map that is in float64 at a time
 
 
 class RankLens:

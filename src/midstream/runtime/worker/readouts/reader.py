@@ -25,8 +25,7 @@ from midstream.runtime.worker.tables.pattern_records import PatternColumns, Patt
 # query of a very long request may take more: 4 bytes for each head and key.
 WORKSPACE_BYTES = 64 << 20
 
-# Choices of heads of a layer that are remembered.
-_CHOICES = 1024
+_CHOICES = 1024  # of heads of a layer that are remembered
 
 # Returns the blocks of each request of the batch, integers [requests, blocks], by KV cache group.
 BlockTable = Callable[[int], Tensor]

@@ -83,9 +83,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def top_keys(weights: Tensor, begin: int, k: int) -> Tensor:
-    """Return float32 [..., 2k]: the positions, bits of int32, of the k largest weights, descending,
-    −1 for weights of zero; then these weights.
-    """
+    """Return [..., 2k]: int32 bits of k positions (−1: weight 0), and the k largest weights."""
     count = min(k, weights.shape[-1])
     values, places = weights.topk(count, -1)
     ids = torch.where(values > 0, places + begin, -1)

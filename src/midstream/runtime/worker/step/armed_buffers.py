@@ -26,13 +26,17 @@ class ArmedBuffers:
 
     def arm(self, tokens: NDArray[np.int32], first: int) -> None:
         """Set tokens, int32 [rows, TOKEN_COLUMNS], and the first ring unit; clear the tally."""
-        rows = tokens.shape[0]
+        rows, before = tokens.shape[0], self._tokens.shape[0]
         if rows != self.tally.shape[0]:
             self.tally = self._buffers.tally[:rows]
         self.tally.zero_()
         self._set_first(first)
-        if tokens is not self._tokens:
-            self._send(tokens)
+        if tokens is self._tokens or np.array_equal(tokens, self._tokens):
+            return
+        upload(self._buffers.tokens[:rows], torch.from_numpy(tokens))
+        if before > rows:
+            self._buffers.tokens[rows:before].zero_()
+        self._tokens = tokens
 
     def close_ring(self) -> None:
         """Let no forward pass capture before the next step is armed, as rows are being copied."""
@@ -49,15 +53,6 @@ class ArmedBuffers:
         if first != self._first:
             self._first_of_taps.fill_(first)
             self._first = first
-
-    def _send(self, tokens: NDArray[np.int32]) -> None:
-        rows, before = tokens.shape[0], self._tokens.shape[0]
-        if rows == before and np.array_equal(tokens, self._tokens):
-            return
-        upload(self._buffers.tokens[:rows], torch.from_numpy(tokens))
-        if before > rows:
-            self._buffers.tokens[rows:before].zero_()
-        self._tokens = tokens
 
     def check_integrity(self) -> None:
         """Check that the device has what was armed last."""

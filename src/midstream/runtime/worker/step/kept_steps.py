@@ -14,7 +14,7 @@ from midstream.runtime.worker.step.step_plan import StepPlan
 # Each keeps some arrays with a row for each token of its step.
 MOST_KEPT = 4
 # What a step consists of, besides its requests.
-StepKey = tuple[int, bytes, bytes, bytes, bytes]
+StepKey = tuple[int, tuple[bytes, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,7 @@ class KeptSteps:
         if not plans.all():
             return None
         parts = chosen, plans, batch.scheduled, batch.computed[chosen]
-        first, second, third, fourth = [part.tobytes() for part in parts]
-        return batch.num_tokens, first, second, third, fourth
+        return batch.num_tokens, tuple([part.tobytes() for part in parts])
 
     def repeat(self, key: StepKey, slot: Ints) -> StepPlan | None:
         """Return the plan of a step of requests in some slots; None: no such step is kept."""

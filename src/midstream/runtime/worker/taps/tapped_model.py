@@ -21,8 +21,7 @@ from midstream.runtime.worker.taps.taps import modules_to_tap, tap_layer
 from midstream.sites import Tap
 
 _LOGGER = logging.getLogger(__name__)
-# vLLM's tag for the compile cache, which separates what both models compile.
-_TAG = "tapped"
+_TAG = "tapped"  # for vLLM's compile cache, to separate what both models compile
 # Attributes of a compiled module that belong to one compilation.
 _COMPILED = (
     "aot_compiled_fn",

@@ -345,9 +345,7 @@ def _swap(module: Any, tapped: type[nn.Module], buffers: Buffers) -> None:
 
 
 def check_drafter(runner: Any) -> None:
-    """Reject a drafter that shares tapped modules with the model: its forward pass would fire the
-    taps. The head and rotary tables, which many drafters share, have no taps.
-    """
+    """Reject a drafter that shares tapped modules with the model: it would fire the taps."""
     drafter = _drafter(runner)
     if drafter is None:
         return
