@@ -19,7 +19,10 @@ _FREE = -1
 
 
 class GateStates:
-    """Owner of `Buffers.scans` and `scan_states`: a state of each gate, running request and tap."""
+    """Owner of `Buffers.scans` and `scan_states`: a state of each gate, running request and tap. A
+    preempted request computes its tokens again from before the first that such a gate reads, so
+    nothing is to be done.
+    """
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
         count = buffers.scans.shape[0]

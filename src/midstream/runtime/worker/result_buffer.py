@@ -120,7 +120,7 @@ class ResultBuffer:
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return up to `size` bytes of data from `offset` on; none if sent with its header."""
         is_sent = any(name in names for names in self._inlined.values())
-        data = b"" if is_sent else self._data.get(name)
+        data = b"" if is_sent else self._data.get(name)  # a read is sent to all workers
         if data is None:
             raise FetchError(f"the worker has no data for {name}")
         return data[offset : offset + size]

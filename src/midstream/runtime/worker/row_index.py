@@ -166,7 +166,7 @@ class CapturedRowIndex(Generic[R]):
     def take_until(
         self, stops: Mapping[int, int], oldest: int
     ) -> tuple[dict[int, list[RowBlock[R]]], int]:
-        """Remove rows before positions; `oldest` is a step before which requests have none."""
+        """Remove rows before positions, searched from a step on; return them and a later step."""
         serials = np.array(sorted(stops), np.int64)
         bounds = np.array([stops[serial] for serial in serials.tolist()], np.int64)
         widths = np.array([rows for _, _, rows in self._keys], np.int64)

@@ -48,7 +48,7 @@ class StepPatterns:
     def encode(
         self, prepared: PreparedStep, batch: CodecBatch, logits: StepLogits
     ) -> Tensor | None:
-        """Return a batch's records, uint8 [n, row_bytes]; None if its units of the ring are all."""
+        """Return encoded records of a batch, [n, row_bytes]; None: the ring's units suffice."""
         encoding = self._codecs.encoding(batch.codec)
         if not isinstance(encoding, PatternEncoding):
             return None

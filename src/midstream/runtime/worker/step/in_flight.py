@@ -17,11 +17,11 @@ from midstream.transport.base import Copy, Shipment
 
 @dataclass(slots=True)  # not frozen, which would take longer in each step
 class PreparedStep:
-    """A step that is queued next, from a ring unit on; None: the plan has the positions."""
+    """A step whose forward pass is queued next."""
 
     plan: StepPlan
-    first: int
-    positions: Copy | None
+    first: int  # ring unit at which the plan's first record begins
+    positions: Copy | None  # of each row, to the host; None if the plan has them
     batch: StepBatch
 
 
