@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import markers
 import survey_tables
 
-from midstream.runtime.models.convention import Entry
+from midstream.runtime.models.convention import Choice, Entry, LayerConvention, Output, Refusal
 from midstream.runtime.models.hf_layers import HF_MODELS
-from midstream.runtime.models.registry import Choice, LayerConvention, Output, Refusal
 from midstream.runtime.models.vllm_layers import MODELS, VENDOR
 from midstream.sites import NAMES
 

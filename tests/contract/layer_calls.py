@@ -21,7 +21,7 @@ from support.sources import (
     walk,
 )
 
-from midstream.runtime.models.registry import Input, LayerConvention, Output
+from midstream.runtime.models.convention import Input, LayerConvention, Output
 
 # What changes no value: in evaluation, and (the last two) wherever the table has no refusal.
 NEUTRAL = ("dropout", "view", "_cast_for_residual", "sp_reduce_scatter")

@@ -33,16 +33,9 @@ from support.sources import (
     walk,
 )
 
+from midstream.runtime.models.convention import Choice, LayerConvention, Refusal, Returns
 from midstream.runtime.models.hf_layers import HF_MODELS
-from midstream.runtime.models.registry import (
-    CONVENTIONS,
-    Choice,
-    LayerConvention,
-    Refusal,
-    Returns,
-    key_of,
-    lookup,
-)
+from midstream.runtime.models.registry import CONVENTIONS, key_of, lookup
 from midstream.runtime.models.vllm_layers import MODELS, VENDOR
 
 each_release = pytest.mark.usefixtures("release")

@@ -25,10 +25,9 @@ from contract.layer_calls import (
 )
 from support.sources import class_node, class_texts, each_convention, family_of, sets, unparse, walk
 
-from midstream.runtime.models.convention import Entry, hybrid, single
-from midstream.runtime.models.registry import (
-    CONVENTIONS,
+from midstream.runtime.models.convention import (
     Choice,
+    Entry,
     Half,
     Input,
     Lack,
@@ -36,8 +35,10 @@ from midstream.runtime.models.registry import (
     Output,
     Refusal,
     Returns,
-    lookup,
+    hybrid,
+    single,
 )
+from midstream.runtime.models.registry import CONVENTIONS, lookup
 from midstream.sites import OUTER
 
 each_release = pytest.mark.usefixtures("release")

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from midstream.runtime.models.registry import CONVENTIONS, Choice, LayerConvention
+from midstream.runtime.models.convention import Choice, LayerConvention
+from midstream.runtime.models.registry import CONVENTIONS
 from midstream.runtime.models.vllm_layers import MODELS, VENDOR
 from support.layer_releases import SINCE, UNTIL
 

@@ -50,12 +50,7 @@ def from_act_environment(environment: Mapping[str, str] = os.environ) -> Config 
 
 
 def is_capture_worker(worker_cls: object) -> bool:
-    """Return whether an engine's `worker_cls` is midstream's worker class.
-
-    Args:
-        worker_cls: the name of a class, a class, or a class as `vllm.LLM` pickles it. Nothing is
-            unpickled.
-    """
+    """Return whether `worker_cls`, a name, class or its pickle (not unpickled), is midstream's."""
     if isinstance(worker_cls, type):
         return f"{worker_cls.__module__}.{worker_cls.__qualname__}" == WORKER_CLASS
     if isinstance(worker_cls, bytes):

@@ -37,11 +37,7 @@ _SELECTORS = tuple(
 
 
 def read_plan(fields: Mapping[str, object]) -> Plan:
-    """Return the plan of `steering`.
-
-    Args:
-        fields: `{"steering": {"vectors": [{"data": {…}, "apply": {…}, …}], "conflict": …}}`.
-    """
+    """Return the plan of `steering`: `{"vectors": [{"data": {…}, "apply": {…}}], "conflict"}`."""
     with at("steering"):
         value = fields["steering"]
         if not isinstance(value, Mapping) and hasattr(value, "model_dump"):

@@ -1,7 +1,5 @@
-"""Fields of other tools, and misspelt or misplaced names of midstream's own fields, in requests.
-
-vLLM accepts unknown fields of a body and unknown `extra_args`, and ignores them. A request that
-asks for something in such a field must not be answered as if it had asked for nothing.
+"""Fields of other tools, and misspelt or misplaced names of midstream's own fields, which vLLM
+would ignore: a request must not be answered as if it had asked for nothing.
 """
 
 from __future__ import annotations
@@ -131,14 +129,8 @@ FOREIGN: Mapping[str, ForeignField] = {
 
 
 def names_in(body: bytes, known: Container[str]) -> bool:
-    """Return whether a JSON body may have a field that `check_body` looks at.
-
-    This reads the body's keys alone, at any depth, and does not parse it. Keys with escapes or
-    spaces are not recognized.
-
-    Args:
-        body: JSON as UTF-8.
-        known: fields that vLLM defines for the endpoint.
+    """Return whether a JSON body may have a field that `check_body` looks at, beside those that
+    vLLM knows: its keys, at any depth, are read without parsing, but none with escapes or spaces.
     """
     keys: set[bytes] = set()
     start = 0
@@ -153,12 +145,7 @@ def names_in(body: bytes, known: Container[str]) -> bool:
 
 
 def check_body(body: Mapping[str, object], known: Container[str]) -> None:
-    """Check that a body asks nothing of midstream in a field that midstream does not read.
-
-    Args:
-        body: the body, without the fields that were read.
-        known: fields that vLLM defines for the endpoint.
-    """
+    """Check that a body's fields, but those that vLLM knows, ask nothing of midstream."""
     _check(body, str, known, _place_in_body)
     for outer in _IGNORED:
         if outer not in known:
@@ -222,9 +209,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _is_slip(name: str, own: str) -> bool:
-    """Return whether a name is one letter away from a field's, or has its letters in another order:
-    words that are further away are likely to be other fields.
-    """
+    """Return whether a name is one letter away from a field's, or has its letters in any order."""
     name = name.casefold()
     return _distance(name, own) <= 1 or sorted(name) == sorted(own)
 
@@ -253,9 +238,7 @@ def _nearest(name: str) -> str:
 
 
 def _may_be(name: str, own: str) -> bool:
-    """Return False if the names are certainly more than two edits apart: of three parts of a name,
-    one survives two edits.
-    """
+    """Return False if names are surely over two edits apart: one of three parts survives two."""
     if abs(len(name) - len(own)) > _NEAR:
         return False
     third = len(own) // 3

@@ -28,14 +28,7 @@ _MAX_WINDOW_BITS = 27  # of a compressed frame, which bounds the decompressor's 
 def read_array(
     data: object, shape: object, dtype: object = "float32", compression: object = None
 ) -> NDArray[np.float32]:
-    """Return the numbers of an array as float32 [*shape].
-
-    Args:
-        data: base64 text, or bytes.
-        shape: list of at least one positive int.
-        dtype: one of DTYPES; the numbers are little-endian.
-        compression: None or "zstd".
-    """
+    """Return the numbers of an array, base64 or bytes, little-endian, as float32 [*shape]."""
     import numpy as np
 
     with at("shape"):
@@ -66,14 +59,7 @@ def read_array(
 
 
 def check_compressed(arrays: Iterable[object]) -> None:
-    """Check how many numbers the compressed arrays of a request have, before one is decompressed.
-
-    What `read_array` decompresses is bounded by the shape, whatever a frame says of itself.
-
-    Args:
-        arrays: dicts with `shape` and `compression`; others are passed over, as are malformed ones,
-            which `read_array` refuses.
-    """
+    """Check how many numbers a request's compressed arrays have, by their shapes, if valid."""
     count = 0
     for array in arrays:
         if isinstance(array, Mapping) and array.get("compression") is not None:

@@ -18,16 +18,7 @@ _TRANSLATED = frozenset(name for module in _TOOLS.values() for name in module.FI
 
 
 def translate(fields: Mapping[str, object], known: Container[str] = ()) -> Plan | None:
-    """Return the plan of the fields of other tools; None if there are none.
-
-    Several tools' fields add up.
-
-    Args:
-        fields: a body, `vllm_xargs` or `extra_args`.
-
-    Returns:
-        A plan whose `coming_from` has the translated fields.
-    """
+    """Return the plan of other tools' fields, which are its `coming_from`; None: there are none."""
     if _TRANSLATED.isdisjoint(fields):
         return None
     plans = []

@@ -23,11 +23,7 @@ TIERS: dict[str, PhaseLike | None] = {
     "prefill_steering_vectors": "prompt",
     "decode_steering_vectors": "generated",
 }
-CLAMPS: dict[str, PhaseLike | None] = {
-    "steering_clamps": None,
-    "prefill_steering_clamps": "prompt",
-    "decode_steering_clamps": "generated",
-}
+CLAMPS = {name.replace("vectors", "clamps"): phase for name, phase in TIERS.items()}
 NAMES = ("steering_name", "steering_module_ref")
 # Arguments of the fork's SamplingParams that midstream's has too.
 ARGUMENTS = (*TIERS, *CLAMPS, "steering_module_ref", "patch", "patch_vectors")
@@ -38,15 +34,10 @@ _DIGITS = 10  # of a layer that is text, at most
 def read_edits(fields: Mapping[str, object]) -> list[Edit]:
     """Return the edits of some of the fork's arguments, in the fork's order.
 
-    Args:
-        fields: values by name:
-            `patch`: [{"layer", "hook", "dest_position", "source_inline", "alpha"}], and
-            `patch_vectors`, the rows that `source_inline` counts;
-            `steering_name` or `steering_module_ref`: a registered name, possibly with a scale;
-            those of TIERS: {hook point: {layer: vector}}, or per hook point the packed form
-            {"dtype", "shape", "layer_indices", "data", "scales"};
-            those of CLAMPS: {hook point: {layer: [{"vector", "min", "max", "value", "strength"}]}},
-            or per hook point packed, with "bounds" and "strengths".
+    `patch`: [{"layer", "hook", "dest_position", "source_inline", "alpha"}], and `patch_vectors`;
+    NAMES: a registered name, possibly with a scale; TIERS: {hook point: {layer: vector}}, or packed
+    {"dtype", "shape", "layer_indices", "data", "scales"}; CLAMPS: {hook point: {layer: [{"vector",
+    "min", "max", "value", "strength"}]}}, or packed with "bounds" and "strengths".
     """
     edits: list[Edit] = list(_read_patch(fields))
     for name in NAMES:
@@ -67,11 +58,7 @@ def read_edits(fields: Mapping[str, object]) -> list[Edit]:
 
 
 def read_plan(fields: Mapping[str, object]) -> Plan:
-    """Return the plan of the fork's fields of a body.
-
-    Args:
-        fields: as `read_edits`; and `capture`, by consumer, with or without `capture_wait`.
-    """
+    """Return the plan of a body's fields: those of `read_edits`, `capture` and `capture_wait`."""
     wait = fields.get("capture_wait")
     if wait is not None and (not isinstance(wait, bool) or "capture" not in fields):
         raise SpecError("capture_wait", "expected a bool, beside `capture`")

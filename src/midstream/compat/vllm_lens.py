@@ -16,14 +16,7 @@ _ARRAY = ("dtype", "original_dtype", "shape", "compression")
 
 
 def read_plan(fields: Mapping[str, object]) -> Plan:
-    """Return the plan of vllm-lens's fields.
-
-    Args:
-        fields: values of FIELDS, or JSON text of these:
-            `output_residual_stream`: layers, or true for all; the residual stream after each.
-            `apply_steering_vectors`: a list of SteeringVector objects or their dicts, with
-            `activations` [layers, width], added at every token, or [layers, positions, width].
-    """
+    """Return the plan of vllm-lens's fields, or of JSON text of them."""
     captures: tuple[Capture, ...] = ()
     edits: list[Edit] = []
     for name, value in fields.items():

@@ -1,9 +1,8 @@
 r"""Layout of the `site` op's buffers, and its instruction set.
 
-The planner fills the buffers and the op reads them. A batch has T rows, one per token (padding
-included). All buffers keep their addresses for the life of the engine, so that a captured CUDA
-graph can be replayed with new contents. Sites may differ in the width of their vectors: `bank` and
-`ring` are made of units of U numbers, and a vector has as many units in a row as it needs.
+A batch has T rows, one per token (padding included). All buffers keep their addresses for the life
+of the engine, so that a captured CUDA graph can be replayed with new contents. `bank` and `ring`
+are made of units of U numbers, as sites may differ in the width of their vectors.
 
 With h the stream of one token at a site (both halves summed, float32) and g the gate (1 before the
 first `GATE`), a program is a list of instructions, each of which adds f · v to h. Those from
@@ -157,30 +156,18 @@ class Op(IntEnum):
 
 
 class Flags(IntFlag):
-    """Modifiers of an instruction.
-
-    FRESH: h is read again, including all edits so far. Without it, h is the value at the last
-        FRESH: the instructions of one edit read the same h.
-    GATED: f is multiplied by g.
-    KEEP: afterwards the whole vector is rescaled to the norm of h; with a mask, these components.
-    COUNTED: counts as one in the tally. Set on the last instruction of an edit, and on a probe's.
-    ROW_BY_POSITION: the write vector begins the token's position times its length after WRITE.
-    STEP: the gate is 0 or 1.
-    OTHER_IDS: the instruction applies to tokens whose id is *not* in its list.
-    ADDS: the score in the slot is added to what is read.
-    UNITS: a PROBE reads the sum of the UNITs before it, not the stream.
-    """
+    """Modifiers of an instruction."""
 
     NONE = 0
-    FRESH = 1
-    GATED = 2
-    KEEP = 4
-    COUNTED = 8
-    ROW_BY_POSITION = 16
-    STEP = 32
-    OTHER_IDS = 64
-    ADDS = 128
-    UNITS = 256
+    FRESH = 1  # h is read again, with all edits so far: instructions of one edit read the same h
+    GATED = 2  # f is multiplied by g
+    KEEP = 4  # afterwards the vector, where the mask is one, is rescaled to the norm of h
+    COUNTED = 8  # counts in the tally: on the last instruction of an edit, and on a probe's
+    ROW_BY_POSITION = 16  # the write vector begins the token's position times its length later
+    STEP = 32  # the gate is 0 or 1
+    OTHER_IDS = 64  # the instruction applies to tokens whose id is *not* in its list
+    ADDS = 128  # the score in the slot is added to what is read
+    UNITS = 256  # a PROBE reads the sum of the UNITs before it, not the stream
 
 
 # A plain integer: operations on flags take several times as long.
@@ -188,19 +175,12 @@ _OF_PLAIN = int(Flags.FRESH | Flags.COUNTED)
 
 
 def is_plain(op: Op, flags: Flags, has_ids: bool, has_mask: bool = False) -> bool:
-    """Return whether an instruction adds the same to each token, whatever the token's stream, id
-    and position.
-    """
+    """Return whether an instruction adds the same to every token, without ids and a mask."""
     return op == Op.ADD and not has_ids and not has_mask and not int(flags) & ~_OF_PLAIN
 
 
 def kind_of(ops: Sequence[Op], plain: bool) -> int:
-    """Return the kind of a program at one site, for the column `KIND`.
-
-    Args:
-        ops: the operations of its instructions there, in order.
-        plain: whether there are any, and all `is_plain`.
-    """
+    """Return the kind of a program at a site for `KIND`; `plain`: it has some, all `is_plain`."""
     if ops.count(Op.RECONSTRUCT) > 1:
         raise ValueError("two RECONSTRUCTs of one token at one site")
     places = [index for index, op in enumerate(ops) if op in (Op.MAP, Op.CODE)]

@@ -37,10 +37,8 @@ def map_kernel(
     depth: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Write the products of the rows whose program has a MAP at this site to `mapped`.
-
-    A program of the grid computes some columns of some rows that are next to each other, once for
-    each matrix among these rows. Most find none, and exit after three loads.
+    """Write the products of rows whose program has a MAP to `mapped`: each program of the grid some
+    columns of some rows, once for each matrix. Most exit after three loads.
     """
     rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     program = tl.load(tokens + rows * _TOKENS, mask=rows < num_rows, other=0)

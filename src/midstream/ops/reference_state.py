@@ -23,31 +23,20 @@ _COUNTED = int(Flags.COUNTED)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The op's device buffers; integer buffers as NumPy arrays.
-
-    Attributes:
-        bank: float32 [starts, W], the vector that starts at each unit.
-        units: units of a vector.
-        numbers: float32 [V · U], the bank as one vector.
-        sae: what CODEs need; None: there is none.
-    """
+    """The op's device buffers; integer buffers as NumPy arrays."""
 
     instructions: Ints
     params: Tensor
     lists: Ints
-    bank: Tensor
+    bank: Tensor  # float32 [starts, W], the vector that starts at each unit
     scores: Tensor
     ids: Ints
-    units: int
-    numbers: Tensor
+    units: int  # of a vector
+    numbers: Tensor  # the bank as one vector
     sae: SaeBuffers | None
 
     def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int]:
-        """Return the sum of plain instructions, which add the same to every row.
-
-        Returns:
-            float32 [W] and the number of COUNTED instructions.
-        """
+        """Return the sum of plain instructions, float32 [W], and how many of them are COUNTED."""
         words = self.instructions[start:stop].tolist()
         scales = self.params[start:stop, layout.A].tolist()
         delta = torch.zeros(self.bank.shape[1])
@@ -58,9 +47,7 @@ class Device:
         return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words)
 
     def vectors(self, rows: NDArray[np.integer]) -> Tensor:
-        """Return the vectors that start at units of the bank: [n, W], or [1, W] if all are the
-        same.
-        """
+        """Return the vectors that start at units of the bank: [n, W], or [1, W] if all are one."""
         first = int(rows[0])
         if (rows == first).all():
             return self.bank[first : first + 1]
@@ -95,24 +82,16 @@ class Device:
 
 
 class EditedRows:
-    """Rows of the stream while instructions change them. Arguments `at` index them, ascending.
-
-    Attributes:
-        delta: float32 [n, W], the sum of the contributions so far; where `whole`, the stream.
-        whole: bool [n, 1], whether an instruction made the stream anew; None: none did.
-        entered: float32 [n, W], the stream on entry; None if no program reads it.
-        base: float32 [n, W], h: the stream at the last FRESH.
-        stale: bool [n], whether the stream has changed since h was read.
-    """
+    """Rows of the stream while instructions change them. Arguments `at` index them, ascending."""
 
     def __init__(self, count: int, width: int, entered: Tensor | None) -> None:
-        self.delta = torch.zeros(count, width)
-        self.whole: Tensor | None = None
-        self.entered = entered
-        self.stale = np.zeros(count, np.bool_)
+        self.delta = torch.zeros(count, width)  # the sum so far; where `whole`, the stream
+        self.whole: Tensor | None = None  # bool [n, 1], where it was made anew
+        self.entered = entered  # float32 [n, W]; None if no program reads it
+        self.stale = np.zeros(count, np.bool_)  # whether it has changed since h was read
         self.moved = False
         if entered is not None:
-            self.base = entered
+            self.base = entered  # h: the stream at the last FRESH
 
     def now(self, rows: Index) -> Tensor:
         """Return the stream of some rows, float32 [n, W]."""
@@ -143,12 +122,7 @@ class EditedRows:
         self.stale[at] = True
 
     def make(self, at: Rows, made: Tensor, chosen: Tensor | None) -> None:
-        """Make rows `at` anew.
-
-        Args:
-            made: float32 [n, W], the rows.
-            chosen: bool [n, W], where; None: everywhere.
-        """
+        """Make rows `at` anew, float32 [n, W], where `chosen`, bool [n, W]; None: everywhere."""
         rows = index(at)
         self.delta[rows] = made if chosen is None else made.where(chosen, self.now(rows))
         if self.whole is None:
@@ -158,9 +132,7 @@ class EditedRows:
         self.stale[at] = True
 
     def replace(self, at: Rows, made: Tensor, chosen: Tensor | None) -> None:
-        """Replace h of rows `at`; see `make`. Instructions of one edit read the same h, so what
-        others of them have changed since is added.
-        """
+        """Replace h of rows `at`, adding what others of its edit have changed since; see `make`."""
         stale = self.stale[at]
         if stale.any():
             rows = index(at)

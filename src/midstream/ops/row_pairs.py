@@ -1,8 +1,5 @@
-"""Writing of changed rows: into one tensor, or into two whose sum is the stream.
-
-vLLM keeps the residual stream as two tensors, hidden and residual. A changed row is written to both
-as a high and a low part: residual = round(row), hidden = round(row − residual). So a row of any
-length is as exact as two numbers of the dtype can be, whatever was in the tensors before.
+"""Writing of changed rows: into one tensor, or into vLLM's hidden and residual, whose sum is the
+stream, with the digits of both: residual = round(row), hidden = round(row − residual).
 """
 
 from __future__ import annotations
@@ -21,19 +18,14 @@ Flagged = NDArray[np.bool_] | bool
 
 
 def write_rows(
-    hidden: Tensor, residual: Tensor | None, rows: Index, delta: Tensor, whole: Tensor | None = None
+    hidden: Tensor,  # [T, W], mutated
+    residual: Tensor | None,  # likewise
+    rows: Index,
+    delta: Tensor,  # float32 [n, W] or [W], added to the rows; where `whole`, the rows themselves
+    whole: Tensor | None = None,  # bool [n, 1]
 ) -> Flagged:
-    """Write rows of the stream. A component that is as it was keeps its bits, a zero's sign too.
-
-    Args:
-        hidden: [T, W]. Mutated.
-        residual: [T, W] or None. Mutated.
-        rows: index of n rows.
-        delta: float32 [n, W] or [W], what is added to the rows; where `whole`, the rows themselves.
-        whole: bool [n, 1]; None: no row is.
-
-    Returns:
-        Which rows have a value that saturated or is not finite; False: none.
+    """Write n rows of the stream; return which have a value that saturated or is not finite. A
+    component that is as it was keeps its bits, a zero's sign too.
     """
     half = hidden[rows].float()
     rest = None if residual is None else residual[rows].float()
@@ -67,9 +59,7 @@ def write_rows(
 
 
 def _sum(half: Tensor, rest: Tensor | None, delta: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return half + rest + delta, and what rounding took off the second sum (Knuth's two-sum), so
-    that the low part of a row is no less exact than a change of `half` alone; None without `rest`.
-    """
+    """Return half + rest + delta, and what rounding took off the second sum (Knuth's two-sum)."""
     added = half + delta
     if rest is None:
         return added, None

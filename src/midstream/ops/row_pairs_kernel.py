@@ -13,10 +13,8 @@ NEIGHBOURS = tl.constexpr(8)  # values of a row that are in the same thread
 
 @triton.jit
 def widened(half):
-    """Return values of the model in float32.
-
-    A bfloat16 is the upper half of a float32's bits. Taken as such, and not by a conversion, it
-    lets the compiler round the values of a row two at a time.
+    """Return values of the model in float32. A bfloat16's bits are taken as the upper half of a
+    float32's, not by a conversion: this lets the compiler round the values of a row two at a time.
     """
     if half.dtype == tl.bfloat16:
         bits = half.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -34,9 +32,7 @@ def nothing(row):
 
 @triton.jit
 def summed_row(delta, value, other, has_residual: tl.constexpr):
-    """Return the sum of the halves `value` and `other` and of `delta`, what rounding took off it,
-    and where it is as it was.
-    """
+    """Return the halves' and `delta`'s sum, what rounding took off it, where it is as before."""
     added = widened(value) + delta
     row = added
     lost = nothing(added)
@@ -107,10 +103,7 @@ def _larger(a, b):
 
 @triton.jit
 def any_infinite(x, block: tl.constexpr):
-    """Return 1 if a value of a row is infinite or NaN, else 0.
-
-    The larger of two magnitudes has the larger bits, and halves are compared two at a time.
-    """
+    """Return 1 if a value of a row is infinite or NaN, else 0, by bits, two at a time."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:

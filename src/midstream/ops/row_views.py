@@ -11,9 +11,7 @@ Index = slice | Tensor
 
 
 def by_unit(memory: Tensor, width: int) -> Tensor:
-    """Return memory of units, [n, U], as a view of the vectors that start at each unit, which
-    overlap if a vector has several units: [starts, width].
-    """
+    """Return units [n, U] as a view of the vectors that start at each, [starts, width]."""
     unit = memory.shape[1]
     if unit == width:
         return memory

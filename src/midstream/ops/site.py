@@ -1,15 +1,13 @@
-"""`torch.ops.midstream.site`: the op that edits, probes and captures the tokens at one site.
-
-The op is opaque to Dynamo and Inductor and declares its mutations, so compilers of the model keep
-it, in order. A compiled model passes it few tensors, as each takes time at each call: the others
-are those of the buffers that the table is bound to, see `bind`.
+"""`torch.ops.midstream.site`: the op that edits, probes and captures the tokens at one site. It is
+opaque to compilers, declares its mutations, and takes few tensors, as each takes time: see `bind`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,77 +22,37 @@ _SCHEMA = (
     "site(Tensor(a!) hidden, Tensor(b!)? residual, Tensor table, Tensor(c!) tally,"
     " int? start=None) -> ()"
 )
-
-
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
-
-
 Before = Callable[[int, Tensor, Tensor | None], None]
 
 
-class SiteBuffers(Protocol):
-    """Tensors of the op that do not move.
+@dataclass(eq=False, kw_only=True)
+class SiteBuffers:
+    """Tensors of the op that do not move; see `midstream.ops.layout` for the columns.
 
-    Vectors of different widths share `bank` and `ring`: both are made of units of U numbers, and a
-    vector of width W has W / U units in a row. All widths are multiples of U.
-
-    Attributes:
-        tokens: int32 [rows, 4], see `midstream.ops.layout`.
-        ids: int32 [rows], each token's id.
-        tally: int32 [rows, 4].
-        instructions: int32 [E, 8].
-        params: float32 [E, 4].
-        lists: int32 [L], token ids.
-        bank: float32 [V, U], the vectors.
-        scores: float32 [rows, slots].
-        ring: [R, U], destination of captured vectors.
-        scans: int32 [states, 4], the rows of SCANs in this step.
-        scan_states: int32 [states, kept, 3], what they remember.
-        mapped: float32 [rows, N], what MAPs make of vectors that are at most N wide; on a GPU, if
-            no row: there is no MAP. Not used on a CPU.
-        sae: what CODEs need; None: there is none.
-        encoding: addresses of the tables of sites where there may be CODEs.
-        widths: width of the vectors at each bound table, by the address of the table.
-        relaunches: by the same address and the kind of a stream, what launches the kernel again;
-            see `midstream.ops.site_triton.Relaunch`. Empty on a CPU.
-        before: is called before the edits of each call with active tokens, with the address of the
-            table and both halves of the stream; None: nothing is. Only where no graph is replayed.
+    Vectors of different widths share `bank` and `ring`, which are made of units of U numbers: a
+    vector of width W, a multiple of U, has W / U units in a row.
     """
 
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def ids(self) -> Tensor: ...
-    @property
-    def tally(self) -> Tensor: ...
-    @property
-    def instructions(self) -> Tensor: ...
-    @property
-    def params(self) -> Tensor: ...
-    @property
-    def lists(self) -> Tensor: ...
-    @property
-    def bank(self) -> Tensor: ...
-    @property
-    def scores(self) -> Tensor: ...
-    @property
-    def ring(self) -> Tensor: ...
-    @property
-    def mapped(self) -> Tensor: ...
-    @property
-    def scans(self) -> Tensor: ...
-    @property
-    def scan_states(self) -> Tensor: ...
-    @property
-    def sae(self) -> SaeBuffers | None: ...
-    @property
-    def encoding(self) -> frozenset[int]: ...
-    @property
-    def widths(self) -> dict[int, int]: ...
-    @property
-    def relaunches(self) -> dict[int, dict[Hashable, Any]]: ...
-    @property
-    def before(self) -> Before | None: ...
+    tokens: Tensor  # int32 [T, 4], program, group, record and position of each row
+    ids: Tensor  # int32 [T], token ids; set in steps in which an instruction reads them
+    tally: Tensor  # int32 [T, 4], counts of the work done for each row
+    instructions: Tensor  # int32 [E, 8]
+    params: Tensor  # float32 [E, 4]
+    lists: Tensor  # int32 [L], token ids of the instructions
+    bank: Tensor  # float32 [V, U], the vectors
+    scores: Tensor  # float32 [T, P]
+    ring: Tensor  # [R, U] in the model's dtype, vectors until they are copied to the host
+    mapped: Tensor  # float32 [T, hidden], what MAPs make of rows; no row without, or on a CPU
+    scans: Tensor  # int32 [G, 4], the rows of SCANs in a step
+    scan_states: Tensor  # int32 [G, n, 3], what they remember, after the last n positions
+    sae: SaeBuffers | None  # None: there is no CODE
+    encoding: frozenset[int]  # addresses of the tables of sites where there may be CODEs
+    widths: dict[int, int] = field(default_factory=dict)  # of vectors, by address of the table
+    # By the same and the kind of a stream, what launches the kernel again: see `Relaunch`.
+    relaunches: dict[int, dict[Hashable, Any]] = field(default_factory=dict)
+    # Called with an address and both halves before edits of rows, where no graph is replayed.
+    before: Before | None = None
 
 
 # By the address of a site's table. Buffers that nobody uses any more leave it.
@@ -102,12 +60,8 @@ _BUFFERS: WeakValueDictionary[int, SiteBuffers] = WeakValueDictionary()
 
 
 def bind(table: Tensor, buffers: SiteBuffers, width: int) -> None:
-    """Let the op use some buffers wherever it is called with this table.
-
-    Args:
-        table: int32 [programs, 4], the table of one site. It must not move.
-        buffers: the tensors of the op. The caller keeps them alive.
-        width: width of the vectors at this site.
+    """Let the op use some buffers, which the caller keeps alive, wherever it is called with this
+    table of one site, int32 [programs, 4], which must not move. `width` is that of its vectors.
     """
     _check_buffers(table, buffers)
     unit = buffers.bank.shape[1]
@@ -119,25 +73,25 @@ def bind(table: Tensor, buffers: SiteBuffers, width: int) -> None:
 
 
 def site(
-    hidden: Tensor,
-    residual: Tensor | None,
-    table: Tensor,
-    tally: Tensor,
+    hidden: Tensor,  # [T, W], the stream, one half of it, or another value of the model; mutated
+    residual: Tensor | None,  # [T, W], the other half: the stream is the sum of both; mutated
+    table: Tensor,  # int32 [programs, 4], of this site, which `bind` was called with
+    tally: Tensor,  # that of its buffers; mutated: compilers keep the order of calls for that
+    # First of W columns of a wider `hidden`, without `residual`: of a view of them Inductor makes
+    # wrong code (seen with torch 2.13 on a CPU).
     start: int | None = None,
 ) -> None:
     """Run each token's program at one site, then capture its vector.
 
     For each row t with `tokens[t, PROGRAM] != 0`, in float32:
 
-    1. Run the program's instructions at this site in order; see `midstream.ops.layout`.
-       The stream is hidden + residual + delta, where delta starts at zero and accumulates what
-       instructions add; one that replaces h computes the stream itself. The row is then written
-       once: as `residual[t] = round(row)` and `hidden[t] = round(row − residual[t])`, so that it is
-       as exact as two numbers of the dtype can be, however short it is; or as `hidden[t] =
-       round(row)` if there is no residual. A zero is zero in both.
+    1. Run the program's instructions at this site in order; see `midstream.ops.layout`. The stream
+       is hidden + residual + delta, where delta accumulates what instructions add; one that
+       replaces h computes the stream itself. The row is then written once: as `residual[t] =
+       round(row)` and `hidden[t] = round(row − residual[t])`, as exact as two numbers of the dtype
+       can be, or as `hidden[t] = round(row)` if there is no residual. A zero is zero in both.
        A changed value saturates at `layout.limit_of` the dtype (in float16, or where it was on
-       entry if that is farther), and NaN becomes 0, so an edit never writes a value that is not
-       finite.
+       entry if that is farther), and NaN becomes 0, so an edit writes finite values only.
        A component that no instruction changes (a scale of zero, a clip out of reach, a closed gate,
        +v then −v) keeps every bit of both halves; in bfloat16 a NaN may become another NaN.
     2. If the token has a record and its group captures this site, `ring[...] = hidden[t] +
@@ -145,24 +99,11 @@ def site(
     3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
        saturated, or if an edited row, a captured row or a probe's score is not finite.
 
-    A MAP or a CODE computes something of the stream on entry: it comes before all that changes h. A
-    SCAN reads the stream on entry too, before the programs run.
-
-    The h that instructions read is the stream at the last instruction with `Flags.FRESH`; before
-    the first of these, the stream on entry. A factor of exactly zero contributes exactly nothing.
-    `GATED` and `KEEP` apply only to instructions that add to the stream. Inner products are summed
-    in float32, in an order that depends on the implementation.
-
-    Args:
-        hidden: [T, W], the stream, or one half of it, or another value of the model that is W
-            wide. Mutated.
-        residual: [T, W] or None, the other half: the stream is the sum of both. Mutated.
-        table: int32 [programs, 4], the table of this site, which `bind` was called with. The op
-            uses the tensors of its buffers, and mutates `scores`, `scan_states` and `ring`.
-        tally: `tally` of these buffers. Mutated: compilers keep the order of calls for that.
-        start: None, or the first of W columns of `hidden`, which then has more; `residual` is None.
-            A view of these columns cannot be given instead: Inductor makes wrong code for it (seen
-            with torch 2.13 on a CPU).
+    A MAP, CODE or SCAN reads the stream on entry: it comes before all that changes h. The h that
+    instructions read is the stream at the last one with `Flags.FRESH`; before the first, the stream
+    on entry. A factor of exactly zero contributes exactly nothing. `GATED` and `KEEP` apply only to
+    instructions that add to the stream. The order of sums depends on the implementation. Mutates
+    `scores`, `scan_states` and `ring` of the buffers too.
     """
     address = table.data_ptr()
     buffers = _BUFFERS.get(address)
@@ -276,19 +217,10 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
 
 
-def _fake(*_args: Tensor | int | None) -> None:
-    """Do nothing: the op returns nothing, so there is no shape to infer."""
-
-
-def _define() -> None:
-    library = torch.library.Library("midstream", "DEF")
-    library.define(_SCHEMA)
-    library.impl("site", site, "CPU")
-    library.impl("site", site, "CUDA")
-    torch.library.register_fake("midstream::site", _fake, lib=library)
-    # Garbage collection of a library would remove its ops.
-    _LIBRARIES.append(library)
-
-
-_LIBRARIES: list[torch.library.Library] = []
-_define()
+# A global, as garbage collection of a library would remove its ops.
+_LIBRARY = torch.library.Library("midstream", "DEF")
+_LIBRARY.define(_SCHEMA)
+_LIBRARY.impl("site", site, "CPU")
+_LIBRARY.impl("site", site, "CUDA")
+# The op returns nothing, so there is no shape to infer.
+torch.library.register_fake("midstream::site", lambda *_args: None, lib=_LIBRARY)

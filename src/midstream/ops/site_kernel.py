@@ -103,10 +103,7 @@ def is_listed(lists, count, token):
 
 @triton.jit
 def _masked(values, mask, bank, columns, inside, unit: tl.constexpr):
-    """Return values with zero where the mask is zero. `mask` is 1 + its unit; 0: there is none.
-
-    The mask is loaded at every use, as registers are few.
-    """
+    """Return values with zero where the mask at unit `mask` − 1, loaded at every use, is zero."""
     if mask > 0:
         values = tl.where(_is_chosen(mask, bank, columns, inside, unit), values, 0.0)
     return values
@@ -190,9 +187,7 @@ def _run(
     has_maps: tl.constexpr,
     has_saes: tl.constexpr,
 ):
-    """Run instructions of any kind; return the sum of what they add, or the stream that they made,
-    which of the two, and how many counted.
-    """
+    """Run instructions of any kind; return what they add, or made, which, and how many counted."""
     whole = tl.full((), 0, tl.int32)
     stale = tl.full((), 0, tl.int32)  # whether the stream has changed since h was read
     delta = tl.zeros([columns.shape[0]], dtype=tl.float32)

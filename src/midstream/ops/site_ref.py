@@ -1,8 +1,4 @@
-"""Reference implementation of the `site` op in PyTorch, which also runs on the CPU.
-
-Integer buffers are processed with NumPy, whose calls on small arrays cost a fraction of PyTorch's.
-Rows of vectors are addressed by slices where they are evenly spaced, which avoids a copy.
-"""
+"""Reference implementation of the `site` op in PyTorch and NumPy, which also runs on the CPU."""
 
 from __future__ import annotations
 
@@ -48,9 +44,7 @@ def site_ref(
     sae: SaeBuffers | None = None,
     encodes: bool = False,
 ) -> None:
-    """Run the op; see `midstream.ops.site.site`. It takes the tensors of `SiteBuffers` singly, and
-    needs neither `mapped` nor `encodes`.
-    """
+    """Run the op; see `midstream.ops.site.site`. Neither `mapped` nor `encodes` is needed."""
     width = hidden.shape[1]
     units, numbers = width // bank.shape[1], bank.view(-1)
     bank, ring = by_unit(bank, width), by_unit(ring, width)
@@ -129,12 +123,7 @@ def _edit(
     words: Ints,
     programs: Ints,
 ) -> tuple[Ints | int, Flagged]:
-    """Run the programs of the rows that have one at this site.
-
-    Returns:
-        int32 [n], or one number for all rows: COUNTED instructions executed per row.
-        bool [n], or one for all rows: whether `NONFINITE` is set.
-    """
+    """Run the rows' programs; return how many instructions COUNTED, and whether `NONFINITE`."""
     where = index(rows)
     starts, counts = programs[:, layout.EDIT_START], programs[:, layout.EDIT_COUNT]
     plain = bool((programs[:, layout.KIND] == layout.PLAIN).all())
@@ -150,14 +139,7 @@ def _edit(
 
 
 class _Work:
-    """State of the rows that are being edited. Arguments `at` and `here` index them, ascending.
-
-    Attributes:
-        gate: float32 [n].
-        units: float32 [n], the sum of UNITs that nothing has read yet.
-        done: int32 [n], COUNTED instructions executed.
-        spoiled: bool [n], whether a probe's score is not finite; False: none is.
-    """
+    """State of the rows that are being edited. Arguments `at` and `here` index them, ascending."""
 
     def __init__(
         self,
@@ -171,9 +153,9 @@ class _Work:
     ) -> None:
         self._device, self._rows, self._words = device, rows, words
         self.gate = torch.ones(rows.size)
-        self.units = torch.zeros(rows.size)
-        self.done = np.zeros(rows.size, np.int32)
-        self.spoiled: Flagged = False
+        self.units = torch.zeros(rows.size)  # the sum of UNITs that nothing has read yet
+        self.done = np.zeros(rows.size, np.int32)  # COUNTED instructions
+        self.spoiled: Flagged = False  # a probe's score is not finite
         entered: Tensor | None = None
         if reads:
             entered = hidden[where].float()
@@ -304,16 +286,12 @@ class _Work:
             at, which, words = at[live], which[live], words[live]
             factor, gate = factor[chosen], gate[chosen]
         if op < Op.REPLACE:
-            self._add(at, words, factor)
+            vectors = self._masked(self._device.vectors(self._writes(at, words)), words)
+            # The product is rounded separately, so that +v and −v cancel exactly.
+            self.stream.add(at, factor[:, None] * vectors)
             return
         made = self._replaced(op, at, which, words, (factor, gate))
         self.stream.replace(at, made, self._device.chosen(words))
-
-    def _add(self, at: Rows, words: Ints, factor: Tensor) -> None:
-        """Add f · v."""
-        vectors = self._masked(self._device.vectors(self._writes(at, words)), words)
-        # The product is rounded separately, so that +v and −v cancel exactly.
-        self.stream.add(at, factor[:, None] * vectors)
 
     def _writes(self, at: Rows, words: Ints) -> NDArray[np.integer]:
         """Return the unit of the bank at which the write vector of each row begins."""
@@ -325,12 +303,7 @@ class _Work:
     def _replaced(
         self, op: Op, at: Rows, which: Ints, words: Ints, share: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Return kept · h + f · v, float32 [n, W]. It is computed as that, not as h and a change,
-        which would be rounded to the digits of h.
-
-        Args:
-            share: f and the gate, each float32 [n].
-        """
+        """Return kept · h + f · v, [n, W]: as a change of h it would have the rounding of h."""
         base, (factor, gate) = self.stream.base[index(at)], share
         params = self._device.params[torch.from_numpy(which.astype(np.int64))]
         if op is Op.SCALE:

@@ -32,41 +32,33 @@ DEPENDENT_MIN_TRITON = (3, 5)
 MAP_FEW_ROWS = 16
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
-# Values of a row that each thread has, by the number of rows. Few rows end sooner with more
-# threads, and many share a multiprocessor better with fewer. On an H200, an addition to 256 rows of
-# 4096 takes 2.9 us with 8 values, 4.4 with 16 and 3.6 with 32; to 8,192 rows 76, 88 and 69 us.
+# Values of a row that each thread has, by the number of rows, within 4 to 32 warps. Few rows end
+# sooner with more threads, and many share a multiprocessor better with fewer. The figures were
+# chosen on an H200, with an earlier kernel.
 FEW_ROWS = 1024
 VALUES_OF_FEW, VALUES_OF_MANY, VALUES_OF_MANY_WIDE = 8, 32, 16
 WIDE = 8192
-# Most registers of a thread, for streams of half precision, by whether it has `VALUES_OF_MANY`. The
-# rarer instructions keep in memory what does not fit.
+# Most registers of a thread, for streams of half precision, by whether it has `VALUES_OF_MANY`;
+# what does not fit is kept in memory.
 REGISTERS, REGISTERS_OF_MANY = 64, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Relaunch:
-    """Launches a compiled kernel again, for another stream and the same other tensors, whose
-    addresses it knows. Triton itself looks a kernel up by each argument, compares each global
+    """Launches a compiled kernel again, for another stream and the same other tensors, of which it
+    knows the addresses. Triton itself looks a kernel up by each argument, compares each global
     variable, and asks the driver about each tensor at each launch. That takes several times as long
     as the launch, and a forward pass without a CUDA graph waits for it at each site.
-
-    Attributes:
-        tally: address of `tally`.
-        most: most rows, those of `tokens`.
-        rest: the kernel's arguments after both halves of the stream.
     """
 
     kernel: Any
     device: torch.device
-    tally: int
-    most: int
-    rest: tuple[Any, ...]
+    tally: int  # address of `tally`
+    most: int  # rows, those of `tokens`
+    rest: tuple[Any, ...]  # the kernel's arguments after both halves of the stream
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, tally: Tensor) -> bool:
-        """Launch the kernel for tensors whose `kind_of` is that of the first launch. Return
-        whether it was launched: it is not for other buffers, too many rows, or addresses for which
-        it was not compiled.
-        """
+        """Launch the kernel for a stream of its kind; return False if it is not compiled for it."""
         rows, address = hidden.shape[0], hidden.data_ptr()
         other = 0 if residual is None else residual.data_ptr()
         if not 0 < rows <= self.most or (address | other) % 16 or tally.data_ptr() != self.tally:
@@ -121,11 +113,8 @@ def site_triton(
     sae: SaeBuffers | None = None,
     encodes: bool = False,
 ) -> Relaunch | None:
-    """Launch the kernels; see `midstream.ops.site_ref.site_ref`, which has the same arguments.
-
-    Returns:
-        What launches the kernel again for another stream of the same kind; None if that takes more
-        than one kernel, or one for tensors that are not aligned.
+    """Launch the kernels; see `site_ref`. Return what launches the kernel again for a stream of the
+    same kind; None if that takes more than one kernel, or an unaligned one.
     """
     num_rows, width = hidden.shape
     unit = bank.shape[1]
@@ -180,9 +169,7 @@ def _launch_maps(
     bank: Tensor,
     mapped: Tensor,
 ) -> None:
-    """Launch the kernel that computes the products of MAPs. How many rows have one is known on the
-    device only, so the grid is for all rows, and a captured graph may be replayed with any.
-    """
+    """Launch the kernel of MAPs, for all rows: a captured graph may be replayed with any."""
     num_rows, width = hidden.shape
     rest = hidden if residual is None else residual
     # A row of a few reads the whole matrix, so that its columns are shared out to many programs.
@@ -210,9 +197,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context that makes a device current. It does nothing if the device is current, as
-    entering `torch.cuda.device` takes time at each launch.
-    """
+    """Return a context that makes a device current, without PyTorch's cost if it is already."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)
@@ -233,9 +218,7 @@ def _stream(device: torch.device) -> int | None:
 def _launch_options(
     width: int, unit: int, dtype: torch.dtype, dependent: bool, is_few: bool
 ) -> dict[str, int | float | bool]:
-    """Return the constants of the kernel and the options of its launch: the same at every site of a
-    model, so that a forward pass without a CUDA graph computes them once.
-    """
+    """Return the kernel's constants and the launch's options, the same at every site of a model."""
     block = max(triton.next_power_of_2(width), NEIGHBOURS.value)
     values = VALUES_OF_MANY if block <= WIDE else VALUES_OF_MANY_WIDE
     warps = min(max(block // (VALUES_OF_FEW if is_few else values) // 32, 4), 32)

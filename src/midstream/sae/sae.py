@@ -280,9 +280,7 @@ class SAE:
 
 
 def folded(sae: SAE) -> tuple[Tensor, Tensor]:
-    """Return what is added to x W_enc, with b_dec folded in, and what an activation must
-    exceed, at least 0: float32 [features] each.
-    """
+    """Return what is added to x W_enc, and what activations must exceed, float32 [features]."""
     import torch
 
     bias = sae.b_enc.double()
@@ -293,9 +291,7 @@ def folded(sae: SAE) -> tuple[Tensor, Tensor]:
 
 
 def writes_mlp_out(sae: SAE) -> bool:
-    """Return whether a transcoder writes `mlp_out` of the layer whose `mlp_in` it reads, as far as
-    it says.
-    """
+    """Return whether a transcoder, as far as it says, writes `mlp_out` where it reads `mlp_in`."""
     try:
         tap = sae.tap
         out = None if sae.hook_name_out is None else hook_tap(sae.hook_name_out)

@@ -1,9 +1,4 @@
-"""Reader of SAELens files: `cfg.json` and `sae_weights.safetensors`.
-
-Two layouts of the configuration are supported: the flat one, and that of SAELens 6, which has the
-model's fields under `metadata`. Unsupported fields that would change how features are computed are
-rejected by name.
-"""
+"""Reader of SAELens files: the flat layout, and that of SAELens 6, with `metadata`."""
 
 from __future__ import annotations
 
@@ -54,30 +49,17 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class SaeConfig:
-    """Fields of a `cfg.json` that determine how features are computed.
-
-    Attributes:
-        architecture: one of `ARCHITECTURES`.
-        hook_name: TransformerLens's name of the hook point; None if not specified.
-        apply_b_dec_to_input: whether b_dec is subtracted before the encoder.
-        centered: whether the SAE was trained on a model whose residual stream has mean 0
-            (`center_writing_weights`).
-        width, features: H and F; None if not specified.
-        top_k: number of activations that are kept; 0: all.
-        normalize: one of `NORMALIZATIONS`.
-        rescales: whether activations are multiplied by the norms of the decoder's rows.
-        hook_name_out: of a transcoder, the hook point that it writes; None if not specified.
-    """
+    """Fields of a `cfg.json` that determine how features are computed; None: not specified."""
 
     architecture: str
     hook_name: str | None
-    apply_b_dec_to_input: bool
-    centered: bool = False
+    apply_b_dec_to_input: bool  # it is subtracted before the encoder
+    centered: bool = False  # trained on a model whose stream has mean 0 (`center_writing_weights`)
     width: int | None = None
     features: int | None = None
-    top_k: int = 0
+    top_k: int = 0  # number of activations that are kept; 0: all
     normalize: str = "none"
-    rescales: bool = False
+    rescales: bool = False  # activations are multiplied by the norms of the decoder's rows
     hook_name_out: str | None = None
 
 
@@ -101,9 +83,7 @@ def config_of(content: object) -> SaeConfig:
                 raise SpecError(name, "unknown field, which might change the features")
     fields = {**more, **content}
     _check_supported(fields)
-    hook_name = fields.get("hook_name", fields.get("hook_point"))
-    if hook_name is not None and not isinstance(hook_name, str):
-        raise SpecError("hook_name", f"expected `str`, got {kind(hook_name)}")
+    hook_name = _hook("hook_name", fields.get("hook_name", fields.get("hook_point")))
     _check_layer(fields.get("hook_layer", fields.get("hook_point_layer")), hook_name)
     architecture = str(fields.get("architecture", "standard"))
     is_transcoder = "transcoder" in architecture
@@ -124,7 +104,9 @@ def config_of(content: object) -> SaeConfig:
         # Older files have a bool; False means "none".
         normalize=fields.get("normalize_activations") or "none",
         rescales=fields.get("rescale_acts_by_decoder_norm") is True,
-        hook_name_out=_hook_out(fields) if is_transcoder else None,
+        hook_name_out=_hook("hook_name_out", fields.get("hook_name_out"))
+        if is_transcoder
+        else None,
     )
 
 
@@ -141,11 +123,7 @@ def hook_tap(hook_name: str) -> tuple[str, int]:
 
 
 def read_weights(path: Path, config: SaeConfig | None) -> dict[str, Tensor]:
-    """Read the tensors of an SAE: float32, on the host.
-
-    Args:
-        config: its configuration; None: there is none.
-    """
+    """Read the tensors of an SAE, which has a configuration or not: float32, on the host."""
     from safetensors import SafetensorError, safe_open
 
     check_regular(path)
@@ -202,11 +180,10 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
             raise SpecError(name, f"expected {_shown(right)}, got {_shown(value)}")
 
 
-def _hook_out(fields: Mapping[str, Any]) -> str | None:
-    hook_name = fields.get("hook_name_out")
-    if hook_name is not None and not isinstance(hook_name, str):
-        raise SpecError("hook_name_out", f"expected `str`, got {kind(hook_name)}")
-    return hook_name
+def _hook(name: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise SpecError(name, f"expected `str`, got {kind(value)}")
+    return value
 
 
 def _activation(fields: Mapping[str, Any]) -> object:
@@ -239,14 +216,9 @@ def _check_layer(layer: object, hook_name: str | None) -> None:
 
 
 def _size(fields: Mapping[str, Any], name: str) -> int | None:
-    value = fields.get(name)
-    if value is None:
-        return None
     with at(name):
-        return read_int(value)
+        return None if fields.get(name) is None else read_int(fields[name])
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, (str, int, float)):
-        return show(value)
-    return kind(value)
+    return show(value) if isinstance(value, (str, int, float)) else kind(value)

@@ -11,9 +11,7 @@ from midstream.validation import listed, show
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Arrays = dict[str, Tensor]
-else:
-    Arrays = dict
+Arrays = dict[str, "Tensor"]
 
 _COMMON = ("W_enc", "b_enc", "W_dec", "b_dec")
 _GATED = ("W_enc", "W_dec", "b_dec", "b_gate", "r_mag", "b_mag")
@@ -39,11 +37,7 @@ def has_threshold(architecture: str) -> bool:
 
 
 def check_names(names: list[str], architecture: str | None) -> None:
-    """Check that there are the tensors of an architecture, and no others.
-
-    Args:
-        architecture: None: it is not known.
-    """
+    """Check that there are the tensors of an architecture (None: unknown), and no others."""
     if architecture is None:
         architecture = "gated" if "b_gate" in names else "standard"
     required = ARCHITECTURES[architecture]
@@ -83,17 +77,12 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], is_transcoder: bool) -> 
 
 
 def reduced(tensors: Arrays, rescales: bool, scale: float) -> Arrays:
-    """Return W_enc, b_enc, W_dec, b_dec, W_skip if there is one and, if activations must exceed
-    one, threshold, with which any architecture computes its features as a JumpReLU SAE does.
+    """Return W_enc, b_enc, W_dec, b_dec, and W_skip and threshold if there are any, with which any
+    architecture computes its features as a JumpReLU SAE does.
 
-    A gated SAE's magnitudes are m = e^r · x W_enc + b_mag, and its gate is open where
-    x W_enc + b_gate > 0, that is where m > b_mag − e^r · b_gate (Rajamanoharan et al. 2024,
+    A gated SAE's magnitudes are m = e^r · x W_enc + b_mag, and its gate is open where x W_enc +
+    b_gate > 0, that is where m > b_mag − e^r · b_gate (Rajamanoharan et al. 2024,
     arXiv:2404.16014).
-
-    Args:
-        tensors: the tensors, float32.
-        rescales: whether activations are multiplied by the norms of the decoder's rows, which are
-            of norm 1 then.
     """
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     if "b_gate" in weights:

@@ -1,8 +1,4 @@
-"""Named steering vectors: registry, parsers of dicts and files, and descriptions.
-
-Requires neither vLLM nor a device. Import is cheap: torch and safetensors are imported only when a
-safetensors file is read.
-"""
+"""Named steering vectors. Import is cheap: torch and safetensors only where a file is read."""
 
 from __future__ import annotations
 

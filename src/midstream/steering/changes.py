@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 
-class Changes(Protocol):
-    """What a registry and tiers call around each use."""
+class Changes:
+    """What a registry and tiers call around each use: here, changes hold in this process alone."""
 
     def refresh(self) -> None:
         """Take over what other processes have changed. Called before each read."""
-        ...
 
     def changing(self) -> AbstractContextManager[None]:
         """Return the context of a change: no other process changes anything meanwhile, and its
         result holds in all processes when it ends. After an exception it holds in none.
         """
-        ...
-
-
-class OwnProcess:
-    """Changes that hold in this process alone."""
-
-    def refresh(self) -> None:
-        """Nothing: there is no other process."""
-
-    def changing(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
         return nullcontext()

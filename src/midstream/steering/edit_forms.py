@@ -41,36 +41,21 @@ _REFERENCE = 'a registered name, (name, scale) or {"name": …, "scale": …}'
 
 
 class Part(NamedTuple):
-    """One edit of a tier.
-
-    Attributes:
-        path: path of the edit in the input, for messages: `[2]`, `["post_block"][15]`; empty if
-            the edit is the whole input.
-    """
+    """One edit of a tier; its path in the input, such as `[2]`, is empty if it is all of it."""
 
     path: str
     edit: Edit
 
 
 class ProbePart(NamedTuple):
-    """One probe of a tier.
-
-    Attributes:
-        path: as of `Part`.
-    """
+    """One probe of a tier, with its path as of `Part`."""
 
     path: str
     probe: Probe
 
 
 def read_tier(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart, ...]:
-    """Parse the edits and probes of one tier in any of its forms.
-
-    Args:
-        value: an edit or its dict; a Probe, or its dict with `"op": "probe"`; a registered name;
-            `(name, scale)`; a value of `read_hooks`; or a list of these, which may be empty.
-        phase: "prompt" or "generated", to which the edits are restricted; None for every token.
-    """
+    """Parse the edits and probes of a tier in any of `_FORMS`; a Probe may be its dict."""
     if not isinstance(value, (list, tuple)) or _is_pair(value):
         return _read_one(value, phase)
     tier_parts: list[Part | ProbePart] = []
@@ -91,13 +76,10 @@ def names_edits(value: object) -> TypeGuard[Mapping[object, object]]:
 
 
 def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
-    """Parse the whole edits of a name, in the order in which they are applied.
-
-    Args:
-        value: `{"base": …, "prompt": …, "generated": …, "edits": …}`, each optional. The tiers have
-            the forms of `read_tier`; `prefill` and `decode` are other words for `prompt` and
-            `generated`. `edits` is an edit or its dict, or a list of these, with phases of their
-            own; they come last.
+    """Parse the whole edits of a name, `{"base": …, "prompt": …, "generated": …, "edits": …}`, in
+    the order of application. Tiers have the forms of `read_tier`; `prefill` and `decode` are
+    `prompt` and `generated`. `edits` is an edit or its dict, or a list of these, with phases of
+    their own; they come last.
     """
     fields = read_fields(value, required=(), optional=(*_NAMED_KEYS, _EDITS))
     tiers: dict[str, str] = {}
@@ -129,13 +111,7 @@ def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
 
 
 def read_hooks(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
-    """Return one Steer for each vector of `{hook point: {layer: vector}}` or `{layer: vector}`.
-
-    Args:
-        value: a dict in any form of `read_placed`. Hook points are `pre_attn`, `post_attn`,
-            `post_block`, or any site's name; a vector may be `{"vector": …, "scale": …}`.
-        phase: as `read_tier`.
-    """
+    """Return a Steer for each vector of a dict that `read_placed` reads."""
     return tuple(
         Part(
             placed.path, Steer(placed.vector, placed.layer, placed.scale, placed.site, phase=phase)
@@ -185,11 +161,7 @@ def changed(edit: Edit, **place: object) -> Edit:
 
 
 def bind_part(part: Part, lookup: Lookup, shape: ModelShape) -> Iterator[Edit]:
-    """Yield the edit with names replaced by what is registered, checked against the model.
-
-    Args:
-        lookup: returns what is registered under a name.
-    """
+    """Yield the edit with names replaced by what is registered, checked against the model."""
     with at(part.path) if part.path else nullcontext():
         for edit in bind_edit(part.edit, lookup, shape.num_layers):
             _check(edit, shape)

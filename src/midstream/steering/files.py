@@ -1,14 +1,10 @@
 """Reader of vector files: safetensors, npz and GGUF control vectors, none of which can run code.
 
-A key names the tap of its vector, see `midstream.steering.parse.read_key`. A file whose only key is
-`vector` has one vector without a tap.
-
-A GGUF control vector is llama.cpp's and repeng's format: `general.architecture` is
-`controlvector`, and the tensor `direction.N`, N ≥ 1, is added to the output of layer N, layers
-counted from 0 (`common_control_vector_load_one`, and `build_cvec` after the block's last residual
-add: https://github.com/ggml-org/llama.cpp; https://github.com/vgel/repeng). That is our
-`resid_post` of layer N, `output_hidden_states[N + 1]` of transformers. llama.cpp cannot steer
-layer 0 and rejects `direction.0`, and so does this reader.
+A key names the tap of its vector; a file whose only key is `vector` has one without a tap. A GGUF
+control vector is llama.cpp's and repeng's format: the tensor `direction.N`, N ≥ 1, is added to the
+output of layer N, counted from 0 (https://github.com/ggml-org/llama.cpp,
+https://github.com/vgel/repeng): our `resid_post` of layer N, `output_hidden_states[N + 1]` of
+transformers. llama.cpp rejects `direction.0`, and so does this reader.
 """
 
 from __future__ import annotations
@@ -56,14 +52,8 @@ with suppress(ImportError):  # a Python without it reads no such files
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
-    """Read the vectors of a file.
-
-    Args:
-        path: a `.safetensors`, `.npz` or `.gguf` file of tensors [width] or [1, width], real
-            numbers of any dtype; for GGUF F32 or F16. In safetensors also square matrices.
-
-    Returns:
-        The vectors with their taps; one Vector if the file's only key is `vector`.
+    """Read the vectors of a file, [width] or [1, width], real numbers, with their taps; in
+    safetensors also square matrices. Return one Vector if the file's only key is `vector`.
     """
     name = os.fspath(path)
     try:
@@ -182,9 +172,6 @@ def _tensor(key: str) -> Iterator[None]:
         raise SpecError(f"{_name(key)}{error.path}", error.problem) from None
 
 
-# ---------------------------------------------------------------- safetensors
-
-
 def _read_safetensors(name: str) -> dict[str, Vector]:
     from safetensors import SafetensorError, safe_open
 
@@ -208,9 +195,6 @@ def _read_safetensors(name: str) -> dict[str, Vector]:
         raise SpecError("", f"not a safetensors file, or damaged: {error}") from None
 
 
-# ---------------------------------------------------------------- npz
-
-
 def _read_npz(name: str) -> dict[str, Vector]:
     try:
         with zipfile.ZipFile(name) as archive:
@@ -232,12 +216,7 @@ def _read_npz(name: str) -> dict[str, Vector]:
 
 
 def _read_npy(file: IO[bytes]) -> NDArray[Any]:
-    """Read one array, [n] or [1, n], as [n].
-
-    Its header is checked before memory is allocated for the numbers.
-
-    numpy.load is not used, because a malicious header can make it allocate any amount of memory.
-    """
+    """Read an array, [n] or [1, n], as [n]; numpy.load would allocate what a header says."""
     import numpy as np
     from numpy.lib import format as numpy_format
 
@@ -268,9 +247,6 @@ def _read_npy(file: IO[bytes]) -> NDArray[Any]:
     if len(data) > count or file.read(1):
         raise SpecError("", f"the array is longer than the {count} bytes of its header's shape")
     return np.frombuffer(data, dtype)
-
-
-# ---------------------------------------------------------------- GGUF
 
 
 def _read_control_vector(name: str) -> dict[str, Vector]:

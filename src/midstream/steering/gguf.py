@@ -1,10 +1,8 @@
-"""Reader of GGUF files: metadata, and F32 and F16 tensors as float32.
+"""Reader of GGUF files: metadata, and F32 and F16 tensors as float32. Files are untrusted: every
+count, size and offset is checked before it is used, and every error is a `ModelError`.
 
-Files are untrusted: every count, size and offset is checked against the file's length before it is
-used, and every error is a `ModelError`. The `gguf` package trusts its files.
-
-The layout, little-endian: magic, version, tensor count, key count; the keys, each a string, a
-kind and a value; per tensor a name, a shape (fastest dimension first), a GGML type and an offset;
+The layout, little-endian: magic, version, tensor count, key count; the keys, each a string, a kind
+and a value; per tensor a name, a shape (fastest dimension first), a GGML type and an offset;
 padding up to the alignment; the tensors' blocks.
 """
 
@@ -36,12 +34,7 @@ MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Block layout of one GGML type.
-
-    Attributes:
-        size_bytes: bytes per block.
-        unpack: uint8 `[blocks, size_bytes]` -> float32 `[blocks, num_values]`.
-    """
+    """Blocks of a GGML type; `unpack`: uint8 [blocks, size_bytes] to float32 [blocks, values]."""
 
     name: str
     num_values: int
@@ -49,29 +42,18 @@ class TensorLayout:
     unpack: Callable[[Bytes], Floats]
 
 
-def _unpack_f32(blocks: Bytes) -> Floats:
-    return np.ascontiguousarray(blocks).view("<f4")
-
-
-def _unpack_f16(blocks: Bytes) -> Floats:
-    return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
-
-
+# By GGML type. Quantised types, which models have, are in `midstream.lab.demo.model`.
 LAYOUTS: Mapping[int, TensorLayout] = {
-    0: TensorLayout("F32", 1, 4, _unpack_f32),
-    1: TensorLayout("F16", 1, 2, _unpack_f16),
+    0: TensorLayout("F32", 1, 4, lambda blocks: np.ascontiguousarray(blocks).view("<f4")),
+    1: TensorLayout(
+        "F16", 1, 2, lambda blocks: np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
+    ),
 }
-"""Layouts by GGML type. Quantised types, which models have, are in `midstream.lab.demo.model`."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One encoded tensor.
-
-    Attributes:
-        shape: slowest dimension first, as in torch; the file has the reverse order.
-        raw: uint8 `[bytes]`, its blocks, a view of the file's bytes.
-    """
+    """One encoded tensor, slowest dimension first as in torch; `raw`: uint8 [bytes], a view."""
 
     layout: TensorLayout
     shape: tuple[int, ...]
@@ -103,12 +85,7 @@ class Gguf:
 def read_gguf(
     data: bytes, layouts: Mapping[int, TensorLayout] = LAYOUTS, architecture: str = ""
 ) -> Gguf:
-    """Parse the bytes of a file. Tensors are views of `data` and keep it in memory.
-
-    Args:
-        layouts: the supported layouts, by GGML type.
-        architecture: the required `general.architecture`; "" for any.
-    """
+    """Parse a file's bytes, which tensors view; `architecture` is the one required, "" for any."""
     cursor = _Cursor(data)
     if cursor.bytes(4) != MAGIC:
         raise ModelError(f"GGUF: expected the file to start with {MAGIC!r}, got {data[:4]!r}")
@@ -126,9 +103,11 @@ def read_gguf(
     for _ in range(num_keys):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("I"))
-    if architecture:
+    got = metadata.get("general.architecture")
+    if architecture and got != architecture:
         # Checked before the tensors: another architecture explains an unsupported type.
-        _check_architecture(metadata, architecture)
+        shown = "none" if got is None else show(str(got))
+        raise ModelError(f"GGUF: expected general.architecture = {architecture!r}, got {shown}")
     infos = [_read_info(cursor) for _ in range(num_tensors)]
     align = metadata.get("general.alignment", 32)
     if not isinstance(align, int) or align < 1:
@@ -210,14 +189,6 @@ def _read_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
         )
     shape = tuple(cursor.scalar("Q") for _ in range(num_dimensions))[::-1]
     return name, shape, cursor.scalar("I"), cursor.scalar("Q")
-
-
-def _check_architecture(metadata: Mapping[str, Any], wanted: str) -> None:
-    key = "general.architecture"
-    got = metadata.get(key)
-    if got != wanted:
-        shown = "none" if got is None else show(str(got))
-        raise ModelError(f"GGUF: expected {key} = {wanted!r}, got {shown}")
 
 
 def _view_tensor(

@@ -12,25 +12,15 @@ _SHOWN_TAPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Description of one registered name.
-
-    Attributes:
-        taps: (site, layer from 0) of each vector, sorted by layer; (None,) for a single vector
-            without a tap. For whole edits the taps of all of them.
-        norms: Euclidean norm of each vector, in the order of `taps`; empty for whole edits.
-        digest: SHA-256 over all taps and vectors or edits, in hex: equal if and only if these are
-            equal.
-        registered: how often the name was registered: 1 if it was never replaced.
-        edits: operation of each whole edit, in order; empty for vectors.
-    """
+    """Description of one registered name."""
 
     name: str
-    taps: tuple[tuple[str, int] | None, ...]
-    norms: tuple[float, ...]
+    taps: tuple[tuple[str, int] | None, ...]  # sorted by layer; None: a single vector without a tap
+    norms: tuple[float, ...]  # Euclidean, in the order of `taps`; empty for whole edits
     width: int
-    digest: str
-    registered: int
-    edits: tuple[str, ...] = ()
+    digest: str  # SHA-256 of taps and vectors or edits, in hex: equal if and only if these are
+    registered: int  # how often: 1 if it was never replaced
+    edits: tuple[str, ...] = ()  # operation of each whole edit, in order; empty for vectors
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form; `edits` only for whole edits."""
@@ -72,16 +62,12 @@ class Listing(tuple[Description, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return (
-            text_table(HEADINGS, [description.cells() for description in self])
-            if self
-            else "no named vectors"
-        )
+        rows = [description.cells() for description in self]
+        return text_table(HEADINGS, rows) if rows else "no named vectors"
 
     def _repr_html_(self) -> str:
-        if not self:
-            return "<p>no named vectors</p>"
-        return html_table(HEADINGS, [description.cells() for description in self])
+        rows = [description.cells() for description in self]
+        return html_table(HEADINGS, rows) if rows else "<p>no named vectors</p>"
 
 
 def show_tap(tap: tuple[str, int] | None) -> str:

@@ -44,31 +44,20 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One vector and its tap as given, not yet checked against a model.
+    """One vector and its tap as given, not yet checked against a model."""
 
-    Attributes:
-        path: path of the vector in the input, for messages: `["resid_post"][15]`.
-        layer: index; −1 is the last layer.
-        vector: float32 [width], or a Matrix.
-        scale: factor of the vector; 1 by default.
-    """
-
-    path: str
+    path: str  # in the input, for messages: `["resid_post"][15]`
     site: str
-    layer: int
-    vector: Vector
+    layer: int  # −1 is the last
+    vector: Vector  # float32 [width], or a Matrix
     scale: float = 1.0
 
 
 def read_placed(value: object) -> tuple[Placed, ...]:
-    """Parse vectors by tap from a dict in any of its forms, in the order given.
-
-    Args:
-        value: `{layer: vector}` at `resid_post`; `{site: {layer: vector}}`;
-            `{(site, layer): vector}`; or `{"resid_post.15": vector}`, the keys of a file. A layer
-            is an int or, as in JSON, a string of digits. A vector is a value of Vector.parse, or
-            `{"vector": …, "scale": number}`; or a matrix, see
-            `midstream.plan.vectors.matrix.matrix_of`.
+    """Parse vectors by tap, in the order given: `{layer: vector}` at `resid_post`; `{site: {layer:
+    vector}}`; `{(site, layer): vector}`; or `{"resid_post.15": vector}`, the keys of a file. A
+    layer is an int or a string of digits; a vector is a value of Vector.parse, `{"vector": …,
+    "scale": number}`, or a matrix.
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
@@ -86,11 +75,7 @@ def read_placed(value: object) -> tuple[Placed, ...]:
 
 
 def read_key(key: str) -> tuple[str, int]:
-    """Return (canonical site, layer) of a file's key: `15`, `resid_post.15`, `resid_post:15`, or
-    another tool's name of both, see `midstream.sites.parse`.
-
-    A negative layer is returned as given.
-    """
+    """Return (canonical site, layer as given) of a file's key, in any form of `_GRAMMAR`."""
     match = _KEY.fullmatch(key)
     if match is None:
         return _read_name(key)
@@ -100,12 +85,12 @@ def read_key(key: str) -> tuple[str, int]:
     site = canonical(place)
     _check_layers(site)
     if site is None:
-        raise SpecError(
-            "",
-            f"{show(key)}: unknown site {show(place)}{hint(place, BY_NAME)}; known: "
-            f"{listed(NAMES)}",
-        )
+        raise SpecError("", f"{show(key)}: {_unknown(place)}")
     return site, int(match["layer"])
+
+
+def _unknown(site: str) -> str:
+    return f"unknown site {show(site)}{hint(site, BY_NAME)}; known: {listed(NAMES)}"
 
 
 def _read_name(key: str) -> tuple[str, int]:
@@ -169,14 +154,12 @@ def _read_tap(key: object) -> tuple[str, int]:
             raise SpecError("", "expected a key (site, layer)")
         site = canonical(key[0])
         if site is None:
-            raise SpecError(
-                "", f"unknown site {show(key[0])}{hint(key[0], BY_NAME)}; known: {listed(NAMES)}"
-            )
+            raise SpecError("", _unknown(key[0]))
         return site, _read_layer(key[1])
     if key in ("vector", "f32"):
         raise SpecError("", 'a vector needs a layer: {15: vector} or {15: {"vector": vector}}')
     if isinstance(key, str) and re.fullmatch("[A-Za-z_]+", key):
-        raise SpecError("", f"unknown site {show(key)}{hint(key, BY_NAME)}; known: {listed(NAMES)}")
+        raise SpecError("", _unknown(key))
     if isinstance(key, str):
         return read_key(key)
     return DEFAULT_SITE, _read_layer(key)

@@ -27,7 +27,7 @@ from midstream.plan.vectors.named_lookup import (
 from midstream.plan.vectors.named_vector import read_name
 from midstream.plan.vectors.vector import Vector
 from midstream.sites import Tap, order
-from midstream.steering.changes import Changes, OwnProcess
+from midstream.steering.changes import Changes
 from midstream.steering.edit_forms import bind_part, names_edits, read_named_edits
 from midstream.steering.files import is_json_file, read_file, read_json_file, write_json_file
 from midstream.steering.listing import Description, Listing
@@ -66,14 +66,10 @@ class VectorRegistry:
     """
 
     def __init__(self, shape: ModelShape) -> None:
-        """Create an empty registry.
-
-        Args:
-            shape: the model and its taps; vectors that do not fit are rejected at registration.
-        """
+        """Create an empty registry for a model; what does not fit is rejected at registration."""
         self._shape = shape
         # Where changes hold; `shared_folder` replaces it, and what all names stand for.
-        self.changes: Changes = OwnProcess()
+        self.changes = Changes()
         self.entries: Mapping[str, NamedEntry] = {}
         self._lock = threading.Lock()
         # Returns the registered SAE of a name; the front end sets it.
@@ -242,18 +238,14 @@ class VectorRegistry:
         paths: dict[Tap, str] = {}
         for placed in read:
             with at(placed.path):
-                tap = self._tap(placed)
+                tap = placed.site, find_layer(placed.layer, self._shape)
+                check_tapped(tap, self._shape, "", "")
+                _check_width(placed.vector, self._shape.size(tap))
                 if tap in paths:
                     raise SpecError("", f"the same tap as {paths[tap]}")
                 paths[tap] = placed.path
                 vectors_by_tap[tap] = scaled(placed)
         return MappingProxyType(dict(sorted(vectors_by_tap.items(), key=_in_order)))
-
-    def _tap(self, placed: Placed) -> Tap:
-        tap = (placed.site, find_layer(placed.layer, self._shape))
-        check_tapped(tap, self._shape, "", "")
-        _check_width(placed.vector, self._shape.size(tap))
-        return tap
 
 
 def scaled(placed: Placed) -> Vector:

@@ -1,17 +1,15 @@
-"""Named vectors and server-wide edits of several processes on one machine, by a shared folder.
-
-The folder has one file for each name, JSON with base64 of float32; an index that names these files
-and has the tiers; and a counter of changes, which every process maps into its memory. A change
-holds a lock of the folder, writes new files, replaces the index by a rename, and raises the
-counter. Every read compares the counter with the one that was read last, and reads the index if
-they differ. So a change holds in all processes once the counter is raised, before the call
-returns, and no process waits for another's answer. The kernel frees the lock of a process that
-ends, however it ends.
+"""Named vectors and server-wide edits of several processes on one machine, by a shared folder: a
+file for each name, an index that names these files and has the tiers, and a counter of changes,
+which every process maps into its memory. A change holds a lock of the folder, which the kernel
+frees however its process ends, writes new files, replaces the index by a rename, and raises the
+counter, which every read compares. So a change holds in all processes before the call returns, and
+none waits for another's answer.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import mmap
@@ -27,6 +25,7 @@ from typing import Any
 from midstream.errors import BusyError, ConfigError, StoreError
 from midstream.plan.plan import parse_server_wide
 from midstream.plan.shape import ModelShape
+from midstream.steering.changes import Changes
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.registry import NamedEntry, VectorRegistry
 from midstream.steering.tiers import Steering, SteeringState
@@ -37,17 +36,12 @@ _INDEX, _LOCK, _COUNTER = "index.json", "lock", "counter"
 _FORMAT = 1
 
 
-class SharedFolder:
+class SharedFolder(Changes):
     """One process's part in a folder: the `Changes` of its registry and tiers. Thread-safe."""
 
     def __init__(self, folder: str, vectors: VectorRegistry, steering: Steering) -> None:
-        """Join a folder, which is made if it does not exist.
-
-        What the folder has replaces what the registry and the tiers have. Into a new folder goes
-        what they have.
-
-        Args:
-            folder: on a file system of this machine.
+        """Join a folder of this machine, made if it does not exist. What it has replaces what the
+        registry and the tiers have; into a new folder goes what they have.
         """
         self._folder = Path(folder)
         self._vectors, self._steering = vectors, steering
@@ -127,10 +121,7 @@ class SharedFolder:
             self._writing.release()
 
     def _load_last(self) -> None:
-        """Take over what the folder has. Call with the lock.
-
-        A process that was killed may have replaced the index and not raised the counter.
-        """
+        """Take over what the folder has; a killed process may not have raised the counter."""
         with self._loading:
             self._load()
             self._counter[0] = self._read
@@ -207,11 +198,10 @@ class SharedFolder:
             return json.load(file)
 
     def _write_json(self, name: str, value: Any) -> None:
-        """Write a file, which appears by a rename. What a process that was killed has left of one
-        is replaced: only the holder of the lock writes.
-        """
+        """Write a file, which appears by a rename, over what a killed process left of it."""
         part = self._folder / f"{name}.part"
-        with open(part, "w", encoding="utf-8", opener=_private) as file:
+        private = functools.partial(os.open, mode=0o600)
+        with open(part, "w", encoding="utf-8", opener=private) as file:
             json.dump(value, file, allow_nan=False)
         os.replace(part, self._folder / name)
 
@@ -223,10 +213,6 @@ def _busy() -> BusyError:
 
 def _damaged(problem: str) -> StoreError:
     return StoreError(f"the shared folder is damaged ({problem}); stop its servers, and remove it")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _file_of(entry: NamedEntry) -> str:

@@ -13,7 +13,7 @@ from midstream.plan.operations import Gate
 from midstream.plan.plan import ServerWide, emit_server_wide
 from midstream.plan.positions.positions import Positions
 from midstream.plan.probe import Probe
-from midstream.steering.changes import Changes, OwnProcess
+from midstream.steering.changes import Changes
 from midstream.steering.edit_forms import TIERS, bind_tier, read_tier
 from midstream.steering.listing import html_table, text_table
 from midstream.steering.registry import VectorRegistry
@@ -25,17 +25,13 @@ _SHOWN_TAPS = 3
 
 @dataclass(frozen=True, slots=True)
 class SteeringState:
-    """The active edits and probes of each tier, by value.
-
-    Attributes:
-        digest: SHA-256 of all edits, in hex: equal if and only if the edits are equal.
-    """
+    """The active edits and probes of each tier, by value."""
 
     base: tuple[ServerWide, ...] = ()
     prompt: tuple[ServerWide, ...] = ()
     generated: tuple[ServerWide, ...] = ()
     epoch: int = 0
-    digest: str = hashlib.sha256(b"[]").hexdigest()
+    digest: str = hashlib.sha256(b"[]").hexdigest()  # of all edits
 
     @property
     def edits(self) -> tuple[ServerWide, ...]:
@@ -67,14 +63,10 @@ class Steering:
     """
 
     def __init__(self, registry: VectorRegistry) -> None:
-        """Create empty tiers.
-
-        Args:
-            registry: named vectors, and the model that the edits must fit.
-        """
+        """Create empty tiers, whose edits must fit the model of a registry."""
         self._registry = registry
         # Where changes hold; `shared_folder` replaces it, and the state.
-        self.changes: Changes = OwnProcess()
+        self.changes = Changes()
         self.state = SteeringState()
         self._lock = threading.Lock()
 

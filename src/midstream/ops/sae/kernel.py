@@ -1,8 +1,4 @@
-"""Triton kernels of SAEs' reconstructions: encode, select and change, decode.
-
-Each works on rows that are next to each other; most find no row whose program has a `CODE` at this
-site, and exit after two loads. See `midstream.ops.sae.layout`.
-"""
+"""Triton kernels of SAEs' reconstructions: encode, select and change, decode."""
 
 from __future__ import annotations
 
@@ -125,9 +121,7 @@ def encode_kernel(
     depth: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Write the activations of rows [first_row, last) that have a CODE to `codes`, before the
-    largest are chosen.
-    """
+    """Write all activations of rows [first_row, last) that have a CODE to `codes`."""
     rows = first_row + tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     described, has_code = _described(rows, last, tokens, table, instructions, bank, unit)
     if tl.max(has_code.to(tl.int32), axis=0) == 0:
@@ -185,9 +179,7 @@ def change_kernel(
     unit: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Keep the largest activations of a row where its SAE is a TopK SAE, then change some: with
-    `ERROR`, what is left is by how much each was changed.
-    """
+    """Keep a TopK SAE's largest activations, then change some; with `ERROR`, leave the changes."""
     row = first_row + tl.program_id(0)
     program = tl.load(tokens + row * _TOKENS)
     kind = tl.load(table + program * _TABLE + _KIND)

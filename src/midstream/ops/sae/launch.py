@@ -22,13 +22,7 @@ def launch_saes(
     sae: SaeBuffers,
     precision: str,
 ) -> None:
-    """Launch the kernels that compute what SAEs make of rows. Which rows have a CODE is known on
-    the device only, so the grids are for all rows, and a captured graph may be replayed with any.
-
-    Args:
-        hidden, residual, tokens, table, instructions, bank: as for `midstream.ops.site.site`.
-        sae: the weights, and where the results go.
-    """
+    """Launch the kernels of SAEs, for all rows: a captured graph may be replayed with any."""
     num_rows, width = hidden.shape
     rest = hidden if residual is None else residual
     at_once, features = sae.codes.shape

@@ -7,8 +7,8 @@ thresholds [features], W_dec [features, width], b_dec [width] and, with `SKIPS`,
 [width, width].
 
 A description is in the bank, where the instruction reads: `DESCRIPTION` numbers, then three numbers
-(id, factor, shift) for each feature that is changed: its activation becomes
-factor · activation + shift.
+(id, factor, shift) for each feature that is changed: its activation becomes factor · activation +
+shift.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ EPSILON = 1e-5
 
 # Columns of a description. The place is HIGH · 4096 + LOW: float32 has no larger whole numbers than
 # 2²⁴ without gaps.
-HIGH = 0
-LOW = 1
+HIGH, LOW = 0, 1
 ERROR = 2  # 1: only what the changes add is decoded, so that the SAE's error stays in h
 CHANGES = 3  # number of features that are changed
 WIDEST = 4  # number of the SAE's features

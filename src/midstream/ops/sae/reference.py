@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,26 +18,15 @@ _LEAST_ROWS = 64
 
 @dataclass(frozen=True, eq=False)
 class SaeBuffers:
-    """What the op needs for SAEs besides `SiteBuffers`.
+    """What the op needs for SAEs besides `SiteBuffers`."""
 
-    Attributes:
-        weights: float32 [numbers], see `midstream.ops.sae.layout`.
-        decoded: float32 [rows, width], what SAEs make of each row.
-        codes: float32 [n, features], activations of rows, n at a time. Not used on a CPU.
-    """
-
-    weights: Tensor
-    decoded: Tensor
-    codes: Tensor
+    weights: Tensor  # float32 [numbers], see `midstream.ops.sae.layout`
+    decoded: Tensor  # float32 [rows, width], what SAEs make of each row
+    codes: Tensor  # float32 [n, features], activations of n rows at a time; not used on a CPU
 
     @staticmethod
     def allocate(weights: Tensor, rows: int, width: int, features: int) -> SaeBuffers:
-        """Return zeroed buffers.
-
-        Args:
-            weights: the memory for registered weights, float32.
-            rows: most rows of a forward pass, padding included.
-        """
+        """Return zeroed buffers; `rows` are the most of a forward pass, padding included."""
         device = weights.device
         at_once = min(-(-rows // _LEAST_ROWS) * _LEAST_ROWS, code_rows(features))
         on_gpu = device.type == "cuda"
@@ -58,15 +48,10 @@ def code_rows(features: int) -> int:
 
 
 def reconstruct(h: Tensor, description: Tensor, weights: Tensor) -> Tensor:
-    """Return what an SAE makes of vectors, float32 [n, width].
-
-    With `ERROR` it is decode(changed code) − decode(code), without the bias; else decode(changed
-    code) in the place and scale of h.
-
-    Args:
-        h: float32 [n, width].
-        description: float32, which begins with the numbers of a `CODE` instruction.
-        weights: the memory for registered weights, float32.
+    """Return what an SAE makes of vectors, float32 [n, width]: decode(changed code) in the place
+    and scale of h; with `ERROR`, decode(changed code) − decode(code), without the bias.
+    `description` begins with the numbers of a `CODE` instruction; `weights` is the memory for
+    registered weights.
     """
     high, low = float(description[layout.HIGH]), float(description[layout.LOW])
     sae = _Sae.at(layout.place_of(high, low), h.shape[1], weights)
@@ -108,22 +93,20 @@ class _Sae(NamedTuple):
         begin = place * layout.ALIGN
         header = [int(number) for number in weights[begin : begin + layout.ALIGN].tolist()]
         count = header[layout.FEATURES]
-        shapes = [(width, count), (count,), (count,), (count, width), (width,)]
-        if header[layout.SKIPS]:
-            shapes.append((width, width))
-        tensors: list[Tensor] = []
         begin += layout.ALIGN
-        for shape in shapes:
-            numbers = shape[0] * (shape[1] if len(shape) > 1 else 1)
-            tensors.append(weights[begin : begin + numbers].view(shape))
-            begin += numbers
+
+        def take(*shape: int) -> Tensor:
+            nonlocal begin
+            begin += math.prod(shape)
+            return weights[begin - math.prod(shape) : begin].view(shape)
+
         return _Sae(
-            tensors[0],
-            tensors[1],
-            tensors[2],
-            tensors[3],
-            tensors[4],
-            tensors[5] if header[layout.SKIPS] else None,
+            take(width, count),
+            take(count),
+            take(count),
+            take(count, width),
+            take(width),
+            take(width, width) if header[layout.SKIPS] else None,
             header[layout.TOP_K],
             header[layout.NORMALIZE],
             bool(header[layout.CENTERED]),
@@ -131,9 +114,7 @@ class _Sae(NamedTuple):
         )
 
     def normalized(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return vectors as the encoder takes them, and (mean, scale), [n, 1] each, with which what
-        is decoded is brought back: x · scale + mean.
-        """
+        """Return x, which the encoder reads, and (mean, scale), [n, 1]: h = x · scale + mean."""
         mean, scale = torch.zeros(len(h), 1), torch.ones(len(h), 1)
         if self.centered or self.normalize == layout.LAYER_NORM:
             mean = h.mean(-1, keepdim=True)

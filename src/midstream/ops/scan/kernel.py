@@ -1,6 +1,4 @@
-"""Triton kernel of SCANs: one program for each state. It exits after its first loads if the state's
-request has no row in the step, or the state is read at another site.
-"""
+"""Triton kernel of SCANs: one program for each state, which exits early if it has no row here."""
 
 from __future__ import annotations
 
@@ -146,9 +144,7 @@ def scan_kernel(
     depth: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Go over the rows of one request for one slot, in order: read those of a tile at a time, and
-    then update the state row by row. A request that generates has one row, which is read at once.
-    """
+    """Go over the rows of one request for one slot, in order, a tile at a time."""
     state = tl.program_id(0)
     scan = scans + state * _SCANS
     count = tl.load(scan + _SCAN_COUNT)

@@ -32,10 +32,7 @@ def scan_triton(
     scans: Tensor,
     states: Tensor,
 ) -> None:
-    """Launch the kernel; see `midstream.ops.scan.reference.scan_ref`, which has the same arguments.
-    `kept` is a power of 2. The grid is for all states, so a captured graph may be replayed with any
-    rows.
-    """
+    """Launch `scan_ref`'s kernel for all states: a captured graph may be replayed with any rows."""
     width = hidden.shape[1]
     block = triton.next_power_of_2(width)
     rest = hidden if residual is None else residual

@@ -34,15 +34,8 @@ def scan_ref(
     scans: Tensor,
     states: Tensor,
 ) -> None:
-    """Write the scores of the SCANs at one site, and the states after the last tokens.
-
-    Args:
-        hidden, residual: see `midstream.ops.site.site`; neither is changed.
-        tokens, ids, table, instructions, params, lists, bank: see `midstream.ops.site.SiteBuffers`.
-        tally: int32 [rows, 4]. `NONFINITE` is set where a reading is not finite.
-        scores: float32 [rows, slots]. Mutated.
-        scans: int32 [n, 4], see `midstream.ops.layout`.
-        states: int32 [n, kept, 3]. Mutated.
+    """Write the scores of the SCANs at one site, [rows, slots], their states, [n, kept, 3], and
+    NONFINITE of `tally` where a reading is. Arguments are as for `midstream.ops.site`.
     """
     armed: Ints = scans.numpy()
     site: Ints = table.numpy()
@@ -117,12 +110,7 @@ def _applies(words: Ints, lists: Ints, ids: Ints) -> NDArray[np.bool_]:
 
 @dataclass(slots=True, init=False)
 class _State:
-    """The state of a request's tokens up to one of them.
-
-    Attributes:
-        kept: int32 [kept, 3], the states after the last positions.
-        at: row of `kept` that is written last.
-    """
+    """The state of a request's tokens up to one; `kept`, int32 [kept, 3], was last written `at`."""
 
     kept: Ints
     at: int

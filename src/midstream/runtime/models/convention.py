@@ -1,8 +1,4 @@
-"""The vocabulary for calling conventions of decoder layers.
-
-Pure data: neither vLLM nor torch is imported. The tables are `vllm_layers` and `hf_layers`;
-`registry` looks them up.
-"""
+"""The vocabulary for calling conventions of decoder layers, which needs neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -40,27 +36,16 @@ class Half(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """The input of a sub-module.
-
-    Attributes:
-        shared: whether the same tensor is used elsewhere (it is the stream, or attention and MLP
-            both read it), so that the module needs a copy for an edit to affect it alone.
-        parameter: name of the parameter of the module's forward that gets the tensor, by position
-            or by keyword. None: the tensor is the first positional argument.
-    """
+    """The input of a sub-module."""
 
     path: str
-    shared: bool = False
-    parameter: str | None = None
+    shared: bool = False  # used elsewhere too: the module needs a copy to be edited alone
+    parameter: str | None = None  # of the forward; None: the tensor is the first argument
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The output of a sub-module: one tensor, or the first item of a tuple.
-
-    Attributes:
-        partial: whether it is not yet reduced over the ranks under tensor parallelism.
-    """
+    """The output of a sub-module, or its first item; `partial`: not yet reduced over the ranks."""
 
     path: str
     partial: bool = False
@@ -80,51 +65,29 @@ UNKNOWN = Lack("midstream does not know where that is in this class of layer")
 class LayerConvention:
     """What one class of decoder layer takes and returns.
 
-    Wherever the stream is one tensor (at the entry of a layer whose residual is None or
-    absent, at a `mid` called with one tensor), that very tensor object is the one kept for
-    the skip connection, so an in-place edit is seen by both branches. Layers where it is a
-    copy have no `mid`, or are refused.
-
-    Attributes:
-        returns: what `__call__` returns. Under `PAIR` the residual may still be None at run
-            time (`nemotron_nas` layers without attention, before the first one that has it).
-        hidden: name of forward's parameter with the stream, or with its first half.
-        residual: name of the parameter with the second half, None at run time in the first
-            layer. None: the layer has no such parameter, or its value is unused.
-        mid: dotted attribute (an index is an attribute of a ModuleList) of the sub-module
-            that is called with the stream after attention, or the mixer, was added and before
-            the MLP: positionally, with `(hidden, residual)` or with `(stream)`, maybe with
-            further keywords. Usually the norm that feeds the MLP.
-        no_mid: why there is no `mid`; empty unless `mid` is None.
-        no_pre: why the layer's attention would not see an edit at the entry; empty if it does,
-            as in nearly all layers.
-        attn_in: place of the value that attention reads; the output of a norm if attention is not
-            called as a module. A mixer that is no attention does not count.
-        attn_out: place of the value that attention adds to the stream, unscaled. A mixer that is
-            no attention does not count.
-        mlp_in: place of the value that the MLP reads; the output of a norm if several modules
-            read it.
-        mlp_out: place of the value that the MLP adds to the stream, unscaled.
-        tp_partial: whether the hidden half, at the exit or at `mid`, is not yet reduced over the
-            ranks under tensor parallelism.
-        float16_scaled: whether both halves are scaled down by a constant in float16, so that
-            they are not the stream.
-        unsummed: sites whose stream is not that of the site before it plus the branch between
-            them: resid_mid, resid_post, or resid_pre, which means that of the next layer.
+    Wherever the stream is one tensor, that very object is the one kept for the skip connection, so
+    an in-place edit is seen by both branches. Layers where it is a copy have no `mid`, or are
+    refused. A mixer that is no attention does not count as one.
     """
 
-    returns: Returns
-    hidden: str = "hidden_states"
-    residual: str | None = None
+    returns: Returns  # a PAIR's residual may still be None in the first layers (`nemotron_nas`)
+    hidden: str = "hidden_states"  # forward's parameter with the stream, or with its first half
+    residual: str | None = None  # that with the second half, which is None in the first layer
+    # Dotted path of the sub-module that is called with the stream after attention, or the mixer,
+    # was added and before the MLP, as `(hidden, residual)` or `(stream)`; usually the MLP's norm.
     mid: str | None = None
-    no_mid: str = ""
-    no_pre: str = ""
+    no_mid: str = ""  # why there is no `mid`; empty unless it is None
+    no_pre: str = ""  # why attention would not see an edit at the entry
+    # What attention and the MLP read, or a norm's output if they are not called with it alone; and
+    # what they add to the stream, unscaled.
     attn_in: Input | Output | Lack = UNKNOWN
     attn_out: Half | Output | Lack = UNKNOWN
     mlp_in: Input | Output | Lack = UNKNOWN
     mlp_out: Half | Output | Lack = UNKNOWN
-    tp_partial: bool = False
-    float16_scaled: bool = False
+    tp_partial: bool = False  # the hidden half, at the exit or `mid`, is not reduced over ranks yet
+    float16_scaled: bool = False  # both halves are scaled down in float16: they are not the stream
+    # Sites whose stream is not that of the site before it plus the branch between them: resid_mid,
+    # resid_post, or resid_pre, which means that of the next layer.
     unsummed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -141,19 +104,11 @@ class LayerConvention:
     @property
     def branches(self) -> dict[str, Half | Input | Output | Lack]:
         """Places of the sites that are not on the stream, by site."""
-        return {
-            "attn_in": self.attn_in,
-            "attn_out": self.attn_out,
-            "mlp_in": self.mlp_in,
-            "mlp_out": self.mlp_out,
-        }
+        sites = "attn_in", "attn_out", "mlp_in", "mlp_out"
+        return {site: getattr(self, site) for site in sites}
 
     def lack(self, site: str, tensor_parallel: bool = False) -> str | None:
-        """Return why the layer has no such site; None if it has the site.
-
-        Args:
-            tensor_parallel: whether the layer is split over several ranks.
-        """
+        """Return why the layer has no such site; None if it has the site."""
         place = self.branches.get(site)
         if isinstance(place, Lack):
             return place.reason
@@ -171,14 +126,8 @@ class LayerConvention:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A convention that depends on how the layer was built.
-
-    Attributes:
-        attribute: dotted attribute of the layer whose truth decides. With a trailing `?` it may
-            be missing, which counts as false; without, a missing attribute is a refusal.
-        true: entry if the attribute is true.
-        false: entry if it is not.
-        equals: if given, the attribute is compared with this instead of tested for truth.
+    """A convention that depends on the truth of a dotted attribute, or on its being `equals`. With
+    a trailing `?` it may be missing, which is false; without, that is a refusal.
     """
 
     attribute: str
@@ -210,25 +159,15 @@ def pair(
     mid: str | None = None,
     no_mid: str = "",
     *,
+    # `attn_in`; a path means a module's `hidden_states`, which others read too if the MLP's input.
     attention: Input | Output | Lack | str = "self_attn",
+    # `attn_out`; a path means the module's output. By default the first half at `mid`.
     attn: Half | Output | Lack | str | None = None,
-    mlp: Input | Output | Lack | str = "mlp",
-    mlp_out: Half | Output | Lack | str | None = None,
+    mlp: Input | Output | Lack | str = "mlp",  # `mlp_in`; a path means the module's input
+    mlp_out: Half | Output | Lack | str | None = None,  # by default the first half at the exit
     **rest: Any,
 ) -> LayerConvention:
-    """Return the convention of a layer with vLLM's fused add and norm: `(hidden, residual)` in and
-    out.
-
-    Args:
-        mid: as in `LayerConvention`.
-        no_mid: as in `LayerConvention`.
-        attention: place of `attn_in`; a module's path means its `hidden_states`, which others read
-            too where they read the MLP's input. `Lack`: there is no attention.
-        attn: place of `attn_out`; a module's path means its output. By default the first half
-            at `mid`, which must then be called with both halves.
-        mlp: place of `mlp_in`; a module's path means its input. `Lack`: there is no MLP.
-        mlp_out: place of `mlp_out`; by default the first half at the exit.
-    """
+    """Return the convention of a layer with vLLM's fused add and norm: pairs in and out."""
     if attn is None:
         assert mid or isinstance(attention, Lack), "say where attention is added"
         attn = attention if isinstance(attention, Lack) else Half.AT_MID
@@ -257,16 +196,8 @@ def single(
     mlp_out: Output | Lack | str | None = None,
     **rest: Any,
 ) -> LayerConvention:
-    """Return the convention of a layer that takes the stream and returns the stream.
-
-    Args:
-        mid: as in `LayerConvention`.
-        no_mid: as in `LayerConvention`.
-        attention: as in `pair`.
-        attn: place of `attn_out`; a module's path means its output. By default that of the module
-            whose input is `attention`.
-        mlp: place of `mlp_in`; a module's path means its input. `Lack`: there is no MLP.
-        mlp_out: place of `mlp_out`; by default the output of the module whose input is `mlp`.
+    """Return the convention of a layer that takes and returns the stream. Arguments are as in
+    `pair`; `attn` and `mlp_out` are by default outputs of what `attention` and `mlp` name.
     """
     mlp = Input(mlp) if isinstance(mlp, str) else mlp
     if attn is None:

@@ -8,44 +8,27 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from midstream.errors import UnsupportedError
+from midstream.runtime.models.convention import LayerConvention, Refusal
 from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
-from midstream.runtime.models.registry import (
-    LAYER_LISTS,
-    LayerConvention,
-    Refusal,
-    lookup,
-    replaced_forward,
-)
+from midstream.runtime.models.registry import LAYER_LISTS, lookup, replaced_forward
 from midstream.runtime.models.trunk_ends import NoEnd, find_end
 from midstream.sites import ENDS, INNER, NAMES, OUTER, Tap
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """A decoder layer of this rank.
+    """A decoder layer of this rank."""
 
-    Attributes:
-        index: number of the layer in the whole model, over all pipeline stages.
-        inner: places of its sites inside attention and the MLP.
-        ends: modules whose outputs are the sites without a layer, at the first and the last layer.
-            None: the site is at the layer's entry.
-    """
-
-    index: int
+    index: int  # in the whole model, over all pipeline stages
     module: nn.Module
     convention: LayerConvention
     inner: Mapping[str, InnerPlace] = field(default_factory=dict)
-    ends: Mapping[str, nn.Module | None] = field(default_factory=dict)
+    ends: Mapping[str, nn.Module | None] = field(default_factory=dict)  # None: the layer's entry
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The decoder layers that this rank runs.
-
-    Attributes:
-        num_layers: number of layers of the whole model.
-        lacking: taps that the layers of this rank do not have, and why.
-    """
+    """This rank's decoder layers of `num_layers`, and why they lack taps."""
 
     num_layers: int
     layers: tuple[DecoderLayer, ...]
@@ -69,14 +52,7 @@ def find_decoder(
     max_width: int | None = None,
     embeds_given: bool = False,
 ) -> Decoder:
-    """Find the decoder layers of a loaded model.
-
-    Args:
-        tensor_parallel_size: number of ranks over which each layer is split.
-        float16: whether the model runs in float16.
-        max_width: largest width of the vectors of a site on this rank; None: there is no limit.
-        embeds_given: whether the model may get embeddings in place of token ids.
-    """
+    """Find a model's decoder layers; sites wider than `max_width` on a rank are lacking."""
     layers: list[DecoderLayer] = []
     lacking: dict[Tap, str] = {}
     module_list = find_layers(model)
@@ -135,9 +111,7 @@ def all_lacks(
     max_width: int | None = None,
     embeds_given: bool = False,
 ) -> dict[Tap, str]:
-    """Return the taps of any site that the layers of this rank do not have, and why; see
-    `find_decoder`. It is for messages: of a model that cannot be read there are none.
-    """
+    """Return taps that this rank lacks, and why, for messages: none if the model is unreadable."""
     args = tensor_parallel_size, float16, NAMES, max_width, embeds_given
     try:
         return find_decoder(model, *args).lacking

@@ -1,6 +1,4 @@
-"""How a mixture chooses its experts by the router's logits, as vLLM's modules say, and whether the
-module with the experts calls the router in a way that midstream knows.
-"""
+"""How a mixture chooses experts by the router's logits, and if it calls the router as known."""
 
 from __future__ import annotations
 
@@ -22,11 +20,7 @@ SPLIT = "its tokens are split over the ranks (sequence-parallel MoE)"
 
 
 def routing_of(runner: Any) -> int | str:
-    """Return how many experts with the largest logits are chosen, or why others may be.
-
-    Args:
-        runner: the module with the experts, which vLLM calls with the logits.
-    """
+    """Return how many experts with the largest logits are chosen, or why others may be."""
     experts: Any = getattr(runner, "routed_experts", None)
     router = type(getattr(runner, "router", None)).__name__
     if experts is None:
@@ -50,11 +44,8 @@ def internal_gate_lack(
     """Return why a router that the experts' module itself calls cannot be tapped; None if it can.
 
     vLLM calls `runner._forward_impl`, which calls the router, in an op that finds the runner by its
-    `layer_name`. So the runner of the tapped model needs a name of its own, and a vLLM that finds
+    `layer_name`. So the tapped model's runner needs a name of its own, and a vLLM that finds
     runners by their order lacks the site.
-
-    Args:
-        runner: the module with the experts, whose attribute `gate` is the router.
     """
     forward: Any = getattr(type(runner), "_forward_impl", None)
     encode: Any = getattr(runner, "_encode_layer_name", None)

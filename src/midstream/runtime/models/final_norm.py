@@ -34,15 +34,10 @@ def find_final_norm(model: nn.Module) -> nn.Module:
 
 
 def gain_of(norm: nn.Module, width: int, device: torch.device) -> tuple[Tensor, bool]:
-    """Return the weights γ by which a norm multiplies what it has normed, and whether it subtracts
-    the mean before.
-
-    Classes store γ in different ways (Gemma's stores γ − 1), so it is read from what the norm makes
-    of a few vectors, and then checked on another one.
-
-    Returns:
-        γ, float64 [width], but for a factor near 1 that is the same for all; whether it is a
-        LayerNorm.
+    """Return the weights γ by which a norm multiplies what it has normed, float64 [width], up to a
+    common factor near 1, and whether it subtracts the mean before. Classes store γ in different
+    ways (Gemma's stores γ − 1): it is read from what the norm makes of a few vectors, and then
+    checked.
     """
     exact = copy.deepcopy(norm).float()
     call = getattr(exact, "forward_native", exact.forward)
@@ -71,9 +66,7 @@ def gain_of(norm: nn.Module, width: int, device: torch.device) -> tuple[Tensor, 
 
 
 def why_no_head(model: nn.Module) -> str:
-    """Return why the head of a model does not read the output of its final norm as it is; empty:
-    it does.
-    """
+    """Return why a model's head does not read its final norm's output as it is; empty: it does."""
     changed = _changed(tree_of(type(model).forward))
     if changed is None:
         return ""

@@ -1,16 +1,12 @@
-"""Which sub-modules a module's forward calls, and with what, read from its source.
-
-The reader follows the tensors that the module's matrices and attention return through a forward
-that is a list of plain statements, and says for each call which of them its arguments are made of.
-It never guesses: what it does not know becomes part of a value's history (`Value.through`), and a
-loop makes the whole forward unreadable. Neither vLLM nor torch is imported.
+"""Which sub-modules a module's forward calls, and with what, read from its source. It never
+guesses: the unknown becomes part of a value's history (`Value.through`); a loop is refused.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from midstream.errors import UnsupportedError
 
@@ -32,39 +28,25 @@ _FORWARDS = ("forward", "forward_native", "forward_cuda")
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """What a module returned, or columns of it.
-
-    Attributes:
-        index: number of the piece if the columns were split; None: all of them.
-        sizes: the pieces' widths as expressions of `self`; one number: so many equal pieces.
-    """
+    """What a module returned, or columns of it."""
 
     path: str
-    index: int | None = None
-    sizes: tuple[str, ...] | int | None = None
+    index: int | None = None  # of the piece if the columns were split; None: all of them
+    sizes: tuple[str, ...] | int | None = None  # widths, as expressions of `self`, or how many
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """How one part reached a value.
-
-    Attributes:
-        changed: whether the numbers may differ from the part's.
-        through: what it went through since: paths of modules, and `name()` of other functions.
-    """
+    """How one part reached a value."""
 
     part: OutputPart
-    changed: bool = False
-    through: frozenset[str] = frozenset()
+    changed: bool = False  # the numbers may differ from the part's
+    through: frozenset[str] = frozenset()  # paths of modules, and `name()` of functions
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a tensor is made of.
-
-    Attributes:
-        traces: how each of its parts reached it; none for anything that no matrix returned.
-    """
+    """What a tensor is made of: how each part reached it; none for what no matrix returned."""
 
     traces: frozenset[Trace] = frozenset()
 
@@ -88,11 +70,8 @@ class Value:
 
     def after(self, *through: str) -> Value:
         """Return this value after functions that changed its numbers."""
-        return Value(
-            frozenset(
-                Trace(trace.part, True, trace.through.union(through)) for trace in self.traces
-            )
-        )
+        traces = (Trace(trace.part, True, trace.through.union(through)) for trace in self.traces)
+        return Value(frozenset(traces))
 
 
 NOTHING = Value()
@@ -100,11 +79,7 @@ NOTHING = Value()
 
 @dataclass(frozen=True, slots=True)
 class FlowCall:
-    """A call of a sub-module.
-
-    Attributes:
-        args: the positional arguments; None for the constant None.
-    """
+    """A call of a sub-module; an argument is None for the constant None."""
 
     path: str
     args: tuple[Value | None, ...]
@@ -119,18 +94,11 @@ class FlowCall:
 
 @dataclass(slots=True)
 class Flow:
-    """What a forward does with its sub-modules.
+    """What a forward does with its sub-modules."""
 
-    Attributes:
-        calls: the calls, in the order of the source.
-        bypassed: modules that are used otherwise than by a call: given to a function, or their
-            weights or methods are used.
-        functions: names of the other functions that are called.
-    """
-
-    calls: list[FlowCall] = field(default_factory=list)
-    bypassed: set[str] = field(default_factory=set)
-    functions: set[str] = field(default_factory=set)
+    calls: list[FlowCall] = field(default_factory=list)  # in the order of the source
+    bypassed: set[str] = field(default_factory=set)  # used otherwise than by a call
+    functions: set[str] = field(default_factory=set)  # other ones that are called
 
     def of(self, path: str) -> list[FlowCall]:
         """Return the calls of a module."""
@@ -139,15 +107,12 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the reader is told about the attributes of the module that it reads.
+    """What the reader is told about the attributes of the module that it reads."""
 
-    Attributes:
-        kind: by the path of an attribute, `"matrix"` for a linear layer or attention, whose output
-            is a part; `"module"` for other modules; None for anything else.
-        decide: the value of the condition of an `if`; None if only the forward pass knows.
-    """
-
+    # By the path of an attribute: "matrix", whose output is a part (linear layers and attention),
+    # "module" or None.
     kind: Callable[[str], str | None]
+    # The value of the condition of an `if`; None if only the forward pass knows.
     decide: Callable[[ast.expr], bool | None] = lambda test: None
 
 
@@ -176,8 +141,6 @@ class _Reader:
     def __init__(self, names: Names) -> None:
         self._names = names
         self.flow = Flow()
-
-    # ------------------------------------------------------------ statements
 
     def run(self, body: Sequence[ast.stmt], env: _Env) -> bool:
         """Follow statements, which change `env`; return whether what comes after is reached."""
@@ -282,14 +245,10 @@ class _Reader:
         parts = list(whole.parts)
         if len(parts) != 1 or parts[0].index is not None:
             return []
+        pieces = [OutputPart(parts[0].path, index, sizes) for index in range(count)]
         return [
-            Value(
-                frozenset(
-                    Trace(OutputPart(parts[0].path, i, sizes), trace.changed, trace.through)
-                    for trace in whole.traces
-                )
-            )
-            for i in range(count)
+            Value(frozenset(replace(trace, part=piece) for trace in whole.traces))
+            for piece in pieces
         ]
 
     def _store(self, target: ast.expr, value: Value, env: _Env) -> None:
@@ -301,8 +260,6 @@ class _Reader:
             inner = inner.value
         if isinstance(inner, ast.Name) and inner.id != "self":
             env[inner.id] = env.get(inner.id, NOTHING).joined(value).after("[]=()")
-
-    # ----------------------------------------------------------- expressions
 
     def _value(self, node: ast.expr, env: _Env) -> Value:
         if isinstance(node, ast.Name):

@@ -21,23 +21,16 @@ _UNKNOWN = object()
 
 @dataclass(frozen=True, slots=True)
 class Types:
-    """Classes of vLLM by which modules are recognised.
-
-    Attributes:
-        attention: attention with queries, keys and values by head.
-        mixer: everything with a KV cache or a state.
-        column: matrices whose output is split over the ranks.
-        replicated: matrices that each rank has all of.
-    """
+    """Classes of vLLM by which modules are recognised."""
 
     attention: type[nn.Module]
     latent: type[nn.Module]
-    mixer: type
+    mixer: type  # everything with a KV cache or a state
     linear: type[nn.Module]
-    column: type[nn.Module]
+    column: type[nn.Module]  # their output is split over the ranks
     row: type[nn.Module]
     qkv: type[nn.Module]
-    replicated: type[nn.Module]
+    replicated: type[nn.Module]  # each rank has all of it
     rotary: type[nn.Module]
     experts: type[nn.Module]
 
@@ -76,14 +69,13 @@ def linear_at(owner: object, path: str, types: Types) -> Any:
 
 
 def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
-    """Return what the code of a module does that calls its sub-module `name`.
-
-    That is its forward, or the one method that its forward calls and that calls the sub-module.
-    """
+    """Return the flow of the forward that calls a sub-module, or of its one method that does."""
     cls = type(owner)
     if "forward" in vars(owner):
         raise UnsupportedError("its forward was replaced")
-    function = _defined(cls, "forward")
+    function: Any = inspect.getattr_static(cls, "forward", None)
+    if not inspect.isfunction(function):
+        raise UnsupportedError("its forward is no plain function")
     if not _calls(tree_of(function), name):
         used = sorted(_methods(tree_of(function)))
         within = [
@@ -146,13 +138,6 @@ def tree_of(function: Any) -> ast.FunctionDef:
     return node
 
 
-def _defined(cls: type, name: str) -> Any:
-    function = inspect.getattr_static(cls, name, None)
-    if not inspect.isfunction(function):
-        raise UnsupportedError(f"its {name} is no plain function")
-    return function
-
-
 def _own_methods(cls: type) -> list[Any]:
     """The functions that a class and its bases in models define, but for constructors."""
     bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
@@ -206,9 +191,6 @@ def _uses_method(tree: ast.AST, name: str) -> bool:
         isinstance(node, ast.Call) and (path_of(node.func) or "").startswith(f"{name}.")
         for node in ast.walk(tree)
     )
-
-
-# -------------------------------------------------------------------- conditions
 
 
 def decide(owner: object, names: dict[str, Any], test: ast.expr) -> bool | None:

@@ -1,22 +1,11 @@
-"""Decoder layers of transformers' own models, as vLLM's Transformers backend runs them.
-
-Read from transformers 5.19. The backend (0.26 to 0.33) builds the Hugging Face model and calls
-its layers as that model does: the stream comes first and positionally, shaped `[1, tokens,
-hidden]`, and one tensor is returned. What the backend changes below the layers leaves the
-conventions true:
-
-- RMSNorms are recognised by their arithmetic and replaced by vLLM's `RMSNorm` or
-  `GemmaRMSNorm`, `nn.LayerNorm` by vLLM's `LayerNorm`; Hugging Face's layer still calls them
-  by the same name, with one tensor: no add is fused into them, so `mid` holds.
-- A module with two or more linears of its own (an MLP, an attention) may have its forward
-  rewritten and bound to the *instance*. Its `__call__` is still what runs, so a `mid` which is
-  an MLP holds too. No layer here is itself rewritten.
-- A mixture's experts are replaced inside its block; the block stays. Outputs are reduced over
-  tensor-parallel ranks inside attention and MLP.
+"""Decoder layers of transformers' own models (5.19), as vLLM's Transformers backend (0.26 to 0.33)
+runs them: the stream comes first and positionally, `[1, tokens, hidden]`, and one tensor is
+returned. Norms that it replaces are called as before, so `mid` holds. An MLP's or attention's
+forward may be rewritten on the *instance*, whose `__call__` still runs. Outputs are reduced inside
+attention and MLP.
 
 Names are `<folder>.<class>` under `transformers.models`, the module being `modeling_<folder>`.
-Models whose code comes with their weights (`Nanbeige`, `Kolibri`) are not listed and are rejected
-as unknown.
+Models whose code comes with their weights are not listed and are rejected as unknown.
 """
 
 from __future__ import annotations
@@ -64,45 +53,58 @@ HYBRID = hybrid("block_type", S, LINEAR, equals="linear_attention")
 TWICE = Lack("it has two attentions and three MLPs")
 TUPLE = Refusal("transformers' version of it returns a tuple; use vLLM's own, model_impl='vllm'")
 
+# Layers like Llama's: a norm and attention, then a norm and the MLP.
+_LIKE_LLAMA = (
+    "arcee.ArceeDecoderLayer", "aria.AriaTextDecoderLayer", "axk1.AXK1DecoderLayer",
+    "axk2.AXK2DecoderLayer", "bitnet.BitNetDecoderLayer",
+    "cosmos3_edge.Cosmos3EdgeTextDecoderLayer", "cwm.CwmDecoderLayer",
+    "deepseek_ocr2.DeepseekOcr2TextDecoderLayer", "deepseek_v2.DeepseekV2DecoderLayer",
+    "deepseek_v3.DeepseekV3DecoderLayer", "deepseek_v32.DeepseekV32DecoderLayer",
+    "diffllama.DiffLlamaDecoderLayer", "doge.DogeDecoderLayer", "dots1.Dots1DecoderLayer",
+    "emu3.Emu3DecoderLayer", "ernie4_5.Ernie4_5DecoderLayer",
+    "ernie4_5_moe.Ernie4_5_MoeDecoderLayer", "ernie4_5_vl_moe.Ernie4_5_VLMoeDecoderLayer",
+    "exaone_moe.ExaoneMoeDecoderLayer", "gemma.GemmaDecoderLayer", "glm.GlmDecoderLayer",
+    "glm4_moe.Glm4MoeDecoderLayer", "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
+    "glm4v_moe.Glm4vMoeTextDecoderLayer", "gpt_oss.GptOssDecoderLayer", "helium.HeliumDecoderLayer",
+    "hunyuan_v1_dense.HunYuanDenseV1DecoderLayer", "hunyuan_v1_moe.HunYuanMoEV1DecoderLayer",
+    "hunyuan_vl.HunYuanVLDenseV1DecoderLayer", "hy_v3.HYV3DecoderLayer", "jais2.Jais2DecoderLayer",
+    "laguna.LagunaDecoderLayer", "llama.LlamaDecoderLayer", "mellum.MellumDecoderLayer",
+    "mimo_v2_flash.MiMoV2FlashDecoderLayer", "minimax_m2.MiniMaxM2DecoderLayer",
+    "minimax_m3_vl.MiniMaxM3VLDecoderLayer", "ministral.MinistralDecoderLayer",
+    "ministral3.Ministral3DecoderLayer", "mistral.MistralDecoderLayer",
+    "mistral4.Mistral4DecoderLayer", "mixtral.MixtralDecoderLayer", "nanochat.NanoChatDecoderLayer",
+    "nemotron.NemotronDecoderLayer", "olmo.OlmoDecoderLayer", "olmoe.OlmoeDecoderLayer",
+    "paddleocr_vl.PaddleOCRDecoderLayer", "persimmon.PersimmonDecoderLayer",
+    "phi3.Phi3DecoderLayer", "phi4_multimodal.Phi4MultimodalDecoderLayer",
+    "phimoe.PhimoeDecoderLayer", "qwen2.Qwen2DecoderLayer", "qwen2_5_omni.Qwen2_5OmniDecoderLayer",
+    "qwen2_5_vl.Qwen2_5_VLDecoderLayer", "qwen2_moe.Qwen2MoeDecoderLayer",
+    "qwen2_vl.Qwen2VLDecoderLayer", "qwen3.Qwen3DecoderLayer", "qwen3_moe.Qwen3MoeDecoderLayer",
+    "qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer", "qwen3_vl.Qwen3VLTextDecoderLayer",
+    "qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer", "seed_oss.SeedOssDecoderLayer",
+    "smollm3.SmolLM3DecoderLayer", "solar_open.SolarOpenDecoderLayer",
+    "starcoder2.Starcoder2DecoderLayer", "step3p7.Step3p7DecoderLayer", "youtu.YoutuDecoderLayer",
+)  # fmt: skip
+
 HF_MODELS: dict[str, Entry] = {
+    **dict.fromkeys(_LIKE_LLAMA, S),
     "afmoe.AfmoeDecoderLayer": single("pre_mlp_layernorm", attn=NORM, mlp_out="post_mlp_layernorm"),
     "apertus.ApertusDecoderLayer": single("feedforward_layernorm"),
-    "arcee.ArceeDecoderLayer": S,
-    "aria.AriaTextDecoderLayer": S,
-    "axk1.AXK1DecoderLayer": S,
-    "axk2.AXK2DecoderLayer": S,
     "bamba.BambaDecoderLayer": TUPLE,
     "biogpt.BioGptDecoderLayer": single("final_layer_norm", mlp="fc1", mlp_out="fc2"),
-    "bitnet.BitNetDecoderLayer": S,
     "bloom.BloomBlock": TUPLE,
     "codegen.CodeGenBlock": TUPLE,
     "cohere.CohereDecoderLayer": S_PARALLEL,
     "cohere2.Cohere2DecoderLayer": S_PARALLEL,
     "cohere2_moe.Cohere2MoeDecoderLayer": S_PARALLEL,
     "cohere_compass.CohereCompassDecoderLayer": S_PARALLEL,
-    "cosmos3_edge.Cosmos3EdgeTextDecoderLayer": S,
-    "cwm.CwmDecoderLayer": S,
-    "deepseek_ocr2.DeepseekOcr2TextDecoderLayer": S,
-    "deepseek_v2.DeepseekV2DecoderLayer": S,
-    "deepseek_v3.DeepseekV3DecoderLayer": S,
-    "deepseek_v32.DeepseekV32DecoderLayer": S,
     "deepseek_v4.DeepseekV4DecoderLayer": Refusal(
         "it has several streams mixed by hyper-connections, not one"
     ),
-    "diffllama.DiffLlamaDecoderLayer": S,
-    "doge.DogeDecoderLayer": S,
-    "dots1.Dots1DecoderLayer": S,
-    "emu3.Emu3DecoderLayer": S,
-    "ernie4_5.Ernie4_5DecoderLayer": S,
-    "ernie4_5_moe.Ernie4_5_MoeDecoderLayer": S,
-    "ernie4_5_vl_moe.Ernie4_5_VLMoeDecoderLayer": S,
     "exaone4.Exaone4DecoderLayer": S_POST_NORM,
     "exaone4_5.Exaone4_5_DecoderLayer": S_POST_NORM,
-    "exaone_moe.ExaoneMoeDecoderLayer": S,
     "falcon.FalconDecoderLayer": TUPLE,
     "falcon_h1.FalconH1DecoderLayer": TUPLE,
     "flex_olmo.FlexOlmoDecoderLayer": S_POST_NORM,
-    "gemma.GemmaDecoderLayer": S,
     "gemma2.Gemma2DecoderLayer": S_SANDWICH,
     "gemma3.Gemma3DecoderLayer": S_SANDWICH,
     "gemma3n.Gemma3nTextDecoderLayer": Refusal("it has four streams (AltUp), not one"),
@@ -111,12 +113,8 @@ HF_MODELS: dict[str, Entry] = {
         replace(S_GEMMA4, mlp_in=Lack("its experts read the stream through another norm")),
         S_GEMMA4,
     ),
-    "glm.GlmDecoderLayer": S,
     "glm4.Glm4DecoderLayer": S_GLM,
-    "glm4_moe.Glm4MoeDecoderLayer": S,
-    "glm4_moe_lite.Glm4MoeLiteDecoderLayer": S,
     "glm4v.Glm4vTextDecoderLayer": S_GLM,
-    "glm4v_moe.Glm4vMoeTextDecoderLayer": S,
     "glm_image.GlmImageTextDecoderLayer": S_GLM,
     "glm_moe_dsa.GlmMoeDsaDecoderLayer": TUPLE,
     "glm_ocr.GlmOcrTextDecoderLayer": S_GLM,
@@ -128,7 +126,6 @@ HF_MODELS: dict[str, Entry] = {
         single(no_mid=PARALLEL, attention="attention"),
         single(NORM, attention="attention"),
     ),
-    "gpt_oss.GptOssDecoderLayer": S,
     "gptj.GPTJBlock": TUPLE,
     "granite.GraniteDecoderLayer": S_SCALED,
     "granite_swa.GraniteSWADecoderLayer": S_SCALED,
@@ -143,41 +140,22 @@ HF_MODELS: dict[str, Entry] = {
     "granitemoeshared.GraniteMoeSharedDecoderLayer": single(
         NORM, attn=SCALED, mlp=NORM_OUT, mlp_out=SCALED
     ),
-    "helium.HeliumDecoderLayer": S,
     "hrm_text.HrmTextDecoderLayer": Refusal(
         "the same layer runs several times in one forward pass"
     ),
-    "hunyuan_v1_dense.HunYuanDenseV1DecoderLayer": S,
-    "hunyuan_v1_moe.HunYuanMoEV1DecoderLayer": S,
-    "hunyuan_vl.HunYuanVLDenseV1DecoderLayer": S,
-    "hy_v3.HYV3DecoderLayer": S,
-    "jais2.Jais2DecoderLayer": S,
     "jamba.JambaAttentionDecoderLayer": S_FEED_FORWARD,
     "jamba.JambaMambaDecoderLayer": without_attention(S_FEED_FORWARD, MAMBA),
     "jetmoe.JetMoeDecoderLayer": single(NORM, attention="self_attention"),
     "kimi_linear.KimiLinearDecoderLayer": HYBRID,
-    "laguna.LagunaDecoderLayer": S,
     "lfm2.Lfm2DecoderLayer": LFM2,
     "lfm2_moe.Lfm2MoeDecoderLayer": LFM2,
-    "llama.LlamaDecoderLayer": S,
     "llama4.Llama4TextDecoderLayer": single(NORM, mlp="feed_forward"),
     "longcat_flash.LongcatFlashDecoderLayer": single(
         no_mid=TWICE.reason, attention=TWICE, mlp=TWICE
     ),
-    "mellum.MellumDecoderLayer": S,
-    "mimo_v2_flash.MiMoV2FlashDecoderLayer": S,
     "minicpm3.MiniCPM3DecoderLayer": S_SCALED,
-    "minimax_m2.MiniMaxM2DecoderLayer": S,
-    "minimax_m3_vl.MiniMaxM3VLDecoderLayer": S,
-    "ministral.MinistralDecoderLayer": S,
-    "ministral3.Ministral3DecoderLayer": S,
-    "mistral.MistralDecoderLayer": S,
-    "mistral4.Mistral4DecoderLayer": S,
-    "mixtral.MixtralDecoderLayer": S,
     "mpt.MptBlock": TUPLE,
     "muse_glimmer.MuseGlimmerTextDecoderLayer": S_SANDWICH,
-    "nanochat.NanoChatDecoderLayer": S,
-    "nemotron.NemotronDecoderLayer": S,
     "nemotron_h.NemotronHBlock": Choice(
         "block_type",
         single(
@@ -197,12 +175,10 @@ HF_MODELS: dict[str, Entry] = {
         ),
         equals="full_attention",
     ),
-    "olmo.OlmoDecoderLayer": S,
     "olmo2.Olmo2DecoderLayer": S_POST_NORM,
     "olmo3.Olmo3DecoderLayer": S_POST_NORM,
     "olmo_hybrid.OlmoHybridAttentionDecoderLayer": S_POST_NORM,
     "olmo_hybrid.OlmoHybridLinearAttentionDecoderLayer": without_attention(S, LINEAR),
-    "olmoe.OlmoeDecoderLayer": S,
     "opt.OPTDecoderLayer": Choice(
         "do_layer_norm_before",
         single("final_layer_norm", mlp="fc1", mlp_out="fc2"),
@@ -213,31 +189,10 @@ HF_MODELS: dict[str, Entry] = {
             unsummed=("resid_mid", "resid_post"),
         ),
     ),
-    "paddleocr_vl.PaddleOCRDecoderLayer": S,
-    "persimmon.PersimmonDecoderLayer": S,
     "phi.PhiDecoderLayer": S_PARALLEL,
-    "phi3.Phi3DecoderLayer": S,
-    "phi4_multimodal.Phi4MultimodalDecoderLayer": S,
-    "phimoe.PhimoeDecoderLayer": S,
-    "qwen2.Qwen2DecoderLayer": S,
-    "qwen2_5_omni.Qwen2_5OmniDecoderLayer": S,
-    "qwen2_5_vl.Qwen2_5_VLDecoderLayer": S,
-    "qwen2_moe.Qwen2MoeDecoderLayer": S,
-    "qwen2_vl.Qwen2VLDecoderLayer": S,
-    "qwen3.Qwen3DecoderLayer": S,
     "qwen3_5.Qwen3_5DecoderLayer": HYBRID,
     "qwen3_5_moe.Qwen3_5MoeDecoderLayer": HYBRID,
-    "qwen3_moe.Qwen3MoeDecoderLayer": S,
     "qwen3_next.Qwen3NextDecoderLayer": HYBRID,
-    "qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer": S,
-    "qwen3_vl.Qwen3VLTextDecoderLayer": S,
-    "qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer": S,
-    "seed_oss.SeedOssDecoderLayer": S,
-    "smollm3.SmolLM3DecoderLayer": S,
-    "solar_open.SolarOpenDecoderLayer": S,
     "stablelm.StableLmDecoderLayer": Choice("use_parallel_residual", S_PARALLEL, S),
-    "starcoder2.Starcoder2DecoderLayer": S,
-    "step3p7.Step3p7DecoderLayer": S,
     "vaultgemma.VaultGemmaDecoderLayer": single(PRE_FF),
-    "youtu.YoutuDecoderLayer": S,
 }

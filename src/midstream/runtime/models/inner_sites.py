@@ -45,30 +45,19 @@ class InnerPlace:
 
     The tensor is `[tokens, width]` or `[tokens, heads, head_dim]`, whichever the model passes, and
     may be a view of a wider one: its rows need not be contiguous.
-
-    Attributes:
-        path: the module within the layer, dotted; empty: the layer itself.
-        at: whether it is what the module is called with or what it returns (its first item, of a
-            tuple).
-        argument: parameter of the module's forward; None: the first positional argument.
-        width: number of columns.
-        heads: number of heads on this rank, of `width // heads` columns each; 0: not by head.
-        ranks: `"whole"`, each rank has all of it, as with one rank; `"sliced"`, each has its own
-            part, in the order of the ranks; `"replicated"`, so has each group of `copies` ranks.
-        copies: number of ranks with the same part; 1 unless `ranks` is `"replicated"`.
-        routing: of a router's logits, how many of the largest are chosen; or why the choice is
-            another; 0: it is no router.
     """
 
-    path: str
-    at: Literal["input", "output"]
-    argument: str | None
+    path: str  # the module within the layer, dotted; empty: the layer itself
+    at: Literal["input", "output"]  # what it is called with, or (the first of) what it returns
+    argument: str | None  # parameter of the module's forward; None: the first argument
     start: int
     width: int
-    heads: int = 0
+    heads: int = 0  # on this rank, of `width // heads` columns each; 0: not by head
+    # "whole": each rank has all of it; "sliced": each has its own part, in the order of the ranks;
+    # "replicated": so has each group of `copies` ranks.
     ranks: Ranks = "sliced"
-    copies: int = 1
-    routing: int | str = 0
+    copies: int = 1  # number of ranks with the same part
+    routing: int | str = 0  # of a router, how many are chosen, or why others may be; 0: none
 
     def parts(self, ranks: int) -> int:
         """Return the number of parts in which a group of ranks has the vectors."""
@@ -111,11 +100,7 @@ FUSED_QUANT = "maybe_fused_act_quant()"
 
 
 def find_inner_sites(layer: nn.Module) -> dict[str, Found]:
-    """Return where each site of `SITES` is in a loaded decoder layer of vLLM, or why it is not.
-
-    To be called after the weights are loaded and LoRA has replaced modules, before any module is
-    tapped.
-    """
+    """Return where a layer has `SITES`, or why not. Call after LoRA's changes, before any tap."""
     types = forward_source.Types.of_vllm()
     convention = lookup(type(layer), layer)
     branches = {} if isinstance(convention, Refusal) else convention.branches
@@ -133,11 +118,6 @@ def find_inner_sites(layer: nn.Module) -> dict[str, Found]:
     return {site: places[site] for site in SITES}
 
 
-def head_dim(place: InnerPlace) -> int | None:
-    """Return the width of one head; None for a site that is not by head."""
-    return place.width // place.heads if place.heads else None
-
-
 def _guarded(sites: tuple[str, ...], rule: Callable[[], Mapping[str, Found]]) -> dict[str, Found]:
     """Return what a rule finds; no site if it cannot read the code."""
     try:
@@ -145,9 +125,6 @@ def _guarded(sites: tuple[str, ...], rule: Callable[[], Mapping[str, Found]]) ->
     except UnsupportedError as error:
         return dict.fromkeys(sites, Lack(f"midstream cannot read this model's code: {error}"))
     return {site: places.get(site, Lack(UNPROVEN)) for site in sites}
-
-
-# --------------------------------------------------------------------- attention
 
 
 def _attention_sites(
@@ -188,11 +165,7 @@ def _attention_sites(
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """Attention of one layer.
-
-    Attributes:
-        path: vLLM's `Attention` within the layer.
-    """
+    """Attention of one layer; `path` is that of vLLM's `Attention`."""
 
     owner: nn.Module
     owner_path: str
@@ -322,9 +295,6 @@ def _ranks(linear: Any) -> Ranks:
     return "whole" if linear.tp_size == 1 else "sliced"
 
 
-# --------------------------------------------------------------------------- MLP
-
-
 def _mlp_sites(
     layer: nn.Module,
     modules: dict[str, nn.Module],
@@ -415,9 +385,6 @@ def _halves(
     }
 
 
-# ------------------------------------------------------------------------ router
-
-
 def _router_site(
     layer: nn.Module,
     modules: dict[str, nn.Module],
@@ -460,9 +427,6 @@ def _router_site(
     return {"router": place}
 
 
-# ----------------------------------------------------------------------- modules
-
-
 def _is_row(owner: nn.Module, name: str, types: forward_source.Types) -> bool:
     linear = forward_source.linear_at(owner, name, types)
     return isinstance(linear, types.row) and bool(linear.input_is_parallel)
@@ -473,9 +437,7 @@ def _adds_bias_outside(linear: Any) -> bool:
 
 
 def _is_within(owner: str, mlp: str) -> bool:
-    """Whether the owner of the last matrix is the MLP of the convention: the module that reads the
-    stream, one inside it, or the one that has both that and the last matrix.
-    """
+    """Return whether the last matrix's owner is the convention's MLP, in it, or has both."""
     return owner == mlp or owner.startswith(f"{mlp}.") or owner == mlp.rpartition(".")[0]
 
 

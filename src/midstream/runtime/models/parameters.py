@@ -21,21 +21,13 @@ _REPLACED = "base_layer."
 
 @dataclass(frozen=True, slots=True)
 class OuterParameter:
-    """This rank's part of a parameter: rows [first, first + n) of its first dimension.
-
-    Attributes:
-        rows: the part, [n, ...], on the model's device.
-        first: number of its first row.
-        total: number of rows of the whole parameter.
-        shared: whether every rank of the tensor-parallel group has the same rows.
-        problem: why the whole cannot be read; empty if it can.
-    """
+    """This rank's part of a parameter: rows [first, first + n) of its first dimension."""
 
     rows: Tensor
     first: int
-    total: int
-    shared: bool
-    problem: str = ""
+    total: int  # rows of the whole parameter
+    shared: bool  # every rank of the tensor-parallel group has the same rows
+    problem: str = ""  # why the whole cannot be read; empty if it can
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,13 +36,7 @@ class OuterParameter:
 
 
 def find_parameters(model: nn.Module, ties_head: bool) -> dict[str, OuterParameter]:
-    """Return this rank's part of each parameter outside the decoder layers, by its name in the
-    language model.
-
-    Args:
-        ties_head: whether the head is the embedding. Some models have no module for it then; its
-            name stands for the embedding.
-    """
+    """Return this rank's part of each parameter outside the layers, by the model's name for it."""
     root = find_root(model)
     inside = {id(parameter) for parameter in find_layers(model).parameters()}
     parameters: dict[str, OuterParameter] = {}

@@ -1,46 +1,12 @@
-"""Conventions of decoder layers, looked up by class.
-
-A layer is tapped at its entry, at its exit and at modules between attention and the MLP. The values
-there differ by model: a pair whose sum is the stream, a pair whose second half is unused, one
-tensor. The values do not show which, so each model's source is read once and written down:
-`vllm_layers` for vLLM's own models, `hf_layers` for transformers' models. Unlisted layers are
-rejected.
-"""
+"""Conventions of decoder layers, looked up by class. Unlisted layers are rejected."""
 
 from __future__ import annotations
 
 from typing import overload
 
-from midstream.runtime.models.convention import (
-    Choice,
-    Entry,
-    Half,
-    Input,
-    Key,
-    Lack,
-    LayerConvention,
-    Output,
-    Refusal,
-    Returns,
-)
+from midstream.runtime.models.convention import Entry, Key, LayerConvention, Refusal
 from midstream.runtime.models.hf_layers import HF_MODELS
 from midstream.runtime.models.vllm_layers import MODELS, VENDOR
-
-__all__ = [
-    "CONVENTIONS",
-    "LAYER_LISTS",
-    "Choice",
-    "Half",
-    "Input",
-    "Lack",
-    "LayerConvention",
-    "Output",
-    "Refusal",
-    "Returns",
-    "key_of",
-    "lookup",
-    "replaced_forward",
-]
 
 
 def _key(prefix: str, name: str) -> Key:
@@ -85,10 +51,7 @@ LAYER_LISTS: tuple[str, ...] = (
 
 
 def key_of(cls: type) -> Key | None:
-    """Return a layer class's key in `CONVENTIONS`: that of the class whose body defines `forward`.
-
-    A rejected class that defines none (its model calls something else) is its own key.
-    """
+    """Return the key of the class whose body defines `forward`, or of a rejected one without."""
     for base in cls.__mro__:
         key = base.__module__.removeprefix("vllm."), base.__qualname__
         # torch.nn.Module has a forward, which only raises.
@@ -108,12 +71,7 @@ def lookup(cls: type, layer: object) -> LayerConvention | Refusal: ...
 
 
 def lookup(cls: type, layer: object | None = None) -> Entry:
-    """Return the convention of a layer class.
-
-    Args:
-        layer: a layer of that class. With it the result is a `LayerConvention` or a `Refusal`;
-            without, it may be a `Choice`, which `resolve(layer)` decides.
-    """
+    """Return a layer class's convention; with a layer of that class, a `Choice` is decided."""
     key = key_of(cls)
     convention = CONVENTIONS.get(key) if key else None
     if convention is None:

@@ -1,8 +1,5 @@
-"""Where a loaded model has the sites without a layer: its embedding, and its final norm.
-
-The module that has the list of layers, the trunk, is followed through the source of its forward,
-with its attributes as they are now: from the embedding to the first layer, and from the last layer
-to what it returns. A model that does more on the way than is known has no such site.
+"""Where a loaded model has the sites without a layer: its embedding, and its final norm, read from
+the source of its trunk's forward, the module that has the list of layers.
 """
 
 from __future__ import annotations
@@ -42,12 +39,8 @@ def find_end(
     convention: LayerConvention,
     embeds_given: bool,
 ) -> nn.Module | NoEnd | None:
-    """Return the module whose output is a site; None: it is what the first layer gets.
-
-    Args:
-        site: `embed`, `final_norm`, or `logits`, whose tap is where the norm is.
-        convention: of the first layer, or of the last.
-        embeds_given: whether the model may get embeddings in place of token ids.
+    """Return the module whose output is `embed`, `final_norm` or `logits`, tapped at the norm;
+    None: it is what the first layer gets. `convention` is that of the first or last layer.
     """
     if site != "embed":
         return find_norm(model, layers)
@@ -62,25 +55,22 @@ def find_norm(model: nn.Module, layers: nn.ModuleList) -> nn.Module | NoEnd:
     """Return the final norm of a loaded model with these layers."""
     trunk = _trunk_of(model, layers)
     try:
-        return _final_norm(trunk, layers)
+        walk = _Walk(trunk, layers)
     except UnsupportedError as error:
         return NoEnd(f"{type(trunk).__qualname__} is not known to have it: {error}")
+    returned = {state for states in walk.returned for state in states}
+    norms = {state for state in returned if state.startswith(_NORM)}
+    if len(norms) != 1 or returned != norms:
+        why = "what it returns is not the output of one norm"
+        return NoEnd(f"{type(trunk).__qualname__} is not known to have it: {why}")
+    norm: nn.Module = attribute(trunk, norms.pop().removeprefix(_NORM))
+    return norm
 
 
 def _trunk_of(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
     return next(
         module for module in model.modules() if any(layers is child for child in module.children())
     )
-
-
-def _final_norm(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    walk = _Walk(trunk, layers)
-    returned = {state for states in walk.returned for state in states}
-    norms = {state for state in returned if state.startswith(_NORM)}
-    if len(norms) != 1 or returned != norms:
-        raise UnsupportedError("what it returns is not the output of one norm")
-    norm: nn.Module = attribute(trunk, norms.pop().removeprefix(_NORM))
-    return norm
 
 
 def _embedding(
@@ -109,9 +99,7 @@ def _embedding(
 
 
 def _forward_of(cls: type) -> Any:
-    """Return the forward of a trunk's class; that of its parent where it only calls that, with its
-    own arguments.
-    """
+    """Return a trunk's forward; that of its parent where it only calls that, with its arguments."""
     for index, owner in enumerate(cls.__mro__):
         if "forward" not in vars(owner):
             continue
@@ -139,12 +127,7 @@ def _super_call(tree: ast.FunctionDef) -> ast.Call | None:
 
 
 class _Walk:
-    """What the values of a trunk's forward are, statement by statement.
-
-    Attributes:
-        into_layers: states of what the layers are called with, before the first one.
-        returned: states of each value that is returned after the layers.
-    """
+    """What the values of a trunk's forward are, statement by statement."""
 
     def __init__(self, trunk: nn.Module, layers: nn.ModuleList) -> None:
         if "forward" in vars(trunk):
@@ -153,8 +136,8 @@ class _Walk:
         self._list = next(name for name, child in trunk.named_children() if child is layers)
         function: Any = _forward_of(type(trunk))
         self._globals = function.__globals__
-        self.into_layers: frozenset[str] = frozenset()
-        self.returned: list[frozenset[str]] = []
+        self.into_layers: frozenset[str] = frozenset()  # of what the first layer is called with
+        self.returned: list[frozenset[str]] = []  # after the layers, each
         self._passed = False
         self._block(tree_of(function).body, {"inputs_embeds": frozenset({_GIVEN})})
         if not self._passed:
@@ -197,21 +180,20 @@ class _Walk:
         return values
 
     def _branches(self, node: ast.If, values: _Values) -> _Values | None:
-        known = decide(self._trunk, self._globals, node.test)
-        bodies = (
-            [node.body, node.orelse] if known is None else [node.body if known else node.orelse]
-        )
-        ends = [
-            branch_values
-            for body in bodies
-            if (branch_values := self._block(body, dict(values))) is not None
-        ]
+        blocks = [self._block(body, dict(values)) for body in self._taken(node)]
+        ends = [block_values for block_values in blocks if block_values is not None]
         if not ends:
             return None
         names = {name for end in ends for name in end}
         return {
             name: frozenset().union(*(end.get(name, frozenset()) for end in ends)) for name in names
         }
+
+    def _taken(self, node: ast.If | ast.IfExp) -> list[Any]:
+        """Return the branches that may be taken: one, if the condition is known."""
+        known = decide(self._trunk, self._globals, node.test)
+        both = [node.body, node.orelse]
+        return both if known is None else [both[not known]]
 
     def _loop(self, node: ast.For | ast.While, values: _Values) -> _Values:
         if self._is_over_layers(node):
@@ -280,11 +262,7 @@ class _Walk:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             return self._state(node.value, values) if node.slice.value == 0 else frozenset()
         if isinstance(node, ast.IfExp):
-            known = decide(self._trunk, self._globals, node.test)
-            chosen = [node.body, node.orelse] if known is None else [
-                node.body if known else node.orelse
-            ]  # fmt: skip
-            return frozenset().union(*(self._state(branch, values) for branch in chosen))
+            return frozenset().union(*(self._state(taken, values) for taken in self._taken(node)))
         if isinstance(node, ast.BinOp):
             return _combined(
                 node.op, self._state(node.left, values), self._state(node.right, values)
@@ -303,7 +281,9 @@ class _Walk:
             name = type(module).__name__.lower()
             if self._passed and "norm" in name:
                 return frozenset({_NORM + str(path)})
-            if not self._passed and _is_embedding(module) and _reads_tokens(node):
+            embeds = "embedding" in type(getattr(module, "base_layer", module)).__name__.lower()
+            reads_tokens = any(getattr(argument, "id", "") == "input_ids" for argument in node.args)
+            if not self._passed and embeds and reads_tokens:
                 return frozenset({_GIVEN, _MODULE + str(path)})
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         if isinstance(node.func, ast.Attribute):
@@ -352,16 +332,6 @@ def _combined(
 
 def _is_norm(state: str) -> bool:
     return state.startswith(_NORM)
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return "embedding" in type(getattr(module, "base_layer", module)).__name__.lower()
-
-
-def _reads_tokens(node: ast.Call) -> bool:
-    return any(
-        isinstance(argument, ast.Name) and argument.id == "input_ids" for argument in node.args
-    )
 
 
 def _assigned(target: ast.expr, state: frozenset[str], values: _Values) -> _Values:

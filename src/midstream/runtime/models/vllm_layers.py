@@ -1,10 +1,7 @@
-"""Decoder layers of vLLM's own models, 0.26 to 0.33. See `registry`.
+"""Decoder layers of vLLM's own models, 0.26 to 0.33, read from every `forward` of these releases.
 
-Read from every `forward` of releases 0.26, 0.28, 0.30, 0.32 and 0.33; where releases differ
-in what matters, the entry says how it tells them apart. Names are relative to
-`vllm.model_executor.models.` (`MODELS`) or to `vllm.models.` (`VENDOR`); a subclass that does
-not override `forward` has no entry of its own (Phi-3, GLM-4-9B, Ernie 4.5 and many others are
-`llama.LlamaDecoderLayer`).
+Names are relative to `vllm.model_executor.models.` (`MODELS`) or to `vllm.models.` (`VENDOR`); a
+subclass that does not override `forward` has no entry of its own.
 
 Known, and harmless to taps:
 - `falcon` (sequential form) adds attention to its input in place, and the fused norms of
@@ -106,14 +103,32 @@ SHARDED = Refusal("its stream is sharded by token over the ranks (sequence-paral
 LOOPED = Refusal("the same layer runs several times in one forward pass")
 HYPER = Refusal("it has several streams mixed by hyper-connections, not one")
 CROSS = Refusal("it is an encoder-decoder layer with cross-attention")
+BANK = Refusal("its stream is a bank of residuals that attention mixes")
+LATE_SUM = Refusal("it leaves the sum of its MLP to the next layer, after a convolution")
+TWO_TENSORS = Refusal("it returns an object with stream and branch as separate tensors")
 BRANCH = Refusal("it is a branch inside another layer, not a decoder layer")
+
+# Layers like Llama's: a norm and attention, then a norm and the MLP.
+_LIKE_LLAMA = (
+    "arcee.ArceeDecoderLayer", "chameleon.ChameleonDecoderLayer",
+    "ernie45_moe.Ernie4_5_MoeDecoderLayer", "ernie45_vl_moe.Ernie4_5_VLMoeDecoderLayer",
+    "exaone_moe.ExaoneMoeDecoderLayer", "gemma.GemmaDecoderLayer", "glm4.Glm4DecoderLayer",
+    "glm4_moe.Glm4MoeDecoderLayer", "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
+    "hy_v3.HYV3DecoderLayer", "interns1_pro.InternS1ProMoeDecoderLayer",
+    "k2_horizon.K2HorizonDecoderLayer", "laguna.LagunaDecoderLayer", "llama.LlamaDecoderLayer",
+    "mimo_v2.MiMoV2FlashDecoderLayer", "mistral.MistralDecoderLayer", "molmo.MolmoDecoderLayer",
+    "molmo2.Molmo2DecoderLayer", "nemotron.NemotronDecoderLayer", "olmoe.OlmoeDecoderLayer",
+    "param2moe.Param2MoEDecoderLayer", "qwen2.Qwen2DecoderLayer", "qwen2_moe.Qwen2MoeDecoderLayer",
+    "qwen3.Qwen3DecoderLayer", "qwen3_moe.Qwen3MoeDecoderLayer", "sarvam.SarvamMLABlock",
+    "seed_oss.SeedOssDecoderLayer", "step1.StepDecoderLayer",
+)  # fmt: skip
 
 # In every release from 0.26 to 0.33, unless tests/support/layer_releases.py says otherwise.
 MODELS: dict[str, Entry] = {
+    **dict.fromkeys(_LIKE_LLAMA, P),
     "AXK1.AXK1DecoderLayer": P_FLOAT16,
     "afmoe.AfmoeDecoderLayer": pair("pre_mlp_layernorm"),
     "apertus.ApertusDecoderLayer": pair("feedforward_layernorm"),
-    "arcee.ArceeDecoderLayer": P,
     # The experts of an Arctic layer read the stream from before attention; only its dense
     # residual MLP comes after.
     "arctic.ArcticDecoderLayer": Choice(
@@ -135,7 +150,6 @@ MODELS: dict[str, Entry] = {
     "bloom.BloomBlock": Choice(
         "apply_residual_connection_post_layernorm", SKIPS_NORMED, SKIPS_STREAM
     ),
-    "chameleon.ChameleonDecoderLayer": P,
     "chameleon.ChameleonSwinDecoderLayer": Refusal(
         "its model adds the last residual twice, so the last layer's output is not the stream"
     ),
@@ -170,11 +184,8 @@ MODELS: dict[str, Entry] = {
     "embedding_gemma2.EmbeddingGemma2DecoderLayer": single(
         PRE_FF, hidden="h", attn=NORM, mlp_out=POST_FF, unsummed=("resid_post",)
     ),
-    "ernie45_moe.Ernie4_5_MoeDecoderLayer": P,
-    "ernie45_vl_moe.Ernie4_5_VLMoeDecoderLayer": P,
     "exaone.ExaoneDecoderLayer": pair("ln_2", attention="attn"),
     "exaone4.Exaone4DecoderLayer": dead("mlp", attn=NORM, mlp=SHARED, mlp_out=POST_FF),
-    "exaone_moe.ExaoneMoeDecoderLayer": P,
     "falcon.FalconDecoderLayer": Choice(
         "reduce_row_parallel_results",
         single(NORM, attention="self_attention", attn=BIASED, mlp=SHARED, mlp_out=BIASED),
@@ -191,7 +202,6 @@ MODELS: dict[str, Entry] = {
     "falcon_h1.FalconH1SSMDecoderLayer": BRANCH,
     "fireredlid.FireRedLIDDecoderLayer": CROSS,
     "flex_olmo.FlexOlmoDecoderLayer": replace(POST_NORM, returns=Returns.PAIR_NONE),
-    "gemma.GemmaDecoderLayer": P,
     "gemma2.Gemma2DecoderLayer": P_PRE_FF,
     "gemma3.Gemma3DecoderLayer": P_PRE_FF,
     "gemma3n.Gemma3nDecoderLayer": Refusal("it has four streams (AltUp), not one"),
@@ -200,9 +210,6 @@ MODELS: dict[str, Entry] = {
         replace(GEMMA4, mlp_in=Lack("its experts read the stream through another norm")),
         GEMMA4,
     ),
-    "glm4.Glm4DecoderLayer": P,
-    "glm4_moe.Glm4MoeDecoderLayer": P,
-    "glm4_moe_lite.Glm4MoeLiteDecoderLayer": P,
     "gpt2.GPT2Block": single("ln_2", attention="attn"),
     "gpt_j.GPTJBlock": single(no_mid=PARALLEL, attention="attn", mlp=SHARED),
     "gpt_neox.GPTNeoXLayer": Choice(
@@ -228,10 +235,8 @@ MODELS: dict[str, Entry] = {
     "hunyuan_v1.HunYuanDecoderLayer": Refusal(
         "it returns three values, keys and values shared between layers among them"
     ),
-    "hy_v3.HYV3DecoderLayer": P,
     "hyperclovax.HyperCLOVAXDecoderLayer": dead(NORM, attn=SCALED, mlp_out=SCALED),
     "internlm2.InternLMDecoderLayer": pair("ffn_norm", attention="attention", mlp="feed_forward"),
-    "interns1_pro.InternS1ProMoeDecoderLayer": P,
     "interns2_mobius.InternS2MobiusDecoderLayer": Choice(
         "use_attn_reduce_scatter_for_moe",
         SHARDED,
@@ -250,31 +255,23 @@ MODELS: dict[str, Entry] = {
     "jamba.JambaMambaDecoderLayer": pair(
         "pre_ff_layernorm", attention=Lack(MAMBA), mlp="feed_forward"
     ),
-    "k2_horizon.K2HorizonDecoderLayer": P,
     "kimi_linear.KimiDecoderLayer": KIMI,
-    "laguna.LagunaDecoderLayer": P,
     "lfm2.Lfm2AttentionDecoderLayer": P_FFN_NORM,
     "lfm2.Lfm2ShortConvDecoderLayer": without_attention(P_FFN_NORM, CONV),
     "lfm2_moe.Lfm2MoeAttentionDecoderLayer": P_FFN_NORM,
     "lfm2_moe.Lfm2MoeShortConvDecoderLayer": without_attention(P_FFN_NORM, CONV),
-    "llama.LlamaDecoderLayer": P,
     "llama4.Llama4DecoderLayer": pair(NORM, mlp="feed_forward"),
     "longcat_flash.FlashDecoderLayer": pair(no_mid=TWICE.reason, attention=TWICE, mlp=TWICE),
     "mamba.MambaDecoderLayer": P_MAMBA,
     "mamba2.Mamba2DecoderLayer": P_MAMBA,
-    "mimo_v2.MiMoV2FlashDecoderLayer": P,
     "minicpm.MiniCPMDecoderLayer": replace(S_SCALED, returns=Returns.PAIR_NONE),
     "minimax_m2.MiniMaxM2DecoderLayer": P_EXPERTS,
-    "mistral.MistralDecoderLayer": P,
     "mixtral.MixtralDecoderLayer": P_EXPERTS,
-    "molmo.MolmoDecoderLayer": P,
     "molmo.MolmoDecoderNormAfterLayer": POST_NORM_MOLMO,
-    "molmo2.Molmo2DecoderLayer": P,
     "molmo2.Molmo2DecoderNormAfterLayer": POST_NORM_MOLMO,
     "moondream3.Moondream3DecoderLayer": single(no_mid=PARALLEL, attention="attn", mlp=SHARED),
     "mpt.MPTBlock": single("norm_2", attention="attn", mlp="ffn"),
     "muse_glimmer.MuseGlimmerDecoderLayer": dead(PRE_FF, attn=NORM, mlp_out=POST_FF),
-    "nemotron.NemotronDecoderLayer": P,
     "nemotron_h.NemotronHAttentionDecoderLayer": P_ATTENTION,
     "nemotron_h.NemotronHMLPDecoderLayer": P_MLP,
     "nemotron_h.NemotronHMambaDecoderLayer": P_MAMBA,
@@ -298,7 +295,6 @@ MODELS: dict[str, Entry] = {
     "olmo_hybrid.OlmoHybridDecoderLayer": Choice(
         "linear_attn?", without_attention(S, LINEAR), POST_NORM
     ),
-    "olmoe.OlmoeDecoderLayer": P,
     "openpangu.OpenPanguDecoderLayer": Choice(
         "sandwich_norm", pair("pre_mlp_layernorm", float16_scaled=True), P_FLOAT16
     ),
@@ -310,25 +306,17 @@ MODELS: dict[str, Entry] = {
     ),
     "orion.OrionDecoderLayer": S,
     "ouro.OuroDecoderLayer": LOOPED,
-    "param2moe.Param2MoEDecoderLayer": P,
     "phi.PhiLayer": single(no_mid=PARALLEL, mlp=SHARED),
     "phimoe.PhiMoEDecoderLayer": dead(NORM, mlp="block_sparse_moe"),
     "plamo2.Plamo2DecoderLayer": hybrid("is_mamba", P_MIXER, MAMBA),
     "plamo3.Plamo3DecoderLayer": P_MIXER,
-    "qwen2.Qwen2DecoderLayer": P,
-    "qwen2_moe.Qwen2MoeDecoderLayer": P,
-    "qwen3.Qwen3DecoderLayer": P,
-    "qwen3_moe.Qwen3MoeDecoderLayer": P,
     "qwen3_next.Qwen3NextDecoderLayer": Choice(
         "use_attn_reduce_scatter_for_moe", SHARDED, hybrid("linear_attn?", P, LINEAR)
     ),
     "rnj1.Rnj1DecoderLayer": P_PRE_FF,
-    "sarvam.SarvamMLABlock": P,
-    "seed_oss.SeedOssDecoderLayer": P,
     # Its model mixes in the streams of earlier layers before some layers.
     "solar.SolarDecoderLayer": replace(P, unsummed=("resid_pre",)),
     "stablelm.StablelmDecoderLayer": D,
-    "step1.StepDecoderLayer": P,
     "step3_text.Step3TextDecoderLayer": pair(NORM, mlp=NORM_OUT),
     "step3p5.Step3p5DecoderLayer": Choice("use_moe", single(NORM, mlp="moe"), S),
     "whisper.WhisperDecoderLayer": CROSS,
@@ -394,28 +382,14 @@ VENDOR: dict[str, Entry] = {
     "glm5next.nvidia.model.Glm5NextDecoderLayer": HYPER,
     "hy_v4.amd.model.HYV4DecoderLayer": Choice("enable_ihc", HYPER, _P_SUMMED),
     "hy_v4.nvidia.model.HYV4DecoderLayer": Choice("enable_ihc", HYPER, _P_SUMMED),
-    "inkling.amd.model.InklingDecoderLayer": Refusal(
-        "it leaves the sum of its MLP to the next layer, after a convolution"
-    ),
-    "inkling.nvidia.model.InklingDecoderLayer": Refusal(
-        "it leaves the sum of its MLP to the next layer, after a convolution"
-    ),
-    "kimi_k3.amd.linear.KimiDecoderLayer": Choice(
-        "use_attn_residuals",
-        Refusal("its stream is a bank of residuals that attention mixes"),
-        KIMI,
-    ),
-    "kimi_k3.nvidia.model.KimiDecoderLayer": Refusal(
-        "its stream is a bank of residuals that attention mixes"
-    ),
+    "inkling.amd.model.InklingDecoderLayer": LATE_SUM,
+    "inkling.nvidia.model.InklingDecoderLayer": LATE_SUM,
+    "kimi_k3.amd.linear.KimiDecoderLayer": Choice("use_attn_residuals", BANK, KIMI),
+    "kimi_k3.nvidia.model.KimiDecoderLayer": BANK,
     "minimax_m3.amd.model.MiniMaxM3DecoderLayer": _MINIMAX_M3,
     "minimax_m3.nvidia.model.MiniMaxM3DecoderLayer": _MINIMAX_M3,
-    "muse_spark.amd.model.MuseSpark1xDecoderLayer": Refusal(
-        "it returns an object with stream and branch as separate tensors"
-    ),
-    "muse_spark.nvidia.model.MuseSpark1xDecoderLayer": Refusal(
-        "it returns an object with stream and branch as separate tensors"
-    ),
+    "muse_spark.amd.model.MuseSpark1xDecoderLayer": TWO_TENSORS,
+    "muse_spark.nvidia.model.MuseSpark1xDecoderLayer": TWO_TENSORS,
     "qwen4_exp.amd.model.Qwen4ExpDecoderLayer": HYPER,
     "qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer": HYPER,
     "step5.nvidia.model.Step5DecoderLayer": Choice(

@@ -27,15 +27,7 @@ class Collection:
 
     @contextmanager
     def collect(self, uids: list[str]) -> Iterator[dict[str, list[RequestState]]]:
-        """Remove all requests of some uids, ended or not, and yield them with their rows and
-        scores. The rows are valid until the context ends.
-
-        Waits for the steps with rows of these requests, and for no later one: the device has
-        queued work meanwhile.
-
-        Args:
-            uids: midstream's request ids; an unknown uid has no requests.
-        """
+        """Remove all requests of some uids; yield them with rows, valid in the context."""
         wanted = set(uids)
         unsettled = [request for request in self._requests.all() if request.uid in wanted]
         self._requests.settle_requests(unsettled)
@@ -57,14 +49,8 @@ class Collection:
 
     @contextmanager
     def collect_partial(self, stops: Stops) -> Iterator[dict[str, list[RequestState]]]:
-        """Remove rows of running requests from the index and yield them, by uid, as copies of the
-        requests that have these rows only. Each row is yielded once, and is valid until the context
-        ends.
-
-        Args:
-            stops: for each uid and vLLM's request id, the position up to which rows are wanted; no
-                token before it may be a draft. Rows whose forward pass is queued are yielded; a
-                reader of their values blocks until these are on the host.
+        """Remove rows before `stops` of running requests, where no token may be a draft, and yield
+        them, each once, as copies of the requests with these alone, valid in the context.
         """
         self._requests.settle()
         rows = self._recorder.rows
@@ -91,12 +77,7 @@ class Collection:
     def read_scores(
         self, spans: Mapping[str, Span]
     ) -> dict[str, tuple[RequestState, RowBlock[Scores]]]:
-        """Return scores of running requests, by uid; they stay in the index.
-
-        Args:
-            spans: for each uid, [start, stop) of positions whose forward pass is queued. Blocks
-                until their scores are on the host, and for nothing else.
-        """
+        """Return scores of running requests at positions [start, stop), by uid; they stay."""
         self._requests.settle()
         requests = {request.serial: request for request in self._requests.of_uids(spans)}
         wanted = {serial: spans[request.uid] for serial, request in requests.items()}

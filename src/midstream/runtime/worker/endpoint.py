@@ -15,33 +15,9 @@ from midstream.plan.readouts.attention import ATTENTION
 from midstream.plan.readouts.lens import LENS
 from midstream.plan.readouts.logits import HEAD
 from midstream.runtime.models.decoder import Decoder, all_lacks, find_decoder
+from midstream.runtime.protocol import rpc
 from midstream.runtime.protocol.codec import ProtocolMessage, encode, pack
 from midstream.runtime.protocol.results import partial_name
-from midstream.runtime.protocol.rpc import (
-    Acknowledged,
-    ChangePlans,
-    CheckIntegrity,
-    CollectedResults,
-    CollectPartialRows,
-    CollectResults,
-    CountResets,
-    DescribeWorker,
-    DiscardData,
-    IntegrityReport,
-    ReadData,
-    ReadDirections,
-    ReadParameter,
-    ReadScores,
-    ReadUsage,
-    ReleaseRequests,
-    ResultData,
-    RpcRequest,
-    RunningScores,
-    UpdateVectors,
-    WorkerUsage,
-    WriteWeights,
-    read_request,
-)
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.segments import RankShare, Room
 from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank, this_process
@@ -106,7 +82,9 @@ class WorkerEndpoint:
         self._stage, self._tensor_rank = _place(parallel, worker.rank)
         model = runner.get_model()
         args = parallel.tensor_parallel_size, vllm_config.model_config.dtype == torch.float16
-        limits = _max_width(runner.device), _gets_embeddings(runner, vllm_config)
+        embeds_given = getattr(vllm_config.model_config, "enable_prompt_embeds", False)
+        embeds_given = bool(embeds_given or getattr(runner, "supports_mm_inputs", False))
+        limits = _max_width(runner.device), embeds_given
         self._decoder = find_decoder(model, *args, config.sites, *limits)
         self._lacking = {**all_lacks(model, *args, *limits), **self._decoder.lacking}
         self._taps = _choose_taps(self._decoder, config)
@@ -125,17 +103,19 @@ class WorkerEndpoint:
             for tap in self._taps
         )
         self._buffers = _allocate(widths, runner, vllm_config, config, self._weights)
-        self._room, self._edits_per_site = _room(config), config.edits_per_site
-        self._default_codec, self._default_return = config.codec, config.return_
+        self._config = config
         self._tensor_ranks: int = parallel.tensor_parallel_size
         replacements = add_taps(
             model, self._decoder, self._taps, self._buffers, vllm_config, config
         )
         check_drafter(runner)
         reductions = Reductions(config.reductions, self._hidden_size, runner.device)
-        nbytes = self._buffers.nbytes + self._weights.nbytes + reductions.nbytes
-        _count_memory(runner, nbytes)
+        if hasattr(runner, "model_memory_usage"):  # by which alone 0.28 sizes the KV cache
+            own = self._buffers.nbytes + self._weights.nbytes + reductions.nbytes
+            runner.model_memory_usage += own
         self._max_tokens = self._buffers.tokens.shape[0]
+        # Vectors of the stream's width for which the staging ring has room.
+        self._ring_rows = self._buffers.ring.numel() // self._hidden_size
         device = self._buffers.ring.device.type
         workers = parallel.world_size * replicas_of(vllm_config)
         self._arena = Arena(arena_settings(config, workers), device == "cuda")
@@ -199,56 +179,57 @@ class WorkerEndpoint:
         self._functions = this_process() if config.hooks == "local" else ""
 
     def __call__(self, request: object) -> Any:
-        """Carry out an RPC request.
+        """Carry out an RPC request, which is one of `protocol.rpc` as plain values."""
+        return pack(self._carry_out(rpc.read_request(request)))
 
-        Args:
-            request: a request of `protocol.rpc` as plain values.
-        """
-        return pack(self._carry_out(read_request(request)))
-
-    def _carry_out(self, request: RpcRequest[Any]) -> ProtocolMessage:
+    def _carry_out(self, request: rpc.RpcRequest[Any]) -> ProtocolMessage:
         match request:
-            case DescribeWorker():
+            case rpc.DescribeWorker():
                 return self._describe()
-            case UpdateVectors():
+            case rpc.UpdateVectors():
                 for update in request.updates:
                     self._session.requests.plans.update_vectors(update)
-            case CountResets():
+            case rpc.CountResets():
                 self._session.requests.resets = request.resets
-            case ChangePlans():
+            case rpc.ChangePlans():
                 self._session.requests.change(request.changes)
-            case CollectResults():
+            case rpc.CollectResults():
                 return self._collect(request)
-            case CollectPartialRows():
-                return self._collect_partial(request)
-            case ReadScores():
-                return self._read_scores(request)
-            case ReadData():
-                return ResultData(self._results.read(request.name, request.offset, request.size))
-            case DiscardData():
+            case rpc.CollectPartialRows():
+                self._arena.sweep()
+                with self._session.collection.collect_partial(request.stops) as rows:
+                    return self._put({partial_name(uid): rows[uid] for uid in rows}, request)
+            case rpc.ReadScores():
+                scores = self._session.collection.read_scores(request.spans)
+                return pack_scores(scores.values())
+            case rpc.ReadData():
+                return rpc.ResultData(
+                    self._results.read(request.name, request.offset, request.size)
+                )
+            case rpc.DiscardData():
                 self._results.release(request.name)
-            case ReleaseRequests():
+            case rpc.ReleaseRequests():
                 with self._session.collection.collect(request.uids):
                     pass
                 for uid in request.uids:
                     self._results.release(uid)
                     self._results.release(partial_name(uid))
-            case WriteWeights():
+            case rpc.WriteWeights():
                 self._weights.write(request.offset, request.data)
-            case ReadParameter():
+            case rpc.ReadParameter():
                 model = self._runner.get_model()
                 return parameter_rows(model, self._ties_head, self._tensor_rank, request)
-            case ReadDirections():
+            case rpc.ReadDirections():
                 model = self._runner.get_model()
                 return token_directions(model, self._ties_head, self._lens, request)
-            case ReadUsage():
+            case rpc.ReadUsage():
                 return self._usage()
-            case CheckIntegrity():
+            case rpc.CheckIntegrity():
                 self._session.check_integrity()
                 self._arena.sweep()
                 vectors = self._session.requests.plans.count_vectors(request.front_end)
-                return IntegrityReport(self._arena.used, vectors)
-        return Acknowledged()
+                return rpc.IntegrityReport(self._arena.used, vectors)
+        return rpc.Acknowledged()
 
     def _describe(self) -> WorkerInfo:
         inner = self._decoder.inner
@@ -274,28 +255,23 @@ class WorkerEndpoint:
             capture_limit=self._ring_rows // self._max_tokens,
             step_tokens=self._max_tokens,
             buffer_bytes=self._buffers.nbytes,
-            room=self._room,
-            edits_per_site=self._edits_per_site,
+            room=_room(self._config),
+            edits_per_site=self._config.edits_per_site,
             runner=self._runner_name,
-            codec=self._default_codec,
-            return_=self._default_return,
+            codec=self._config.codec,
+            return_=self._config.return_,
             arena=self._arena.leases.address,
             arena_bytes=self._arena.budget,
             device=str(self._buffers.ring.device.type),
             functions=self._functions,
         )
 
-    @property
-    def _ring_rows(self) -> int:
-        """Vectors of the stream's width for which the staging ring has room."""
-        return self._buffers.ring.numel() // self._hidden_size
-
-    def _usage(self) -> WorkerUsage:
+    def _usage(self) -> rpc.WorkerUsage:
         self._arena.sweep()
         steps = asdict(self._session.counts)
         for name in ("ring_last", "ring_most"):
             steps[name] = -(-steps[name] * self._buffers.unit // self._hidden_size)
-        return WorkerUsage(
+        return rpc.WorkerUsage(
             stage=self._stage,
             tensor_rank=self._tensor_rank,
             arena={**self._arena.used, "budget_bytes": self._arena.budget},
@@ -303,38 +279,29 @@ class WorkerEndpoint:
             steps=steps,
         )
 
-    def _collect(self, request: CollectResults) -> CollectedResults:
+    def _collect(self, request: rpc.CollectResults) -> rpc.CollectedResults:
         self._arena.sweep()
         with self._session.collection.collect(request.uids) as taken:
             return self._put(taken, request)
 
-    def _collect_partial(self, request: CollectPartialRows) -> CollectedResults:
-        self._arena.sweep()
-        with self._session.collection.collect_partial(request.stops) as requests:
-            return self._put({partial_name(uid): requests[uid] for uid in requests}, request)
-
     def _put(
-        self, requests: dict[str, list[RequestState]], request: CollectResults | CollectPartialRows
-    ) -> CollectedResults:
+        self,
+        requests: dict[str, list[RequestState]],
+        request: rpc.CollectResults | rpc.CollectPartialRows,
+    ) -> rpc.CollectedResults:
         """Put requests into the buffer under names, and return what the front end needs of it."""
         is_mapped = WorkerRank(self._stage, self._tensor_rank) in request.mapped
         resets = self._session.requests.resets
         headers = self._results.put(requests, is_mapped, resets, request.front_end)
-        return CollectedResults(
+        return rpc.CollectedResults(
             headers=encode(headers),
             inline=self._results.inline(list(requests), request.front_end),
             retired=self._arena.take_retired(request.front_end),
             checksums=[] if self._checksum is None else self._checksum.marks,
         )
 
-    def _read_scores(self, request: ReadScores) -> RunningScores:
-        scores = self._session.collection.read_scores(request.spans)
-        return pack_scores([(state, block) for state, block in scores.values()])
 
-
-def pack_scores(
-    scores: Iterable[tuple[RequestState, RowBlock[Scores]]],
-) -> RunningScores:
+def pack_scores(scores: Iterable[tuple[RequestState, RowBlock[Scores]]]) -> rpc.RunningScores:
     """Return the message of some requests' scores."""
     requests = []
     parts = []
@@ -342,13 +309,11 @@ def pack_scores(
         slots = state.plan.slots
         requests.append(RequestScores(state.uid, slots, block.spans))
         parts.append(block.values[:, 0, :slots].contiguous().numpy().tobytes())
-    return RunningScores(requests, b"".join(parts))
+    return rpc.RunningScores(requests, b"".join(parts))
 
 
 def _ahead(vllm_config: Any) -> int:
-    """Return the number of steps that may be scheduled before the outcome of a step's draft tokens
-    is known.
-    """
+    """Return how many steps may be scheduled before the outcome of a step's drafts is known."""
     if not vllm_config.scheduler_config.async_scheduling:
         return 0  # a request is scheduled again only when the outcome is known
     steps: int = vllm_config.max_concurrent_batches
@@ -362,12 +327,6 @@ def _place(parallel: Any, rank: int) -> tuple[int, int]:
     return within // tensor_parallel_size, within % tensor_parallel_size
 
 
-def _gets_embeddings(runner: Any, vllm_config: Any) -> bool:
-    """Return whether the model may get embeddings in place of token ids."""
-    is_enabled = bool(getattr(vllm_config.model_config, "enable_prompt_embeds", False))
-    return is_enabled or bool(getattr(runner, "supports_mm_inputs", False))
-
-
 def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
     """Return the taps of this rank, in the order of a forward pass, with their indices."""
     wanted = set(config.resolve_layers(decoder.num_layers))
@@ -379,12 +338,7 @@ def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
         if (site, layer.index) not in decoder.lacking
     ]
     in_layers = set(config.sites) - set(ENDS)
-    if (
-        not taps
-        and in_layers
-        and decoder.layers
-        and any(layer.index in wanted for layer in decoder.layers)
-    ):
+    if not taps and in_layers and any(layer.index in wanted for layer in decoder.layers):
         reasons = "; ".join(sorted(set(decoder.lacking.values())))
         raise UnsupportedError(
             f"none of the sites {', '.join(config.sites)} exists in this model: {reasons}"
@@ -428,20 +382,16 @@ def _allocate(
         features = max(config.reconstructed.values())
         numbers = weights.numbers(torch.float32)
         sae = SaeBuffers.allocate(numbers, max_tokens, hidden_size, features)
+    speculative = vllm_config.speculative_config
+    drafts = 0 if speculative is None else int(speculative.num_speculative_tokens)
     return Buffers.allocate(
         widths,
-        BufferSizes(max_tokens, hidden_size, _room(config), ring_rows, _drafts(vllm_config)),
+        BufferSizes(max_tokens, hidden_size, _room(config), ring_rows, drafts),
         dtype=model_config.dtype,
         device=runner.device,
         sae=sae,
         reconstructed=config.reconstructed,
     )
-
-
-def _drafts(vllm_config: Any) -> int:
-    """Return the most draft tokens of a request in a step."""
-    speculative = vllm_config.speculative_config
-    return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def _room(config: Config) -> Room:
@@ -475,11 +425,3 @@ def _staging_bytes(device: torch.device, config: Config) -> int:
     if device.type != "cuda":
         return _CPU_STAGING_BYTES
     return int(torch.cuda.get_device_properties(device).total_memory) // _DEVICE_SHARE
-
-
-def _count_memory(runner: Any, nbytes: int) -> None:
-    """Add midstream's memory on the device to that of the model. Until 0.28 vLLM sizes the KV cache
-    by this figure alone.
-    """
-    if hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += nbytes

@@ -19,18 +19,12 @@ _FREE = -1
 
 
 class GateStates:
-    """Owner of `Buffers.scans` and `Buffers.scan_states`: one state for each gate with memory of
-    each running request and tap that it reads.
-
-    States follow the positions of a request, so nothing is to be done when it is preempted: it
-    computes its tokens again from before the first that such a gate reads, which caps its hits in
-    the prefix cache.
+    """Owner of `Buffers.scans` and `scan_states`: a state of each gate, running request and tap. A
+    preempted request computes its tokens again from before the first that such a gate reads, so
+    nothing is to be done.
     """
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
-        """Args:
-        only_armed: see `StepRules`.
-        """
         count = buffers.scans.shape[0]
         self._buffers = buffers
         self.only_armed = only_armed
@@ -44,11 +38,7 @@ class GateStates:
     def acquire(
         self, slot: int, segments: Iterable[Segment], probes: Iterable[ResolvedProbe]
     ) -> None:
-        """Give a request the states that its plan needs, if any. Pair with `release`.
-
-        Args:
-            probes: of its plan, for the sites of its SCANs.
-        """
+        """Give a request the states that its plan's SCANs need, if any. Pair with `release`."""
         scores = {
             step.slot
             for segment in segments
@@ -124,9 +114,7 @@ class GateStates:
             self._buffers.scans.zero_()
 
     def check_integrity(self) -> None:
-        """Check that the device has what was armed last. Where passes that are not armed fire the
-        taps too, check that no state is armed between steps.
-        """
+        """Check that the device has what was armed; nothing is, where unarmed passes fire taps."""
         assert np.array_equal(self._buffers.scans.cpu().numpy(), self._sent)
         assert self._has_rows == bool(self._sent[:, layout.SCAN_COUNT].any())
         assert self.only_armed or not self._has_rows

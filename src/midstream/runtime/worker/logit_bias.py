@@ -1,9 +1,5 @@
-"""Biases of logits, added to what the model's `compute_logits` returns for the sampled rows.
-
-Which tokens a bias applies to is decided in the forward pass, like any edit: the tap `logits` has a
-row of switches per token, and an instruction adds 1, or the value of its gate, to the switch of its
-bias. So positions, conditions on token ids, gates and counts are those of all edits. Here the
-switches of the sampled rows are multiplied with the biases' values.
+"""Biases of logits, added to what `compute_logits` returns for the sampled rows: instructions add
+to switches at the tap `logits`, which multiply the biases here.
 """
 
 from __future__ import annotations
@@ -23,14 +19,11 @@ from midstream.runtime.worker.tables.device_buffers import on_device
 
 # Returns what a request adds to the logits at a position, under the version of its plan there.
 BiasesAt = Callable[[int], Sequence[ResolvedBias]]
-# Most biases of a request.
-MOST = 64
+MOST = 64  # biases of a request
 
 
 def num_switches(hidden_size: int) -> int:
-    """Return the number of switches of a token: a power of two that the hidden size is a multiple
-    of, so that vectors of both widths share their units.
-    """
+    """Return the switches of a token: a power of two that divides the hidden size."""
     count = MOST
     while hidden_size % count:
         count //= 2
@@ -41,9 +34,6 @@ class LogitBias:
     """Adds the biases of a step's requests to its logits."""
 
     def __init__(self, switches: Tensor) -> None:
-        """Args:
-        switches: float32 [T, n], which the tap changes; see `Buffers.switches`.
-        """
         self._switches = switches
         # Of the step whose logits are computed next: their number of rows, and int64 [3, m] of
         # logits row, token row and switch, int64 [m] token ids and float32 [m] values.
@@ -52,12 +42,7 @@ class LogitBias:
     def prepare(
         self, batch: StepBatch, plan: StepPlan, biases_of: Callable[[str], BiasesAt | None]
     ) -> None:
-        """Clear the switches for the step whose forward pass is queued next.
-
-        Args:
-            plan: its plan. A row without a program has no switch on.
-            biases_of: returns the biases of a request; None: it has none.
-        """
+        """Clear the switches for the step that is queued next; `biases_of` gives None for none."""
         self._pending = None
         having = [
             (row, request_biases)
@@ -104,9 +89,8 @@ class LogitBias:
 
     def attach(self, model: Any) -> None:
         """Wrap a model's `compute_logits`. The first call after a forward pass is that of the
-        sampled rows: one of each request of the batch, and one for each of its draft tokens. Later
-        ones are of prompts' log probabilities, which have no bias. A drafter has a model of its
-        own.
+        sampled rows, one of each request and draft token; later ones, of prompts' log
+        probabilities, have no bias.
         """
         compute_logits: Any = model.compute_logits
 

@@ -19,11 +19,7 @@ from midstream.runtime.worker.readouts.lens import RankLens
 def parameter_rows(
     model: nn.Module, ties_head: bool, tensor_rank: int, request: ReadParameter
 ) -> ParameterRows:
-    """Return the rows of a parameter that this worker sends.
-
-    Args:
-        tensor_rank: of what all ranks have, only the first sends.
-    """
+    """Return the rows of a parameter that this worker sends: of shared ones, the first rank's."""
     parameters = find_parameters(model, ties_head)
     parameter = parameters.get(request.name)
     if parameter is None:

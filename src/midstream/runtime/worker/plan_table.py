@@ -1,6 +1,4 @@
-"""Plans of the running requests, each read, cut and written to the device once for all requests
-whose plans are the same bytes.
-"""
+"""Plans of running requests; equal bytes are read, cut and written to the device once."""
 
 from __future__ import annotations
 
@@ -8,10 +6,11 @@ import functools
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from midstream.errors import NoRoomError
-from midstream.plan import ResolvedPlan
+from midstream.plan import ResolvedPlan, Vector
 from midstream.plan.resolve.wire import from_bytes
 from midstream.runtime.protocol.rank_parts import part_of_steps
 from midstream.runtime.protocol.segments import FOREVER, PlanSegment, RankShare, cut
@@ -25,10 +24,35 @@ from midstream.runtime.worker.request_state import (
 from midstream.runtime.worker.row_index import CapturedRowIndex
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
-from midstream.runtime.worker.vector_store import VectorStore
 from midstream.sites import Tap
 
 _CACHED_PLANS = 256
+
+
+class VectorStore:
+    """Vectors by digest, each dropped once every front end that added it has dropped it."""
+
+    def __init__(self) -> None:
+        self._vectors: dict[str, Vector] = {}
+        self._front_ends: dict[str, set[int]] = {}  # that added it, by digest
+        self.by_digest: Mapping[str, Vector] = MappingProxyType(self._vectors)
+
+    def update(self, update: VectorUpdate) -> None:
+        """Drop vectors of a front end, then store new ones."""
+        for digest in update.dropped:
+            front_ends = self._front_ends.get(digest, set())
+            front_ends.discard(update.front_end)
+            if not front_ends:
+                self._vectors.pop(digest, None)
+                self._front_ends.pop(digest, None)
+        for data in update.added:
+            vector = Vector(data)
+            self._vectors.setdefault(vector.digest, vector)
+            self._front_ends.setdefault(vector.digest, set()).add(update.front_end)
+
+    def count(self, front_end: int) -> int:
+        """Return the number of vectors that are stored for a front end."""
+        return sum(front_end in front_ends for front_ends in self._front_ends.values())
 
 
 class PlanTable:
@@ -42,11 +66,6 @@ class PlanTable:
         taps: Mapping[Tap, int],
         share: RankShare,
     ) -> None:
-        """Args:
-        rows: the index of captured rows.
-        taps: the rank's taps and their indices.
-        share: the part of the captured vectors that this rank transfers.
-        """
         self._tables = tables
         self._codecs = codecs
         self._rows = rows
@@ -92,9 +111,7 @@ class PlanTable:
         return plan
 
     def without_work(self, packed: bytes) -> list[Segment]:
-        """Return the segments of a plan that this rank cannot run, without edits and captures.
-        Other ranks may run it, and the tapped model runs here where it does there.
-        """
+        """Return a plan's segments without edits and captures, as another rank may run it."""
         bare = [PlanSegment(0, FOREVER, (), (), False, (), False)]
         with suppress(Exception):  # then no rank can read it
             _, pieces = self._parse(packed)
@@ -120,9 +137,7 @@ class PlanTable:
             self._free(self._unused.pop(next(iter(self._unused))))
 
     def drop_unused(self) -> None:
-        """Free what the plans take that no request uses. Those without edits are kept, as later
-        requests often have the same.
-        """
+        """Free plans that no request uses; those without edits are kept, as they often recur."""
         for plan in self._unused.values():
             self._free(plan)
         self._unused.clear()
@@ -141,18 +156,12 @@ class PlanTable:
 
     def _own_part(self, piece: PlanSegment) -> PlanSegment:
         """Return a piece of a plan whose edits are those of this rank's parts of the vectors."""
-        share = self._share
+        share, edits = self._share, []
         if all(parts == 1 for parts in share.parts):
             return piece
-        edits = tuple(
-            replace(
-                edit,
-                steps=part_of_steps(
-                    edit.steps, share.rank // share.copies(edit.tap), share.parts[edit.tap]
-                ),
-            )
-            if share.parts[edit.tap] > 1
-            else edit
-            for edit in piece.edits
-        )
-        return piece._replace(edits=edits)
+        for edit in piece.edits:
+            parts, part = share.parts[edit.tap], share.rank // share.copies(edit.tap)
+            if parts > 1:
+                edit = replace(edit, steps=part_of_steps(edit.steps, part, parts))
+            edits.append(edit)
+        return piece._replace(edits=tuple(edits))

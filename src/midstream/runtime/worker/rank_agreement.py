@@ -1,6 +1,4 @@
-"""What the ranks of a tensor-parallel group tell each other: whether all of them can run a request,
-and parts of scores.
-"""
+"""What tensor-parallel ranks tell each other: whether all can run a request, and scores."""
 
 from __future__ import annotations
 
@@ -21,19 +19,11 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLinks:
-    """A rank among those that run the same requests.
-
-    Attributes:
-        share: the part of the captured vectors that this rank transfers.
-        checksum: receives every plan and step; None if ranks are not compared.
-        agree: asks the other ranks whether they can run a plan with work that all do together; None
-            if there are none.
-        add_up: sums values over the ranks; None: there is one.
-    """
+    """A rank among those that run the same requests."""
 
     share: RankShare = WHOLE
-    checksum: RankChecksum | None = None
-    agree: Agree | None = None
+    checksum: RankChecksum | None = None  # None if ranks are not compared
+    agree: Agree | None = None  # asks other ranks whether they can run a plan with joint work
     add_up: SumOverRanks | None = None
 
 
@@ -41,18 +31,12 @@ ALONE = RankLinks()
 
 
 def is_joint(plan: bytes) -> bool:
-    """Return whether a packed plan has work that the ranks do together after a step, as logits and
-    lenses are computed. True for some other plans too, of which nothing is lost by asking.
-
-    It depends on the bytes alone, which every rank has, also a rank that cannot read the plan.
-    """
+    """Return whether a plan's bytes, which all ranks have, may ask for logits or lenses."""
     return b"logits_" in plan or b"lens" in plan
 
 
 def all_ranks(mine: bool) -> bool:
-    """Return whether all ranks of this rank's tensor-parallel group say yes; each of them must
-    call this. Blocks until all have, on the host alone.
-    """
+    """Return whether all tensor-parallel ranks say yes. Blocks the host until each called."""
     from vllm.distributed.parallel_state import get_tp_group
 
     said = torch.tensor([mine], dtype=torch.int32)
@@ -63,9 +47,7 @@ def all_ranks(mine: bool) -> bool:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Return the sum of the values of all ranks of this rank's tensor-parallel group; each of them
-    must call this. Queued on the current stream, as vLLM's own sums are.
-    """
+    """Return the sum over all tensor-parallel ranks, on the current stream; each must call."""
     from vllm.distributed.parallel_state import get_tp_group
 
     total: Tensor = get_tp_group().all_reduce(values)

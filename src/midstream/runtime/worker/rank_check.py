@@ -1,9 +1,4 @@
-"""Checksums of a rank's plans and steps, which the front end compares with those of other ranks.
-Only with the setting `check_ranks`.
-
-Each rank of a tensor-parallel group computes the residual stream itself. A rank with other edits
-computes another stream, and no check on that rank alone can find it.
-"""
+"""Checksums of a rank's plans and steps, which the front end compares (setting `check_ranks`)."""
 
 from __future__ import annotations
 
@@ -11,6 +6,8 @@ import json
 from collections import deque
 from hashlib import blake2b
 from typing import Any
+
+import numpy as np
 
 from midstream.runtime.protocol.results import KEPT_CHECKSUMS, StepChecksum
 from midstream.runtime.worker.step.step_batch import StepBatch
@@ -34,24 +31,14 @@ class RankChecksum:
         self._received.update(request.encode() + plan)
 
     def add_step(self, batch: StepBatch, plan: StepPlan | None, tables: ProgramTable) -> None:
-        """Add a step.
-
-        Args:
-            plan: the step's plan; None if no row has a program.
-        """
+        """Add a step; `plan` is None if no row has a program."""
         rows = [list(batch.request_ids), batch.scheduled.tolist(), batch.computed.tolist()]
         self._received.update(json.dumps(rows).encode())
         # What is captured is not included, as ranks may share it.
         runs: list[list[Any]] = []
         if plan is not None:
-            planned = plan.runs
-            for row, length, position, program in zip(
-                planned.row.tolist(),
-                planned.length.tolist(),
-                planned.position.tolist(),
-                planned.program.tolist(),
-                strict=True,
-            ):
+            columns = plan.runs.row, plan.runs.length, plan.runs.position, plan.runs.program
+            for row, length, position, program in np.array(columns).T.tolist():
                 edits = [
                     [edit.tap, edit.digest, list(edit.ids), edit.others]
                     for edit in tables.edits_of(program)

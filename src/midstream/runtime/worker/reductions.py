@@ -1,14 +1,10 @@
-"""Sums of captured rows on the device: what requests reduce their rows to.
-
-Each running request has vectors of sums for each of its captures that reduce rows. A step adds the
-rows of positions that were not counted before. All work is queued on the current stream, so sums
-of a request that has ended can be given to another at once.
-"""
+"""Sums of captured rows on the device, queued on the current stream: what rows are reduced to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,55 +16,34 @@ from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 
-# Device memory in bytes that the rows of one request may take as float64 at a time.
-_WORKSPACE = 32 << 20
+_WORKSPACE = 32 << 20  # bytes that the rows of one request may take as float64 at a time
 
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """Sums of one capture of one request.
-
-    Attributes:
-        width: numbers of the vectors of all taps on this rank.
-        places: for each sum, its rows of the table, int64 on the device. Of `moments` the first
-            row that was counted, and of the differences from it the sums and the sums of squares.
-        count: number of rows, int64 [] on the device.
-        is_begun: whether a row was counted.
-    """
+    """Sums of one capture of one request."""
 
     kind: str
-    width: int
+    width: int  # numbers of the vectors of all taps on this rank
+    # Rows of the table by sum; of `moments` the first row counted, and sums of differences from it.
     places: tuple[Tensor, ...]
-    count: Tensor
+    count: Tensor  # of rows, int64 [] on the device
     is_begun: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Sums of a request.
-
-    Attributes:
-        rows: rows of the table that it has.
-        sums: by capture.
-        counted: number of positions, from the first, whose rows were counted if they are selected.
-    """
+    """Sums of a request, by capture, and its rows of the table."""
 
     rows: list[int]
     sums: dict[int, _Sums] = field(default_factory=dict)
-    counted: int = 0
+    counted: int = 0  # positions, from the first, whose rows were counted if they are selected
 
 
 class Reductions:
-    """Owner of the sums of all requests, by the slot of each.
-
-    Sums are float64. Each row is added to them with a relative error of 2⁻⁵³, and moments are sums
-    of differences from one of the rows, so values that are close to each other lose nothing.
-    """
+    """Owner of all requests' sums, by slot, in float64; moments are of differences from a row."""
 
     def __init__(self, vectors: int, width: int, device: torch.device) -> None:
-        """Args:
-        vectors: number of vectors of sums.
-        """
         self._table = torch.zeros(vectors, width, dtype=torch.float64, device=device)
         self._counts = torch.zeros(vectors, dtype=torch.int64, device=device)
         self._free = list(range(vectors - 1, -1, -1))
@@ -84,11 +59,7 @@ class Reductions:
         return len(self._requests)
 
     def acquire(self, slot: int, segments: Iterable[Segment], widths: Sequence[int]) -> None:
-        """Give a request the sums that its plan needs, if any. Pair with `release`.
-
-        Args:
-            widths: width of the vectors of each tap, by index.
-        """
+        """Give a request the sums that its plan needs, if any. Pair with `release`."""
         taps: dict[int, tuple[str, set[int]]] = {}
         for segment in segments:
             for read in segment.patterns:
@@ -134,11 +105,7 @@ class Reductions:
             request.counted = max(request.counted, stop)
 
     def add(self, slot: int, encoding: PatternEncoding, records: Tensor) -> None:
-        """Count rows of a request.
-
-        Args:
-            records: [n, numbers], the records.
-        """
+        """Count records [n, numbers] of a request."""
         request = self._requests.get(slot)
         if request is None:  # it has ended, and nobody reads its sums
             return
@@ -146,11 +113,7 @@ class Reductions:
             self._add(request.sums[capture], _vectors(columns, records))
 
     def rows(self, slots: Sequence[int], columns: PatternColumns, place: int) -> Tensor:
-        """Return what the rows of some requests are reduced to, float32 [requests, size].
-
-        Args:
-            place: index of the tap among those of the capture on this rank.
-        """
+        """Return requests' reduced rows, float32 [requests, size]; for `place` see `place_of`."""
         rows = []
         for slot in slots:
             request = self._requests.get(slot)
@@ -217,20 +180,10 @@ def _by_capture(encoding: PatternEncoding) -> dict[int, list[PatternColumns]]:
 
 def _vectors(columns: Sequence[PatternColumns], records: Tensor) -> Tensor:
     """Return the vectors of some taps, [n, numbers]: a view if they are neighbours."""
-    begin, end = columns[0].start, columns[0].start
-    for neighbour in columns:
-        if neighbour.start != end:
-            break
-        end += neighbour.width
-    else:
-        return records[:, begin:end]
-    return torch.cat(
-        [
-            records[:, tap_columns.start : tap_columns.start + tap_columns.width]
-            for tap_columns in columns
-        ],
-        1,
-    )
+    parts = [(tap.start, tap.start + tap.width) for tap in columns]
+    if all(before[1] == after[0] for before, after in pairwise(parts)):
+        return records[:, parts[0][0] : parts[-1][1]]
+    return torch.cat([records[:, start:stop] for start, stop in parts], 1)
 
 
 def place_of(encoding: PatternEncoding, columns: PatternColumns) -> int:

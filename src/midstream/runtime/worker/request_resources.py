@@ -24,23 +24,13 @@ class RequestResources:
         reductions: tuple[Reductions, Sequence[int]] | None,
         load: Load | None,
     ) -> None:
-        """Args:
-        reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
-            None: nothing is reduced.
-        load: returns the functions of a plan; None: this worker calls none.
-        """
         self.plans = plans
         self._gate_states = gate_states
         self._reductions = reductions
         self._load = load
 
     def acquire(self, packed: bytes, slot: int) -> tuple[RankPlan, list[FunctionUse]]:
-        """Return a request's plan and functions, and give it the sums and states that it needs.
-        Pair with `release`.
-
-        Args:
-            slot: row of the request in the arrays of `SlotTable`.
-        """
+        """Return a request's plan and functions; give it sums and states. Pair with `release`."""
         plan = self.plans.acquire(packed)
         functions: list[FunctionUse] = []
         try:

@@ -1,8 +1,4 @@
-"""State of one request with a plan on the worker: its segments, and what was done for it.
-
-A plan is cut into segments of positions. Within a segment every token has the same program (edits
-and probes) and the same capture group.
-"""
+"""State of one request with a plan on the worker: its segments, and what was done for it."""
 
 from __future__ import annotations
 
@@ -29,34 +25,20 @@ _NO_STATES = np.zeros(0, np.uint16)
 
 
 class Segment(NamedTuple):
-    """Positions [start, stop) of a request, and what each token there gets.
-
-    Attributes:
-        taps: captured taps, as indices on this rank, in the order of a record: those of one width
-            are neighbours.
-        program: index of the program of `edits`.
-        group: index of the capture group of `taps`.
-        kind: kind of the records of `taps`, from `CapturedRowIndex.kind`.
-        scored: whether scores are returned to the caller.
-        codec: number of the encoding of the captured rows.
-        units: ring units of a record of `taps`.
-        patterns: rows of attention that are made of the queries in `taps`, and scores.
-        returned: number of rows of each token that are returned: of `taps` that are more than
-            queries of `patterns`, and of `patterns` that are no scores.
-    """
+    """Positions [start, stop) of a request, and what each token there gets."""
 
     start: int
     stop: int
     edits: Edits
-    taps: tuple[int, ...]
-    program: int
-    group: int
-    kind: int
-    scored: bool = False
-    codec: int = 0
-    units: int = 0
-    patterns: tuple[PatternRead, ...] = ()
-    returned: int = 0
+    taps: tuple[int, ...]  # captured, in the order of a record: those of one width are neighbours
+    program: int  # index of the program of `edits`
+    group: int  # index of the capture group of `taps`
+    kind: int  # of the records of `taps`, from `CapturedRowIndex.kind`
+    scored: bool = False  # scores are returned to the caller
+    codec: int = 0  # number of the encoding of the captured rows
+    units: int = 0  # ring units of a record of `taps`
+    patterns: tuple[PatternRead, ...] = ()  # rows made of the queries in `taps`, and scores
+    returned: int = 0  # rows of each token: taps but mere queries, patterns but scores
 
     @property
     def content(self) -> tuple[int, ...]:
@@ -67,13 +49,7 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class FunctionUse:
-    """A function of one request at one tap.
-
-    Attributes:
-        index: index of the function in the plan.
-        calls: number of calls.
-        rows: number of rows that it was given.
-    """
+    """A function of a request at one tap: its index in the plan, calls, and rows given to it."""
 
     index: int
     function: ResolvedFunction
@@ -84,24 +60,15 @@ class FunctionUse:
 
 @dataclass(slots=True, eq=False)
 class RankPlan:
-    """A plan on this rank, which requests with the same plan share.
+    """A plan on this rank, which requests with the same plan share."""
 
-    Attributes:
-        number: number of the plan, from 1; none gets it again.
-        packed: its bytes.
-        segments: its segments on this rank, with their programs and groups.
-        users: number of requests that use it.
-        has_states: whether gates of it remember something; see `GateStates`.
-        has_sums: whether it reduces rows; see `Reductions`.
-    """
-
-    number: int
-    packed: bytes
+    number: int  # from 1; no other plan gets it again
+    packed: bytes  # its bytes
     resolved: ResolvedPlan
     segments: list[Segment]
-    users: int = 0
-    has_states: bool = field(init=False)
-    has_sums: bool = field(init=False)
+    users: int = 0  # requests that use it
+    has_states: bool = field(init=False)  # gates of it remember something; see `GateStates`
+    has_sums: bool = field(init=False)  # it reduces rows; see `Reductions`
 
     def __post_init__(self) -> None:
         patterns = [capture.pattern for capture in self.resolved.captures]
@@ -111,12 +78,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlacedVersion:
-    """A version of a request's plan.
-
-    Attributes:
-        number: number of the version.
-        plan: the plan; None if it could not be read or placed.
-    """
+    """A version of a request's plan; None if it could not be read or placed."""
 
     number: int
     position: int
@@ -125,51 +87,30 @@ class PlacedVersion:
 
 @dataclass(slots=True)
 class RequestState:
-    """One request with a plan.
-
-    Attributes:
-        uid: midstream's request id, the same for all completions of a prompt.
-        slot: row of the request in the arrays of `SlotTable`.
-        segments: segments of the plan and of its later versions, ascending, over [0, FOREVER).
-        reports: whether its scores leave with the output of each step.
-        split: columns of these of which ranks have parts; see `RequestPayload`.
-        shared: the plan in `PlanTable`; None if the plan could not be read or placed.
-        later: versions of the plan that came while it ran, in order.
-        blocks: captured rows; set when the request is collected.
-        problem: the first problem; empty if there was none.
-        dropped: number of captured vectors that did not fit into the arena.
-        nonfinite: whether one of its rows had a value that is not finite.
-        prompt: token ids of the prompt as it has grown, if the request was scheduled as new more
-            than once: the inputs of a session and the tokens generated between them.
-        turns: length of the prompt each time that it had grown.
-        streamed: position up to which its rows were delivered while it ran.
-        oldest_step: number of a step of the row index before which it has no rows.
-        resets: number of resets of the prefix cache when it began.
-        done: uint16 [positions], state of each position; set when all of its steps are settled.
-    """
+    """One request with a plan."""
 
     id: str
-    uid: str
+    uid: str  # midstream's, the same for all completions of a prompt
     plan: ResolvedPlan
-    slot: int
-    segments: list[Segment]
-    reports: bool = False
-    split: tuple[SplitScore, ...] = ()
-    shared: RankPlan | None = None
-    later: list[PlacedVersion] = field(default_factory=list)
+    slot: int  # row of the arrays of `SlotTable`
+    segments: list[Segment]  # of the plan and of its later versions, ascending, over [0, FOREVER)
+    reports: bool = False  # its scores leave with the output of each step
+    split: tuple[SplitScore, ...] = ()  # columns of which ranks have parts
+    shared: RankPlan | None = None  # None if the plan could not be read or placed
+    later: list[PlacedVersion] = field(default_factory=list)  # versions that came while it ran
     serial: int = 0
-    blocks: list[RowBlock[ArenaRows]] = field(default_factory=list)
+    blocks: list[RowBlock[ArenaRows]] = field(default_factory=list)  # set when collected
     scores: list[RowBlock[Scores]] = field(default_factory=list)
-    problem: str = ""
-    dropped: int = 0
+    problem: str = ""  # the first; empty if there was none
+    dropped: int = 0  # captured vectors that did not fit into the arena
     nonfinite: bool = False
-    prompt: list[int] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
-    streamed: int = 0
-    oldest_step: int = 0
-    resets: int = 0
+    prompt: list[int] = field(default_factory=list)  # as grown, if new more than once
+    turns: list[int] = field(default_factory=list)  # its lengths each time that it had grown
+    streamed: int = 0  # position up to which its rows were delivered while it ran
+    oldest_step: int = 0  # number of a step of the row index before which it has no rows
+    resets: int = 0  # of the prefix cache when it began
     functions: list[FunctionUse] = field(default_factory=list)
-    done: NDArray[np.uint16] = field(default_factory=lambda: _NO_STATES)
+    done: NDArray[np.uint16] = field(default_factory=lambda: _NO_STATES)  # set when settled
 
     def segments_within(self, start: int, stop: int) -> list[Segment]:
         """Return the segments that contain positions of [start, stop)."""
@@ -178,11 +119,7 @@ class RequestState:
         return self.segments[first:last]
 
     def change(self, later: PlacedVersion, segments: Sequence[Segment]) -> Segment:
-        """Let a version of the plan hold from its position on; return the segment there.
-
-        Args:
-            segments: its segments, over [0, FOREVER).
-        """
+        """Let a version with these segments hold from its position on; return the segment there."""
         self.later.append(later)
         if self.shared is not None and self.segments is self.shared.segments:
             self.segments = list(self.segments)
@@ -202,9 +139,7 @@ class RequestState:
         return self.plan.biases
 
     def num_scored(self, start: int, stop: int) -> int:
-        """Return the number of positions of [start, stop) whose scores are returned to the
-        caller.
-        """
+        """Return how many positions of [start, stop) return their scores to the caller."""
         return sum(
             max(0, min(stop, segment.stop) - max(start, segment.start))
             for segment in self.segments_within(start, stop)
@@ -239,12 +174,7 @@ def acquire_segments(
     codecs: CodecTable,
     codec: str = "raw",
 ) -> list[Segment]:
-    """Return the segments of a plan with their programs and groups. Pair with `release_segments`.
-
-    Args:
-        rows: the index of captured rows.
-        codec: text of the codec of captured rows.
-    """
+    """Return a plan's segments with their programs and groups. Pair with `release_segments`."""
     segments: list[Segment] = []
     try:
         for piece in plan:

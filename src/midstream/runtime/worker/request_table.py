@@ -26,11 +26,7 @@ _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
 
 
 class RequestTable:
-    """Owner of the finished requests; adds requests to `SlotTable` and removes them.
-
-    Attributes:
-        resets: number of resets of the prefix cache, if the front end keeps rows.
-    """
+    """Owner of finished requests; `resets` counts resets of the prefix cache if rows are kept."""
 
     def __init__(
         self,
@@ -63,16 +59,7 @@ class RequestTable:
         reports: bool = False,
         split: tuple[SplitScore, ...] = (),
     ) -> None:
-        """Add a request that is about to run, or that runs again after preemption.
-
-        An exception in here fails this request alone: the engine core ends it, and its receipt has
-        the reason.
-
-        Args:
-            computed: number of its tokens that need not be computed.
-            reports: whether its scores leave with the output of each step.
-            split: columns of these of which ranks have parts; see `RequestPayload`.
-        """
+        """Add a request about to run, maybe again; an exception in here fails this one alone."""
         if self._checksum is not None:
             self._checksum.add_request(request_id, uid, plan, computed)
         known = self._slots.get(request_id)
@@ -119,17 +106,13 @@ class RequestTable:
             self.change(early)
 
     def change(self, changes: Iterable[PlanChange]) -> None:
-        """Let requests have other versions of their plans, each from a position on that no step has
-        reached. An exception in here fails the request alone, as in `add`.
-        """
+        """Let requests have other versions of their plans; an exception fails the request alone."""
         self._slots.change(
             [changed for change in changes if (changed := self._change(change)) is not None]
         )
 
     def _change(self, change: PlanChange) -> tuple[int, Segment] | None:
-        """Change a plan; return the slot and the segment that holds there, None: the request was
-        not scheduled yet.
-        """
+        """Return the slot and the segment there; None: the request was not scheduled yet."""
         request = self._slots.get(change.request_id)
         if request is None or request.uid != change.uid or not self._slots.runs(request):
             self._early.setdefault(change.request_id, []).append(change)
@@ -154,12 +137,7 @@ class RequestTable:
         return request.slot, segment
 
     def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
-        """Record the prompt of a known request that is scheduled as new once more: the prompt has
-        grown by another input, or the request was preempted.
-
-        Args:
-            prompt: token ids of the prompt; None if it consists of embeddings.
-        """
+        """Record the prompt of a request that is scheduled as new again (grown, or preempted)."""
         known = self._slots.get(request_id)
         if known is not None and known.uid == uid:
             known.prompt = list(prompt or ())
@@ -187,9 +165,7 @@ class RequestTable:
         self._remove_settled()
 
     def settle(self) -> None:
-        """Verify the steps whose results are on the host, and remove the requests that are settled
-        by that.
-        """
+        """Verify steps whose results are on the host, and remove the requests settled by that."""
         self._recorder.settle()
         self._remove_settled()
 
@@ -203,9 +179,7 @@ class RequestTable:
         return len(self._slots)
 
     def all(self) -> Iterable[RequestState]:
-        """Return every request that is not settled: running ones, and finished ones with steps in
-        flight.
-        """
+        """Return every request that is not settled: running, or finished with steps in flight."""
         return self._slots.all()
 
     def biases_of(self, request_id: str) -> BiasesAt | None:
@@ -233,9 +207,7 @@ class RequestTable:
         self._slots.failures.clear()
 
     def pop_nonfinite(self, request_ids: Iterable[str]) -> set[str]:
-        """Return those of some ended requests that had a value that is not finite, by vLLM's ids;
-        once.
-        """
+        """Return, once, vLLM's ids of those ended requests that had a value that is not finite."""
         known = self._slots.nonfinite
         nonfinite = known.intersection(request_ids) if known else set()
         known -= nonfinite

@@ -1,8 +1,4 @@
-"""Results of requests that wait in the worker until the front end fetches them.
-
-See `protocol.results` for the layout of the data. If the front end maps the arena, large results
-stay in it under one lease.
-"""
+"""Results of requests that wait in the worker, laid out as in `protocol.results`."""
 
 from __future__ import annotations
 
@@ -13,16 +9,8 @@ from torch import uint8
 
 from midstream.codecs import RowEncoding
 from midstream.errors import FetchError
+from midstream.runtime.protocol import results as protocol
 from midstream.runtime.protocol.record_layout import PatternHeader
-from midstream.runtime.protocol.results import (
-    FunctionCount,
-    Lease,
-    LeasedSegment,
-    RequestHeader,
-    ResultHeader,
-    RowsHeader,
-    ScoresHeader,
-)
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_block import RowBlock
 from midstream.runtime.worker.row_index import ArenaRows
@@ -55,18 +43,10 @@ class ResultBuffer:
         mapped: bool,
         resets: int = 0,
         front_end: int = 0,
-    ) -> list[ResultHeader]:
-        """Store the results of requests under names and return a header of each.
-
-        Args:
-            results: by name of the data for `inline`, `read` and `release`, the requests with their
-                rows, which are copied or leased here.
-            mapped: whether the front end maps the arena.
-            resets: number of resets of the prefix cache by now.
-            front_end: number of the front end, which leases what it maps.
-        """
+    ) -> list[protocol.ResultHeader]:
+        """Store requests' results under names; return their headers. Rows are copied, or leased."""
         placer = _Placer()
-        leases: dict[tuple[int, ...], Lease] = {}
+        leases: dict[tuple[int, ...], protocol.Lease] = {}
         headers = []
         for name, requests in results.items():
             parts: list[bytes | memoryview] = []
@@ -77,7 +57,7 @@ class ResultBuffer:
                 for index, request in enumerate(requests)
             ]
             data = self._data[name] = b"".join(parts)
-            headers.append(ResultHeader(name, entries, len(data), lease, resets))
+            headers.append(protocol.ResultHeader(name, entries, len(data), lease, resets))
         return headers
 
     def _entry(
@@ -86,13 +66,8 @@ class ResultBuffer:
         placed: list[Placed],
         parts: list[bytes | memoryview],
         reads: _Placer | None,
-    ) -> RequestHeader:
-        """Return the header of a request, and add its data to `parts`.
-
-        Args:
-            placed: places of the rows of each of its blocks.
-            reads: reads the rows; None: the front end reads them where they are.
-        """
+    ) -> protocol.RequestHeader:
+        """Return a request's header, and add its data to `parts`; rows stay if `reads` is None."""
         parts.append(request.done.tobytes())
         blocks = []
         for index, block in enumerate(request.blocks):
@@ -104,13 +79,13 @@ class ResultBuffer:
                 parts += reads.rows(block, places, nbytes)
             encoding = self._encoding(block.codec)
             spec, patterns = encoding.codec.spec, _patterns(encoding, request)
-            blocks.append(RowsHeader(block.taps, spec, block.spans, nbytes, patterns))
+            blocks.append(protocol.RowsHeader(block.taps, spec, block.spans, nbytes, patterns))
         scores = []
         for read in request.scores:
             values = read.values[:, 0, : request.plan.slots].contiguous()
             parts.append(values.view(uint8).numpy().tobytes())
-            scores.append(ScoresHeader(read.spans, len(parts[-1])))
-        return RequestHeader(
+            scores.append(protocol.ScoresHeader(read.spans, len(parts[-1])))
+        return protocol.RequestHeader(
             id=request.id,
             problem=request.problem,
             dropped=request.dropped,
@@ -121,16 +96,14 @@ class ResultBuffer:
             scores=scores,
             resets=request.resets,
             functions=[
-                FunctionCount(function.index, function.calls, function.rows)
+                protocol.FunctionCount(function.index, function.calls, function.rows)
                 for function in request.functions
             ],
             versions=[(version.number, version.position) for version in request.later],
         )
 
     def inline(self, names: list[str], front_end: int = 0) -> list[bytes | None]:
-        """Remove and return the data that is small enough to be sent with its header; None for
-        data that must be read before the next call of the same front end.
-        """
+        """Remove and return data that is sent with its header; None: the front end must read it."""
         data: list[bytes | None] = []
         total = 0
         inlined = self._inlined[front_end] = set()
@@ -145,11 +118,9 @@ class ResultBuffer:
         return data
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes of data from `offset` on; no bytes if the data was sent with
-        its header. A read is sent to all workers, even if the data of only one was too large.
-        """
+        """Return up to `size` bytes of data from `offset` on; none if sent with its header."""
         is_sent = any(name in names for names in self._inlined.values())
-        data = b"" if is_sent else self._data.get(name)
+        data = b"" if is_sent else self._data.get(name)  # a read is sent to all workers
         if data is None:
             raise FetchError(f"the worker has no data for {name}")
         return data[offset : offset + size]
@@ -164,17 +135,9 @@ class ResultBuffer:
         self,
         placed: list[list[Placed]],
         front_end: int,
-        leases: dict[tuple[int, ...], Lease],
-    ) -> Lease | None:
-        """Lease the segments of rows, and return the lease; None if the rows must be copied: they
-        are few, or the arena permits no more leases. Rows in the same segments have one lease, as a
-        lease keeps whole segments.
-
-        Args:
-            placed: places of the rows of each block of each request.
-            front_end: number of the front end.
-            leases: those of the same answer, by segments.
-        """
+        leases: dict[tuple[int, ...], protocol.Lease],
+    ) -> protocol.Lease | None:
+        """Lease the segments of rows; None if these must be copied: few, or no lease is left."""
         blocks = [block for mine in placed for block in mine]
         if sum([nbytes for _, nbytes in blocks]) < LEASED_BYTES:
             return None
@@ -186,17 +149,16 @@ class ResultBuffer:
                 return None
             self._arena.use(segments)
             known = self._arena.describe(segments, front_end)
-            lease = Lease(
-                number, [LeasedSegment(segment, *place) for segment, place in known.items()]
+            lease = protocol.Lease(
+                number,
+                [protocol.LeasedSegment(segment, *place) for segment, place in known.items()],
             )
             leases[segments] = lease
         return lease
 
 
 class _Placer:
-    """Finds and reads rows in the arena, which are on the host as soon as they are found: a reader
-    that maps them cannot wait for them.
-    """
+    """Finds and reads rows in the arena, once they are on the host: who maps them cannot wait."""
 
     def __init__(self) -> None:
         self._awaited: Shipment | None = None

@@ -20,20 +20,13 @@ class RowSource(Protocol):
 
     def free(self) -> None:
         """Release the rows, as the index has no entry for them any more. Called once."""
-        ...
 
 
 R = TypeVar("R", bound=RowSource)
 
 
 class RecordRun(NamedTuple):
-    """Records that are contiguous in their source, at consecutive positions.
-
-    Attributes:
-        length: number of records.
-        source: index of their source.
-        first: row of the source at which the first record begins.
-    """
+    """Records contiguous in their source, from its row `first` on, at consecutive positions."""
 
     position: int
     length: int
@@ -43,20 +36,13 @@ class RecordRun(NamedTuple):
 
 @dataclass(slots=True)  # not frozen, as frozen instances take longer to make, for each request
 class RowBlock(Generic[R]):
-    """One request's rows of one kind of record, which are not copied.
+    """One request's rows of one kind of record, which are not copied."""
 
-    Attributes:
-        taps: the taps in each record, in order, as indices on this rank.
-        codec: number of the rows' encoding.
-        rows: rows of a record in its source; see `RowEncoding` for what a row is.
-        runs: the records. Positions ascend, and no two records have the same.
-    """
-
-    taps: tuple[int, ...]
-    codec: int
-    rows: int
+    taps: tuple[int, ...]  # of each record, in order, as indices on this rank
+    codec: int  # number of the rows' encoding
+    rows: int  # of a record in its source; see `RowEncoding` for what a row is
     sources: list[R]
-    runs: list[RecordRun]
+    runs: list[RecordRun]  # positions ascend, and no two records have the same
 
     @property
     def size(self) -> int:

@@ -1,8 +1,5 @@
-"""Index of captured rows: which rows of which request are in which step's results.
-
-The runs of all steps are columns of one table. A step appends its own, and rows are sorted by
-request when they are taken, for many requests at once. So neither has a Python loop over rows,
-requests or layers, and only a short one over the steps of what is taken.
+"""Index of captured rows: runs of all steps are columns of one table, sorted by request when rows
+are taken, without a Python loop over rows, requests or layers.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ _Kind = tuple[tuple[int, ...], int, int]  # taps, number of the encoding, rows o
 _SERIAL, _POSITION, _LENGTH, _STEP, _FIRST, _KIND = range(6)
 _GONE = -1  # serial number of a run that was taken
 _COLUMNS = 1024  # of a table without runs
-# Fewer serial numbers are compared with the table one by one.
-_FEW = 8
+_FEW = 8  # fewer serial numbers are compared with the table one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +59,7 @@ class ArenaRows:
 
 @dataclass(frozen=True, slots=True)
 class PendingPositions:
-    """Positions of some rows of a step that are being copied from the device.
-
-    Attributes:
-        copy: copy of the position of each row of the step.
-    """
+    """Positions of some rows of a step; `copy` brings those of all its rows from the device."""
 
     copy: Copy
     row: Ints
@@ -87,20 +79,10 @@ class _Step(Generic[R]):
 
 
 class _Runs(NamedTuple, Generic[R]):
-    """Some columns of the table with known positions, and the sources of their steps.
-
-    Attributes:
-        table: the columns, with indices of `sources` in place of steps.
-    """
+    """Columns of the table with known positions, whose steps are indices of `sources`."""
 
     table: Ints
     sources: list[R]
-
-    def of_kind(self, kind: int) -> Ints:
-        """Return serial, position, length, source and first of each run of a kind, in order."""
-        table = self.table[:_KIND]
-        mine = self.table[_KIND] == kind
-        return table if mine.all() else table[:, mine]
 
 
 class CapturedRowIndex(Generic[R]):
@@ -119,13 +101,7 @@ class CapturedRowIndex(Generic[R]):
         self._next_step = 0
 
     def kind(self, taps: tuple[int, ...], codec: int = 0, rows: int | None = None) -> int:
-        """Return the number of a kind of record.
-
-        Args:
-            taps: its taps, in order.
-            codec: number of its encoding.
-            rows: its number of rows; None: one for each tap.
-        """
+        """Return the number of a kind of record; `rows` is None for one row for each tap."""
         key = (taps, codec, len(taps) if rows is None else rows)
         if key not in self._kinds:
             self._keys.append(key)
@@ -144,15 +120,7 @@ class CapturedRowIndex(Generic[R]):
         first: Ints,
         kind: Ints,
     ) -> None:
-        """Add the runs of captured rows of a step.
-
-        Args:
-            serial: int64 [runs], serial number of each run's request.
-            position: int64 [runs], position of each run's first record.
-            length: int64 [runs], number of records of each run.
-            first: int64 [runs], row of `source` at which each run's first record begins.
-            kind: int64 [runs], kind of each run's records.
-        """
+        """Add a step's runs: int64 [runs], `first` the row of `source` where each one begins."""
         if not serial.size:
             return
         table, copy = self._add(serial.size), None
@@ -187,14 +155,7 @@ class CapturedRowIndex(Generic[R]):
         return self._next_step
 
     def take(self, serials: list[int]) -> dict[int, list[RowBlock[R]]]:
-        """Remove all rows of some requests and return them; they stay valid until `free_taken`.
-
-        A position that was computed twice, for example for a draft token that was rejected, is
-        returned once, with its latest row.
-
-        Returns:
-            The blocks of each request, by serial number.
-        """
+        """Remove requests' rows, the latest of each position; valid until `free_taken`."""
         columns = self._columns(np.array(sorted(serials), np.int64))
         if not columns.size:  # as with edits alone, while others capture
             return {serial: [] for serial in serials}
@@ -205,16 +166,7 @@ class CapturedRowIndex(Generic[R]):
     def take_until(
         self, stops: Mapping[int, int], oldest: int
     ) -> tuple[dict[int, list[RowBlock[R]]], int]:
-        """Remove the rows of some requests before a position and return them, as `take` does.
-
-        Args:
-            stops: the position, by serial number of the request.
-            oldest: number of a step before which these requests have no rows.
-
-        Returns:
-            The blocks of each request, by serial number; and the number of a step before which
-            these requests have no rows left.
-        """
+        """Remove rows before positions, searched from a step on; return them and a later step."""
         serials = np.array(sorted(stops), np.int64)
         bounds = np.array([stops[serial] for serial in serials.tolist()], np.int64)
         widths = np.array([rows for _, _, rows in self._keys], np.int64)
@@ -244,12 +196,8 @@ class CapturedRowIndex(Generic[R]):
     def read(
         self, taps: tuple[int, ...], spans: Mapping[int, tuple[int, int]], count: int
     ) -> dict[int, RowBlock[R]]:
-        """Return raw rows of some requests, which stay in the index. Blocks for those rows only.
-
-        Args:
-            spans: [start, stop) of the positions, by serial number of the request.
-            count: number of rows to expect over all requests; older steps are searched only until
-                that many are found.
+        """Return raw rows of requests at positions [start, stop), by serial number; they stay.
+        Older steps are searched until `count` rows are found in all.
         """
         key = (taps, 0, len(taps))
         kind = self._kinds.get(key)
@@ -274,8 +222,6 @@ class CapturedRowIndex(Generic[R]):
             # A position that was computed twice is in two steps and counts once.
             if not begin or sum(block.size for block in blocks.values()) >= count:
                 return blocks
-
-    # -- the table -------------------------------------------------------------------------------
 
     def _columns(self, serials: Ints, begin: int = 0) -> Ints:
         """Return the columns with the runs of some requests, from a column on."""
@@ -319,8 +265,6 @@ class CapturedRowIndex(Generic[R]):
         if not self._steps:
             self._end = 0
 
-    # -- blocks ----------------------------------------------------------------------------------
-
     def _blocks(self, runs: _Runs[R], serials: list[int]) -> dict[int, list[RowBlock[R]]]:
         blocks: dict[int, list[RowBlock[R]]] = {serial: [] for serial in serials}
         if len(runs.sources) == 1 and self._add_single(runs, blocks):
@@ -331,14 +275,11 @@ class CapturedRowIndex(Generic[R]):
         return blocks
 
     def _add_single(self, runs: _Runs[R], blocks: dict[int, list[RowBlock[R]]]) -> bool:
-        """Add the blocks of one step, as of requests that ended with their prompts, without the
-        sorting of several steps; return whether that was possible: each request has one run there.
-        """
-        serials, positions, lengths, _, firsts, kinds = runs.table.tolist()
+        """Add blocks of one step without sorting, if each request has one run there."""
+        serials = runs.table[_SERIAL].tolist()
         if len(set(serials)) < len(serials):
             return False
-        for serial, kind, *run in zip(serials, kinds, positions, lengths, firsts, strict=True):
-            position, length, first = run
+        for serial, position, length, _, first, kind in runs.table.T.tolist():
             taps, codec, rows = self._keys[kind]
             record_runs = [RecordRun(position, length, 0, first)]
             blocks[serial].append(RowBlock(taps, codec, rows, runs.sources, record_runs))
@@ -356,9 +297,10 @@ def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
 def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, RowBlock[R]]]:
     """Return the blocks of one kind, each with the serial number of its request."""
     taps, codec, rows = key
-    table = runs.of_kind(kind)
-    if not table.size:
+    mine = runs.table[_KIND] == kind
+    if not mine.any():
         return []
+    table = runs.table[:_KIND] if mine.all() else runs.table[:_KIND, mine]
     blocks: list[tuple[int, RowBlock[R]]] = []
     last = -1
     for serial, *run in _in_order(table, rows).T.tolist():
@@ -370,12 +312,7 @@ def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, Ro
 
 
 def _in_order(table: Ints, rows: int) -> Ints:
-    """Return runs by request and position, of records at the same position only the latest.
-
-    Args:
-        table: int64 [5, runs]: serial, position, length, source and first of each run, in the order
-            in which they were recorded.
-    """
+    """Return runs [5, runs] by request and position, of records at one position only the latest."""
     ordered = table[:, np.lexsort((table[3], table[1], table[0]))]
     serial, position, length, source, first = ordered
     follows = (serial[1:] == serial[:-1]) & (position[1:] <= (position + length)[:-1])
@@ -393,9 +330,7 @@ def _in_order(table: Ints, rows: int) -> Ints:
 
 
 def _latest(table: Ints, rows: int) -> Ints:
-    """Return runs of one record each, in order: of the records at one position of a request only
-    the latest; see `_in_order`.
-    """
+    """Return runs of one record each, in order, at each position of a request only the latest."""
     length = table[2]
     within = within_runs(length)
     serial, position, _, source, first = np.repeat(table, length, axis=1)

@@ -29,29 +29,16 @@ from midstream.runtime.worker.taps.local_calls import LocalCalls
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """Settings of the steps of one worker.
-
-    Attributes:
-        only_armed: whether every forward pass that fires the taps is a step with a plan, as where
-            all other steps run vLLM's own model.
-        calls_functions: whether edits may be functions of this process.
-    """
+    """Settings of the steps of one worker."""
 
     max_model_len: int
     on_nonfinite: str = "raise"
-    only_armed: bool = False
-    calls_functions: bool = False
+    only_armed: bool = False  # every forward pass that fires taps is a step with a plan
+    calls_functions: bool = False  # edits may be functions of this process
 
 
 class WorkerSession:
-    """Plans and arms each step before its forward pass, and records what it captured afterwards.
-
-    All device work is queued on the current stream. So "before" and "after" hold on the device
-    even if the host runs ahead.
-
-    Attributes:
-        bias: adds biases to logits; None where these are not tapped on this rank.
-    """
+    """Plans and arms each step before its forward pass, and records what it captured afterwards."""
 
     def __init__(
         self,
@@ -61,10 +48,6 @@ class WorkerSession:
         patterns: PatternReader | None = None,
         reductions: Reductions | None = None,
     ) -> None:
-        """Args:
-        patterns: makes rows of attention and logits; None: no request asks for any.
-        reductions: what requests reduce rows to; None: there is no room for any.
-        """
         buffers, taps, share = memory.buffers, memory.taps, links.share
         if reductions is None:
             reductions = Reductions(0, 1, buffers.ring.device)
@@ -113,11 +96,7 @@ class WorkerSession:
         return self._codecs.encoding(number)
 
     def before_forward(self, batch: StepBatch) -> bool:
-        """Plan and arm the step whose forward pass is queued next.
-
-        Returns:
-            Whether a row has a program, so that the step must run the tapped model.
-        """
+        """Plan and arm the next step; return whether it must run the tapped model."""
         recorder = self._recorder
         began = time.perf_counter_ns()
         plan = self._planner.plan(batch)
@@ -138,9 +117,7 @@ class WorkerSession:
         return plan is not None
 
     def after_forward(self) -> None:
-        """Record the step whose forward pass was queued, and settle steps whose results are on the
-        host.
-        """
+        """Record the step whose forward pass was queued, and settle those that are on the host."""
         if self._local is not None:
             self._local.finish()
         if self._recorder.prepared is not None:

@@ -1,9 +1,4 @@
-"""Scores of which tensor-parallel ranks have parts, added up before they leave with a step.
-
-Scores that only return to the caller are added up by the front end. A probe that acts, and a
-controller, need them in the engine core, which has the first rank's: for their requests the ranks
-add up after the forward pass, outside of its graphs. No other request pays for it.
-"""
+"""Scores of which tensor-parallel ranks have parts, added up before they leave with a step."""
 
 from __future__ import annotations
 
@@ -21,22 +16,12 @@ class SplitScores:
     """The parts of scores of one rank."""
 
     def __init__(self, rank: int, ranks: int, add_up: SumOverRanks) -> None:
-        """Args:
-        rank: index of this rank in its tensor-parallel group.
-        ranks: number of ranks.
-        """
         self._rank = rank
         self._ranks = ranks
         self._add_up = add_up
 
     def join(self, prepared: PreparedStep, slots: SlotTable, scores: Tensor) -> None:
-        """Add up the parts of reported scores: the first rank has the sums then, and the others 0,
-        so that the front end, which adds up all parts, gets the same.
-
-        Args:
-            prepared: the step, whose forward pass is queued; the same on all ranks.
-            scores: float32 [tokens, slots], the buffer of the device.
-        """
+        """Add up parts of reported scores, [tokens, slots]: the first rank's are sums, others 0."""
         cells, is_mine = self._cells(prepared, slots, scores.shape[1])
         if not cells.size:
             return
@@ -51,19 +36,12 @@ class SplitScores:
     def _cells(
         self, prepared: PreparedStep, slots: SlotTable, width: int
     ) -> tuple[Ints, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-        """Return the numbers of split scores in the flat buffer, and whether this rank is the one
-        that counts for its part of each.
-        """
+        """Return split scores' places in the flat buffer, and which this rank counts for."""
         runs = prepared.plan.runs
         chosen = np.flatnonzero((runs.scored > 0) & slots.reports[runs.slot])
         cells = [np.zeros(0, np.int64)]
         is_mine = [np.zeros(0, np.bool_)]
-        for slot, row, length in zip(
-            runs.slot[chosen].tolist(),
-            runs.row[chosen].tolist(),
-            runs.length[chosen].tolist(),
-            strict=True,
-        ):
+        for slot, row, length in np.array((runs.slot, runs.row, runs.length))[:, chosen].T.tolist():
             request = slots.by_slot(slot)
             for column, parts in () if request is None else request.split:
                 cells.append(np.arange(row, row + length) * width + column)

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.runtime.protocol.step_scores import StepScores
+from midstream.runtime.protocol.step_scores import ScoresOfStep, StepScores, scores_of_runs
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.readouts.logits import StepLogits
 from midstream.runtime.worker.readouts.step_patterns import StepPatterns
 from midstream.runtime.worker.request_state import RequestState
-from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
-from midstream.runtime.worker.split_scores import SplitScores
-from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
-from midstream.runtime.worker.step.in_flight import (
-    ExpectedCounts,
-    InFlightStep,
-    PreparedStep,
-    bounds,
-    positions_of,
+from midstream.runtime.worker.row_index import (
+    ArenaRows,
+    CapturedRowIndex,
+    PendingPositions,
+    Scores,
 )
-from midstream.runtime.worker.step.reported_scores import reported_scores
+from midstream.runtime.worker.split_scores import SplitScores
+from midstream.runtime.worker.step import in_flight
+from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
@@ -39,38 +37,18 @@ from midstream.transport.base import Copy, Parcel, Shipment, Transport
 
 @dataclass(slots=True)
 class StepCounts:
-    """Totals over the steps since the worker started; a few additions for each step.
+    """Totals over the steps since the worker started; a few additions for each step."""
 
-    Attributes:
-        steps: number of forward passes.
-        active: number of these in which some token had a program.
-        planner_ns: nanoseconds spent on planning.
-        ring_last: units of the staging ring that the last active step filled; see `Buffers.units`.
-        ring_most: most units that an active step has filled.
-    """
-
-    steps: int = 0
-    active: int = 0
+    steps: int = 0  # forward passes
+    active: int = 0  # those in which some token had a program
     planner_ns: int = 0
-    ring_last: int = 0
-    ring_most: int = 0
-
-    def add_active(self, units: int) -> None:
-        """Count an active step that fills `units` units of the ring."""
-        self.active += 1
-        self.ring_last = units
-        self.ring_most = max(self.ring_most, units)
+    ring_last: int = 0  # units of the ring that the last active step filled; see `Buffers.units`
+    ring_most: int = 0  # most units that an active step has filled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankMemory:
-    """What a row passes on its way from a tap to the front end.
-
-    Attributes:
-        taps: the rank's taps and their indices.
-        transport: owner of `buffers.ring`.
-        arena: memory that the transport copies rows to.
-    """
+    """What a row passes on its way from one of the taps (with their indices) to the arena."""
 
     buffers: Buffers
     taps: dict[Tap, int]
@@ -79,17 +57,9 @@ class RankMemory:
 
 
 class StepRecorder:
-    """Owner of the armed tokens, the steps in flight, and the index of captured rows.
-
-    Where the rows of a step do not fit into the arena together, each request's rows are stored by
-    themselves, those of the oldest request first. Of a request whose rows do not fit then, no later
-    rows are stored either.
-
-    Attributes:
-        rows: index of captured rows.
-        scores: index of probe scores; a record is one row with a column for each score.
-        prepared: the step whose forward pass is queued next; None if it has no program.
-        reported: scores that leave with the last step's output; None: there are none, or they left.
+    """Owner of the armed tokens, the steps in flight, and the index of captured rows. If the arena
+    lacks room for a step, its requests are stored alone, oldest first; of one without room, no
+    later rows are.
     """
 
     def __init__(
@@ -101,15 +71,13 @@ class StepRecorder:
         patterns: StepPatterns,
         split_scores: SplitScores | None,
     ) -> None:
-        """Args:
-        patterns: makes rows of attention, logits and sums.
-        split_scores: adds up parts of reported scores; None: there are none.
-        """
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
-        self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()
-        self.prepared: PreparedStep | None = None
-        self.reported: StepScores | None = None
+        self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()  # one row each, a column a score
+        self.prepared: in_flight.PreparedStep | None = (
+            None  # that is queued next; None: it has no program
+        )
+        self.reported: StepScores | None = None  # that leave with the last step's output
         self._buffers = memory.buffers
         self._transport = memory.transport
         self._arena = memory.arena
@@ -121,22 +89,24 @@ class StepRecorder:
         self._armed = ArmedBuffers(memory.buffers, gate_states.only_armed)
         self._gate_states = gate_states
         self._split_scores = split_scores
-        self._expected: ExpectedCounts | None = None
+        self._expected: in_flight.ExpectedCounts | None = None
         self._no_scores = memory.buffers.scores[:0]
-        self._in_flight: deque[InFlightStep] = deque()
-
-    # -- arming -----------------------------------------------------------------------------
+        self._in_flight: deque[in_flight.InFlightStep] = deque()
 
     def arm(self, plan: StepPlan, batch: StepBatch) -> None:
         """Set the buffers for the step that is queued next."""
-        self.counts.add_active(plan.num_units)
+        self.counts.active += 1
+        self.counts.ring_last = plan.num_units
+        self.counts.ring_most = max(self.counts.ring_most, plan.num_units)
         first = self._transport.reserve(plan.num_units)
         self._armed.arm(plan.tokens, first)
         self._gate_states.arm(plan.runs)
         if plan.by_id:
             ids = batch.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
-        self.prepared = PreparedStep(plan, first, self._copy_positions(plan, batch), batch)
+        self.prepared = in_flight.PreparedStep(
+            plan, first, self._copy_positions(plan, batch), batch
+        )
 
     def disarm(self) -> None:
         """Disarm the buffers for a forward pass without a program."""
@@ -152,12 +122,8 @@ class StepRecorder:
             column.copy_(positions)
         return self._transport.copy(positions)
 
-    # -- recording --------------------------------------------------------------------------
-
     def record(self) -> None:
-        """Start to copy the results of the prepared step, whose forward pass is queued, and add
-        its rows and scores to the indexes.
-        """
+        """Start to copy results of the queued step, and add its rows and scores to the indexes."""
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
         self._gate_states.disarm()
@@ -180,7 +146,7 @@ class StepRecorder:
         shipment = self._ship(prepared, batches, tally, scores, logits)
         if plan.num_units:
             self._armed.close_ring()
-        self._in_flight.append(InFlightStep(self.counts.steps, prepared, shipment))
+        self._in_flight.append(in_flight.InFlightStep(self.counts.steps, prepared, shipment))
         self._slots.last_step[plan.runs.slot] = self.counts.steps
         for batch in self._record_rows(prepared, batches, shipment):
             alone = batch.alone()
@@ -196,7 +162,7 @@ class StepRecorder:
 
     def _ship(
         self,
-        prepared: PreparedStep,
+        prepared: in_flight.PreparedStep,
         batches: Sequence[CodecBatch],
         tally: Tensor,
         scores: Tensor,
@@ -210,7 +176,7 @@ class StepRecorder:
         return self._transport.ship(parcels, tally, scores)
 
     def _record_rows(
-        self, prepared: PreparedStep, batches: Sequence[CodecBatch], shipment: Shipment
+        self, prepared: in_flight.PreparedStep, batches: Sequence[CodecBatch], shipment: Shipment
     ) -> list[CodecBatch]:
         """Add the rows of a shipment to the index; return those that did not fit."""
         missing = []
@@ -221,26 +187,24 @@ class StepRecorder:
             self.rows.record(
                 ArenaRows(shipment, extent, self._row_bytes(batch.codec), self._arena),
                 batch.serial,
-                positions_of(prepared, batch.runs),
+                in_flight.positions_of(prepared, batch.runs),
                 batch.length,
                 batch.record // self._codecs.encoding(batch.codec).units,
                 batch.kind,
             )
         return missing
 
-    def _record_scores(self, prepared: PreparedStep, shipment: Shipment) -> None:
+    def _record_scores(self, prepared: in_flight.PreparedStep, shipment: Shipment) -> None:
         runs = prepared.plan.runs
         scored = runs.scored > 0
         self.scores.record(
             Scores(shipment),
             self._slots.serials(runs.slot[scored]),
-            positions_of(prepared, scored),
+            in_flight.positions_of(prepared, scored),
             runs.length[scored],
             runs.row[scored],
             np.full(int(scored.sum()), self._score_kind),
         )
-
-    # -- settling ---------------------------------------------------------------------------
 
     @property
     def settled(self) -> int:
@@ -253,9 +217,7 @@ class StepRecorder:
             self._settle_oldest()
 
     def settle_until(self, number: int) -> None:
-        """Verify all steps up to a number, whose results are waited for, and then those whose
-        results are on the host.
-        """
+        """Verify all steps up to a number, waiting for these, and others that are on the host."""
         while self._in_flight and self._in_flight[0].number <= number:
             self._settle_oldest()
         self.settle()
@@ -270,15 +232,15 @@ class StepRecorder:
         self._verify(step)
         step.shipment.free_tally()
 
-    def _verify(self, step: InFlightStep) -> None:
+    def _verify(self, step: in_flight.InFlightStep) -> None:
         """Compare what the device counted for each token with the plan."""
         plan = step.prepared.plan
         if step.prepared.positions is not None:
             positions = step.prepared.positions.values().numpy()[plan.active]
-            plan = replace(plan, positions=positions.astype(np.int64))
+            plan = plan._replace(positions=positions.astype(np.int64))
         expected = self._expected
         if expected is None or expected.tokens is not plan.tokens:
-            expected = self._expected = ExpectedCounts(plan, self._signature.signature)
+            expected = self._expected = in_flight.ExpectedCounts(plan, self._signature.signature)
         tally = step.shipment.tally().numpy()[plan.active]
         if tally.tobytes() == expected.tally:
             self._slots.states.set(plan, expected.states)
@@ -299,7 +261,7 @@ class StepRecorder:
             self._slots.fail(
                 request,
                 int(plan.positions[row]),
-                f"position {plan.positions[row]}: expected {bounds(plan, row)} edits and "
+                f"position {plan.positions[row]}: expected {in_flight.bounds(plan, row)} edits and "
                 f"{plan.captures[row]} captured vectors, the device counted {edits[row]} and "
                 f"{captures}; {self._signature.diagnose(signature)}",
             )
@@ -308,3 +270,25 @@ class StepRecorder:
         """Check that no step is prepared and that the device has the armed tokens."""
         assert self.prepared is None
         self._armed.check_integrity()
+
+
+def reported_scores(
+    prepared: in_flight.PreparedStep, shipment: Shipment, slots: SlotTable
+) -> StepScores | None:
+    """Return the scores that requests of a queued step report; None: there are none."""
+    if not slots.num_reporting:
+        return None
+    runs = prepared.plan.runs
+    chosen = (runs.scored > 0) & slots.reports[runs.slot]
+    if not chosen.any():
+        return None
+    ids = slots.ids_of(runs.slot[chosen])
+    row, length = runs.row[chosen], runs.length[chosen]
+    position = in_flight.positions_of(prepared, chosen)
+
+    def read() -> ScoresOfStep:
+        values = shipment.scores().numpy()
+        known = position.values() if isinstance(position, PendingPositions) else position
+        return scores_of_runs(ids, known.tolist(), row.tolist(), length.tolist(), values)
+
+    return StepScores(read)

@@ -14,7 +14,7 @@ from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys, key
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.failures import Failure, failures_of
 from midstream.runtime.protocol.request_payload import RequestPayload
-from midstream.runtime.worker.model_runner.step_output import attach
+from midstream.runtime.worker.model_runner.hooks import attach_results
 
 TAP = ("resid_post", 0)
 BLOCK = 4
@@ -191,14 +191,14 @@ def test_failures_leave_with_any_output_that_reaches_the_scheduler():
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
     failed = {"r": Failure(3, "why")}
-    told = attach(EMPTY_MODEL_RUNNER_OUTPUT, failed)
+    told = attach_results(EMPTY_MODEL_RUNNER_OUTPUT, failed)
     assert failures_of(told) == failed
     # vLLM's one empty output is shared.
     assert failures_of(EMPTY_MODEL_RUNNER_OUTPUT) == {}
     for name in ("model_runner_output", "_model_runner_output"):
-        inner = attach(EMPTY_MODEL_RUNNER_OUTPUT, {"s": Failure(0, "")})
+        inner = attach_results(EMPTY_MODEL_RUNNER_OUTPUT, {"s": Failure(0, "")})
         late = SimpleNamespace(**{name: inner})
-        assert attach(late, failed) is late
+        assert attach_results(late, failed) is late
         assert failures_of(inner) == failed
-    assert attach(None, failed) is None
-    assert attach(SimpleNamespace(), failed) is None
+    assert attach_results(None, failed) is None
+    assert attach_results(SimpleNamespace(), failed) is None

@@ -7,16 +7,18 @@ from torch import nn
 
 from midstream.errors import UnsupportedError
 from midstream.runtime.models import decoder as decoder_module
-from midstream.runtime.models.convention import Lack, Output, pair, single
-from midstream.runtime.models.decoder import all_lacks, find_decoder
-from midstream.runtime.models.registry import (
-    CONVENTIONS,
-    LAYER_LISTS,
+from midstream.runtime.models.convention import (
     Choice,
+    Lack,
     LayerConvention,
+    Output,
     Refusal,
     Returns,
+    pair,
+    single,
 )
+from midstream.runtime.models.decoder import all_lacks, find_decoder
+from midstream.runtime.models.registry import CONVENTIONS, LAYER_LISTS
 from midstream.runtime.models.trunk_ends import NoEnd
 from midstream.sites import OUTER
 

@@ -21,7 +21,6 @@ from midstream.runtime.models.inner_sites import (
     Found,
     InnerPlace,
     find_inner_sites,
-    head_dim,
 )
 
 # ------------------------------------------------------------------------- the rules
@@ -195,7 +194,9 @@ def test_a_plain_layer_has_all_but_a_router() -> None:
 def test_heads_have_the_width_of_one() -> None:
     found = find_inner_sites(Layer())
     widths = {
-        site: head_dim(place) for site, place in found.items() if isinstance(place, InnerPlace)
+        site: place.width // place.heads if place.heads else None
+        for site, place in found.items()
+        if isinstance(place, InnerPlace)
     }
     by_head = dict.fromkeys(("q", "k", "v", "rot_q", "rot_k", "z"), 8)
     assert widths == {**by_head, **dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_act"))}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from midstream.runtime.models.registry import LayerConvention, Returns
+from midstream.runtime.models.convention import LayerConvention, Returns
 from midstream.runtime.models.trunk_ends import NoEnd, find_end
 
 KNOWN = LayerConvention(Returns.SINGLE, mid="norm")

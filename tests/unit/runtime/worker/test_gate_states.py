@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from support.fake_steps import ROOM, TAPS, make_buffers
@@ -82,7 +80,7 @@ def test_a_step_with_the_same_rows_sends_nothing(sent):
     states.arm(runs)
     for nth in range(3):
         states.disarm()
-        states.arm(replace(runs, position=runs.position + nth))
+        states.arm(runs._replace(position=runs.position + nth))
         states.arm(runs_of((0, 0, 1), (1, 1, 1)))
     assert len(sent) == 1
     assert rows_of(buffers) == [[0, 1], [1, 1], [0, 0]]

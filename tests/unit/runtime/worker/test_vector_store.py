@@ -13,7 +13,7 @@ from midstream.errors import SpecError
 from midstream.plan import Vector
 from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.protocol.vector_update import VectorUpdate
-from midstream.runtime.worker.vector_store import VectorStore
+from midstream.runtime.worker.plan_table import VectorStore
 
 
 def test_drops_come_before_additions_and_unknown_drops_are_nothing():

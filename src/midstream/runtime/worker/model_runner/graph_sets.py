@@ -12,9 +12,6 @@ class GraphSets:
     """The graphs that one of vLLM's graph managers has captured, by model."""
 
     def __init__(self, runner: Any, manager: Any) -> None:
-        """Args:
-        runner: vLLM's model runner; its `model` is the one that a capture captures.
-        """
         self._runner = runner
         self._manager = manager
         self._original: Callable[..., Any] = manager.capture
@@ -27,12 +24,7 @@ class GraphSets:
             self._manager.graphs, self._manager.breakable_cg_runner = self._sets[tapped]
 
     def capture(self, models: Sequence[bool], select: Callable[[bool], None]) -> None:
-        """Capture the graphs of some models, with the arguments of the manager's last capture.
-
-        Args:
-            models: whether each model is the tapped one.
-            select: makes the runner run one of the models.
-        """
+        """Capture some models' graphs, as the manager's last capture did; `select` chooses one."""
         assert self._again is not None
         manager = self._manager
         # vLLM extrapolates from the memory of the first graphs: of each, that of all models.
@@ -64,14 +56,8 @@ Capture = Callable[[Sequence[bool], Callable[[bool], None]], None]
 
 
 def capture_every_model(runner: Any, run: Callable[[Capture], None]) -> None:
-    """Wrap a runner's `capture_model`, so that its manager captures the graphs of several models.
-
-    vLLM makes a manager of its own for measuring graphs before it allocates the KV cache, so each
-    manager is wrapped once the runner captures with it.
-
-    Args:
-        runner: vLLM's V2 model runner.
-        run: calls `GraphSets.capture`.
+    """Wrap a runner's `capture_model`, so that `run` captures several models' graphs. vLLM measures
+    graphs with a manager of its own, so each is wrapped when it captures.
     """
     capture_model = runner.capture_model
 

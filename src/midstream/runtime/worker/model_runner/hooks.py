@@ -1,9 +1,8 @@
-"""Calls of a model runner's adapter into a `WorkerSession`. Each of vLLM's two model runners has
-one adapter, and the rest of midstream does not depend on which runner there is.
-"""
+"""Calls of the adapter of either of vLLM's model runners into a `WorkerSession`."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.call_frames import with_room_for_calls
+from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.protocol.step_scores import StepScores
+from midstream.runtime.vllm.attributes import FAILURES, STEP_SCORES
 from midstream.runtime.worker.model_runner.model_switch import PLAIN, ModelSwitch
-from midstream.runtime.worker.model_runner.step_output import attach
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
 
@@ -25,11 +26,6 @@ class Hooks:
     """The moments of a step."""
 
     def __init__(self, session: WorkerSession, switch: ModelSwitch, ahead: int) -> None:
-        """Args:
-        switch: chooses the model that a forward pass runs.
-        ahead: number of steps that the scheduler may decide on before it knows which draft tokens
-            of a step were accepted.
-        """
         self._session = session
         self._switch = switch
         # Number of draft tokens of each request: in this step, and in those whose outcome the
@@ -40,11 +36,7 @@ class Hooks:
         self._drafts: Mapping[str, Sequence[int]] = {}
 
     def on_schedule(self, scheduler_output: Any) -> set[str]:
-        """Finish and add requests, as the scheduler decided for a step.
-
-        Returns:
-            vLLM's ids of the finished requests that had a value that is not finite.
-        """
+        """Finish and add requests; return vLLM's ids of finished ones with a non-finite value."""
         self._drafts = scheduler_output.scheduled_spec_decode_tokens
         if self._unknown.maxlen:
             self._unknown.append(self._drafted)
@@ -70,11 +62,7 @@ class Hooks:
     def unknown_positions(
         self, request_ids: Sequence[str], positions: Callable[[], Tensor]
     ) -> UnknownPositions | None:
-        """Return what the host does not know about a step's batch; None if it knows all.
-
-        Args:
-            positions: returns the rows' positions on the device.
-        """
+        """Return what the host does not know about a step's batch; None if it knows all."""
         unknown = [drafted for drafted in self._unknown if drafted]
         if not unknown:
             return None
@@ -105,15 +93,11 @@ class Hooks:
         self._session.after_forward()
 
     def on_output(self, output: Any) -> Any:
-        """Return a step's output with the failures of single requests attached, and the scores that
-        requests report. An output that does not reach the scheduler, for example from an earlier
-        stage of a pipeline, is returned unchanged; the receipts of those requests have the
-        failures.
-        """
+        """Return a step's output with failures and scores; unchanged if it misses the scheduler."""
         requests = self._session.requests
         failures, scores = requests.failures, self._session.reported_scores
         if failures or scores is not None:
-            attached = attach(output, failures, scores)
+            attached = attach_results(output, failures, scores)
             if attached is not None:
                 requests.clear_failures()
                 self._session.clear_reported_scores()
@@ -122,9 +106,7 @@ class Hooks:
 
 
 def report_results(runner: Any, hooks: Hooks) -> None:
-    """Wrap both methods by which a runner returns the output of a step, so that the output has the
-    failures of single requests, and reported scores.
-    """
+    """Wrap both methods by which a runner returns a step's output; see `Hooks.on_output`."""
     for name in ("execute_model", "sample_tokens"):
         setattr(runner, name, _with_results(getattr(runner, name), hooks))
 
@@ -138,3 +120,29 @@ def _with_results(original: Callable[..., Any], hooks: Hooks) -> Callable[..., A
         return hooks.on_output(original(*args, **kwargs))
 
     return run
+
+
+def attach_results(
+    output: Any, failures: dict[str, Failure], scores: StepScores | None = None
+) -> Any:
+    """Return a runner's output with failures and scores; None if the scheduler does not get it."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    if isinstance(output, ModelRunnerOutput):
+        # Steps share vLLM's one empty output.
+        output = copy.copy(output)
+        _attach_to(output, failures, scores)
+        return output
+    for name in ("model_runner_output", "_model_runner_output"):
+        inner = getattr(output, name, None)
+        if isinstance(inner, ModelRunnerOutput):
+            _attach_to(inner, failures, scores)
+            return output
+    return None
+
+
+def _attach_to(output: Any, failures: dict[str, Failure], scores: StepScores | None) -> None:
+    if failures:
+        FAILURES.set(output, failures)
+    if scores is not None:
+        STEP_SCORES.set(output, scores)

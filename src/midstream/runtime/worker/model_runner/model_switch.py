@@ -14,11 +14,8 @@ PLAIN, TAPPED = False, True
 
 
 class ModelSwitch:
-    """Exchanges the modules, wrappers and CUDA graphs that differ between both models.
-
-    A forward pass of requests runs the tapped model if a row of it has a program. Dummy runs, which
-    compile, measure and capture graphs, run both models while the engine starts, and only vLLM's
-    own later.
+    """Exchanges the modules, wrappers and CUDA graphs that differ between both models. Dummy runs
+    run both while the engine starts, and only vLLM's own later.
     """
 
     def __init__(
@@ -29,12 +26,6 @@ class ModelSwitch:
         is_v2: bool,
         check_taps: Callable[[Callable[[], object]], None],
     ) -> None:
-        """Args:
-        replacements: the modules that differ; none if there is only one model, which is tapped.
-        lazy: whether a copied model is compiled by `prepare`, not while the engine starts.
-        is_v2: whether the worker has vLLM's V2 model runner.
-        check_taps: checks that each tap fires in a function's forward pass.
-        """
         self._worker = worker
         self._is_lazy = lazy and bool(replacements)
         self._is_v2 = is_v2
@@ -140,12 +131,7 @@ class ModelSwitch:
 
 
 def _wrapped_as(wrapper: Any, model: nn.Module | None) -> Any:
-    """Return wrappers like those of vLLM's V1 runner around a model, without CUDA graphs.
-
-    Args:
-        wrapper: the runner's model, in its wrappers if it has any.
-        model: the model to wrap; None for the runner's.
-    """
+    """Return the V1 runner's wrappers around a model (None: its own), without CUDA graphs."""
     if isinstance(wrapper, nn.Module):
         return wrapper if model is None else model
     own = vars(wrapper)

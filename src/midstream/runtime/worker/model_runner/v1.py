@@ -13,11 +13,7 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 
 
 def attach(runner: Any, hooks: Hooks) -> None:
-    """Wrap `_update_states` (requests begin and end) and `_model_forward`.
-
-    `_model_forward` is called for real steps only: dummy, profiling and graph-capture runs call
-    the model themselves.
-    """
+    """Wrap `_update_states`, and `_model_forward`, which is called for real steps only."""
     update_states: Callable[[Any], Any] = runner._update_states
     model_forward: Callable[..., Any] = runner._model_forward
 
@@ -54,9 +50,8 @@ def block_table(runner: Any, group: int) -> torch.Tensor:
 def _clear_nonfinite(runner: Any, request_ids: Iterable[str]) -> None:
     """Replace values that are not finite in the KV blocks of ended requests.
 
-    vLLM's attention on a CPU multiplies what a reused block still holds beyond a request's last
-    token by a weight of zero: NaN there would reach that request. Finite values, which blocks
-    shared with other requests have, are left as they are.
+    vLLM's attention on a CPU multiplies what a reused block holds beyond a request's last token by
+    a weight of zero: NaN there would reach that request. Shared blocks are finite, and stay.
     """
     for name in request_ids:
         ended = runner.requests.get(name)

@@ -12,11 +12,8 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 
 
 def attach(runner: Any, hooks: Hooks) -> None:
-    """Wrap `execute_model` and the model state's `preprocess_state`.
-
-    `preprocess_state` is called for real batches only, after their inputs were prepared and
-    before the forward; `execute_model` returns once the forward is queued. The state's class is
-    swapped rather than wrapped: the runner writes attributes through it.
+    """Wrap `execute_model`, and `preprocess_state`, which real batches alone call, with inputs
+    prepared. The state's class is swapped, not wrapped: the runner writes attributes through it.
     """
     execute_model: Callable[..., Any] = runner.execute_model
     state = runner.model_state
@@ -47,9 +44,7 @@ def block_size(runner: Any, group: int) -> int:
 
 
 def block_table(runner: Any, group: int) -> Tensor:
-    """Return the blocks of the requests of the batch, int32 [requests, blocks], and further rows
-    without a meaning.
-    """
+    """Return the batch's blocks, int32 [requests, blocks], and further rows without a meaning."""
     table: Tensor = runner.block_tables.input_block_tables[group]
     return table
 

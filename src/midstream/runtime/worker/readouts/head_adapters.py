@@ -13,15 +13,11 @@ from torch import Tensor, nn
 class HeadAdapters:
     """Applies to each row that goes through the head the adapter of its request.
 
-    vLLM wraps the head's `LogitsProcessor` where a request's adapter may change the head. The
-    wrapper reads which adapter each row has from metadata of the step, which is only there for the
-    sampled rows. For other rows it gets another object in its place while the head is called.
+    vLLM's LoRA wrapper of the head's `LogitsProcessor` reads each row's adapter from metadata of
+    the step, which is there for sampled rows only. For others it gets another object in its place.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Args:
-        model: the model, whose adapters are not loaded yet.
-        """
         from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 
         self._processors: list[Any] = [
@@ -32,11 +28,7 @@ class HeadAdapters:
 
     @contextmanager
     def of_rows(self, rows: Tensor) -> Iterator[None]:
-        """Let the processors apply the adapters of some rows of the step's batch.
-
-        Args:
-            rows: int64 [n], the row of the batch of each row that goes through the head.
-        """
+        """Let the processors apply the adapters of these rows of the step's batch, int64 [n]."""
         wrappers = [wrapped.punica_wrapper for wrapped in self._processors]
         try:
             for processor, wrapper, slots in zip(
@@ -50,13 +42,9 @@ class HeadAdapters:
 
 
 class _OfRows:
-    """Stands for vLLM's `PunicaWrapper` of a processor."""
+    """Stands for vLLM's `PunicaWrapper`; `of_row`: int64 [n], each row's slot of adapters or −1."""
 
     def __init__(self, of_row: Tensor, slots: Sequence[int]) -> None:
-        """Args:
-        of_row: int64 [n], the slot of each row's adapter; −1: it has none.
-        slots: the slots whose adapter changes the head.
-        """
         self._of_row = of_row
         self._slots = slots
 
@@ -69,13 +57,8 @@ class _OfRows:
         scale: float,
         **_: Any,
     ) -> Tensor:
-        """Add scale · B·A·x to y, in place, with the matrices of each row's adapter.
-
-        Args:
-            y: logits [n, vocabulary], or more columns, which are padding.
-            x: outputs of the final norm [n, hidden].
-            lora_a_stacked: [slots, 1, rank, hidden].
-            lora_b_stacked: [slots, 1, vocabulary, rank].
+        """Add scale · B·A·x to y [n, vocabulary + padding], with the matrices of each row's
+        adapter: x [n, hidden], A [slots, 1, rank, hidden], B [slots, 1, vocabulary, rank].
         """
         for slot in self._slots:
             small = x.float() @ lora_a_stacked[slot, 0].float().T * scale

@@ -1,9 +1,4 @@
-"""Where the keys of a block are in vLLM's KV cache, found by writing known keys.
-
-Each attention backend lays its cache out in its own way, and some transpose or pack it. The layout
-is measured with the backend's own function: numbered keys are written into the null block, which no
-request uses, and looked for.
-"""
+"""Where keys are in vLLM's KV cache, which differs by backend: found by writing numbered ones."""
 
 from __future__ import annotations
 
@@ -34,32 +29,20 @@ _NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyLayout:
-    """Where the keys of a block are.
+    """Where the keys of a block are, in elements."""
 
-    Attributes:
-        dim: dimension of the cache that counts blocks.
-        offset: elements from the begin of a block to its first key.
-        strides: elements between tokens, heads and numbers; None: they are at no equal distance.
-        index: int64 [tokens, heads, head_dim], elements from `offset` on; None: see `strides`.
-        heads: number of key-value heads.
-        dtype: format of the numbers, which vLLM may store as bytes; without the layer's scale.
-        span: elements from the first number of a key to the last; only with `index`.
-    """
-
-    dim: int
-    offset: int
+    dim: int  # dimension of the cache that counts blocks
+    offset: int  # from the begin of a block to its first key
     size: int
-    strides: tuple[int, int, int] | None
-    index: Tensor | None
+    strides: tuple[int, int, int] | None  # between tokens, heads and numbers; None: irregular
+    index: Tensor | None  # int64 [tokens, heads, head_dim], from `offset` on; None: see `strides`
     heads: int
     head_dim: int
-    dtype: torch.dtype
-    span: int = 0
+    dtype: torch.dtype  # vLLM may store it as bytes; without the layer's scale
+    span: int = 0  # from the first number of a key to the last; only with `index`
 
     def view(self, cache: Tensor) -> Tensor | None:
-        """Return all keys, [blocks, tokens, heads, head_dim], as a view of the layer's KV cache;
-        None if there is no such view.
-        """
+        """Return a view of the cache, [blocks, tokens, heads, head_dim]; None if there is none."""
         if self.strides is None:
             return None
         shape = (cache.shape[self.dim], self.size, self.heads, self.head_dim)
@@ -68,11 +51,7 @@ class KeyLayout:
         return keys.view(self.dtype)
 
     def read(self, cache: Tensor, blocks: Tensor) -> Tensor:
-        """Return the keys of some blocks, [requests, tokens, heads, head_dim].
-
-        Args:
-            blocks: integers [requests, blocks].
-        """
+        """Return the keys of blocks [requests, blocks] as [requests, tokens, heads, head_dim]."""
         view = self.view(cache)
         if view is not None:
             keys = view[blocks]
@@ -87,12 +66,7 @@ class KeyLayout:
 
 
 def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
-    """Return where the keys are in the KV cache of a layer. Leaves the cache as it was.
-
-    Args:
-        attention: vLLM's `Attention`, with its cache allocated. No step may be in progress.
-        num_blocks: number of blocks of the cache.
-    """
+    """Return where keys are in a layer's KV cache, unchanged after. No step may be in progress."""
     cache = cache_of(attention)
     write = getattr(attention.impl, "do_kv_cache_update", None)
     backend = attention.attn_backend.get_name()
@@ -126,12 +100,7 @@ def cache_of(attention: Any) -> Tensor:
 
 
 def scale_of(attention: Any, of: str) -> float:
-    """Return the factor of the numbers that a layer stores or reads.
-
-    Args:
-        attention: vLLM's `Attention`.
-        of: `k`, `v` or `q`.
-    """
+    """Return the factor of the numbers that a layer stores or reads; `of` is `k`, `v` or `q`."""
     if attention.kv_cache_dtype not in _QUANTISED:
         return 1.0
     scale = getattr(attention, f"_{of}_scale", None)
@@ -160,9 +129,7 @@ def _format_of(attention: Any, cache: Tensor) -> torch.dtype:
 def _written(
     attention: Any, write: Any, cache: Tensor, block: Tensor, size: int, dtype: torch.dtype
 ) -> Tensor:
-    """Write numbered keys into the null block; return the number that each element of the block
-    has, int64, −1 for elements that hold no key.
-    """
+    """Write numbered keys into the null block; return each element's number, −1 where no key is."""
     base = _BASES[dtype]
     nothing = torch.full((), -1.0, device=cache.device).to(dtype).view(block.dtype)
     shape = (size, attention.num_kv_heads, attention.head_size)

@@ -27,22 +27,14 @@ BlockSize = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """Attention of one layer.
-
-    Attributes:
-        module: vLLM's `Attention`.
-        group: number of its KV cache group, whose layers share a block table.
-        form: what it does with the products of queries and keys.
-        key_heads: int64 [heads], key-value head of each query head.
-        query_scale: attention reads queries as fp8, with this scale; None: as they are.
-    """
+    """Attention of one layer, `module` being vLLM's `Attention`."""
 
     module: Any
-    group: int
+    group: int  # number of its KV cache group, whose layers share a block table
     layout: KeyLayout
     form: AttentionForm
-    key_heads: Tensor
-    query_scale: float | None = None
+    key_heads: Tensor  # int64 [heads], key-value head of each query head
+    query_scale: float | None = None  # attention reads queries as fp8, with this scale
 
     def queries(self, queries: Tensor) -> Tensor:
         """Return queries as attention reads them, without the scale."""
@@ -71,10 +63,6 @@ class RankAttention:
         context_parallel: int,
         block_size: BlockSize,
     ) -> None:
-        """Args:
-        taps: the rank's taps and their indices.
-        context_parallel: number of ranks that share the keys of a request.
-        """
         self._decoder = decoder
         self._taps = taps
         self._runner = runner

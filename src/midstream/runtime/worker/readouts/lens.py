@@ -1,6 +1,4 @@
-"""Rows of the stream through a map and the final norm, which the head reads then: the first half of
-a lens.
-"""
+"""First half of a lens: rows of the stream through a map and the norm that the head reads."""
 
 from __future__ import annotations
 
@@ -16,25 +14,13 @@ from midstream.plan.resolved import LensMap
 from midstream.runtime.models.final_norm import find_final_norm, gain_of, why_no_head
 from midstream.runtime.worker.readouts.rank_weights import RankWeights
 
-# Of a map that is in float64 at a time.
-_ROWS = 256
+_ROWS = 256  # of a map that is in float64 at a time
 
 
 class RankLens:
-    """Applies maps and the final norm on the worker, after the forward pass of a step.
-
-    Attributes:
-        reason: why the model's stream cannot be decoded; empty if it can be.
-        no_logits: why the head does not read the output of the final norm; empty: it does, or that
-            is not known.
-    """
+    """Applies maps and the final norm after a step; `reason` and `no_logits` say why it cannot."""
 
     def __init__(self, model: Any, weights: RankWeights, dtype: torch.dtype) -> None:
-        """Args:
-        model: the model of the runner, without taps.
-        weights: the memory where the maps of registered lenses are.
-        dtype: dtype of the stream, and of the maps.
-        """
         self._maps = weights.numbers(dtype)
         self._norm: Any = None
         self.reason = self.no_logits = ""
@@ -64,14 +50,7 @@ class RankLens:
         return normed
 
     def directions(self, head: Tensor, maps: Sequence[LensMap]) -> Tensor:
-        """Return the direction in which the stream moves a token's logit most, through each map.
-
-        Args:
-            head: the token's row of the head, [width].
-
-        Returns:
-            float32 [maps, width], each of length 1.
-        """
+        """Return [maps, width], float32: unit directions that raise the logit of the head's row."""
         gain, is_centred = gain_of(self._norm, head.shape[0], head.device)
         read = gain * head.double()
         if is_centred:

@@ -29,11 +29,8 @@ _BLOCK = 128  # tokens of a block, see `largest`
 
 
 class Head:
-    """Computes logits of outputs of the final norm, as the model's own `compute_logits` does.
-
-    Under tensor parallelism each rank has the part of the head of some tokens, and vLLM joins the
-    parts of all ranks. So every rank must call this for the same vectors in the same order; a rank
-    that does not would make the others wait for ever.
+    """Computes logits of outputs of the final norm. vLLM joins the tensor-parallel ranks' parts:
+    every rank must call this for the same vectors in order, or the others wait for ever.
     """
 
     def __init__(
@@ -42,22 +39,12 @@ class Head:
         vocabulary: int,
         adapters: HeadAdapters | None = None,
     ) -> None:
-        """Args:
-        vocabulary: number of tokens. What `compute_logits` returns beyond it is padding; a token
-            that the head lacks has the logit −∞.
-        adapters: the head's LoRA adapters; None: the engine has no LoRA.
-        """
         self._compute_logits = compute_logits
         self._vocabulary = vocabulary
         self._adapters = adapters
 
     def __call__(self, hidden: Tensor, rows: Ints) -> Tensor | None:
-        """Return the logits, float32 [n, vocabulary]; None: another rank has them.
-
-        Args:
-            hidden: [n, hidden], in the model's dtype.
-            rows: int64 [n], the row of the step's batch of each; its request's adapter applies.
-        """
+        """Return logits of vectors [n, hidden] of the batch's rows; None: another rank has them."""
         if self._adapters is None:
             return self._logits(hidden)
         with self._adapters.of_rows(on_device(torch.from_numpy(rows), hidden.device)):
@@ -74,13 +61,7 @@ class Head:
     def in_parts(
         self, rows: Ints, hidden: Callable[[int, int], Tensor], workspace: int
     ) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield the logits of some rows in parts, each with the number of its first row.
-
-        Args:
-            rows: int64 [n], see `__call__`.
-            hidden: returns the outputs of the final norm of the rows [first, stop).
-            workspace: device memory in bytes that a part may take. One row may take more.
-        """
+        """Yield logits of rows in parts of `workspace` bytes, each with its first row's number."""
         # The head's output, the same in float32, and what the sum of exponentials takes.
         step = max(1, workspace // (4 * 3 * self._vocabulary))
         for first in range(0, len(rows), step):
@@ -89,23 +70,14 @@ class Head:
 
 
 class LogitQuery(NamedTuple):
-    """Records of a step whose logits are asked for, all of one encoding.
-
-    Attributes:
-        codec: number of the encoding.
-        nth: number of its pattern.
-        rows: int64 [n], row of the batch of each record.
-        units: int64 [n], unit of the step's part of the ring at which each record's vector begins.
-        tokens: of `logits_of` and `lens`, the tokens of each record, int64 [n, tokens]; else
-            [n, 0].
-    """
+    """Records of a step whose logits are asked for, all of one encoding."""
 
     codec: int
-    nth: int
+    nth: int  # number of its pattern
     columns: PatternColumns
-    rows: Ints
-    units: Ints
-    tokens: Ints
+    rows: Ints  # [n], row of the batch of each record
+    units: Ints  # [n], where each vector begins in the step's part of the ring
+    tokens: Ints  # [n, tokens] of `logits_of` and `lens`; else [n, 0]
 
 
 # Rows of logits, float32 [n, size], by number of the encoding and of its pattern.
@@ -116,24 +88,13 @@ class LogitReader:
     """Computes logits on the worker, after the forward pass of a step, on the current stream."""
 
     def __init__(self, head: Head, workspace: int, lens: RankLens | None = None) -> None:
-        """Args:
-        workspace: see `Head.in_parts`.
-        lens: applies maps and the final norm; None: no request asks for a lens.
-        """
         self._head = head
         self._workspace = workspace
         self._lens = lens
 
     def rows(self, queries: Sequence[LogitQuery], units: Tensor) -> StepLogits:
-        """Return the rows of logits of a step that this rank returns, on the host if they take more
-        than `MOST_BYTES`. All records go through the head together; those of a lens go through its
-        map and the final norm before.
-
-        Their order is the same on every rank: that of the batch, and of the patterns of each row.
-        Numbers of encodings, and with them the order of the queries, are each rank's own.
-
-        Args:
-            units: [units, U], the step's part of the ring.
+        """Return this rank's rows of logits of a step, on the host if they exceed `MOST_BYTES`. The
+        order is that of the batch and of each row's patterns, the same on every rank.
         """
         device = units.device
         forms = _by_form(queries)
@@ -162,13 +123,7 @@ class LogitReader:
         return {key: rows for logit_group in groups for key, rows in logit_group.rows()}
 
     def _normed(self, vectors: Tensor, read: _Stream, first: int) -> Tensor:
-        """Return what the head reads of some vectors, of which those of lenses are the stream.
-
-        Args:
-            vectors: [n, hidden], changed in place.
-            read: which of all vectors are the stream.
-            first: number of the first vector.
-        """
+        """Return what the head reads of vectors, changed in place; lenses have the stream."""
         number = read.number[first : first + len(vectors)]
         chosen = np.flatnonzero(number >= 0)
         if not chosen.size:
@@ -184,16 +139,9 @@ class LogitReader:
 
 
 class _Stream:
-    """Which vectors are the stream, and their maps.
-
-    Attributes:
-        number: of each vector, the number of its map; −1: it is an output of the final norm.
-    """
+    """Which vectors are the stream: the number of each one's map; −1: an output of the norm."""
 
     def __init__(self, forms: Sequence[Sequence[LogitQuery]], order: Ints) -> None:
-        """Args:
-        order: int64 [n], the number of each vector among all records, group after group.
-        """
         numbers: dict[LensMap, int] = {}
         every = []
         for query in (query for form in forms for query in form):
@@ -245,9 +193,7 @@ def _by_form(queries: Sequence[LogitQuery]) -> list[list[LogitQuery]]:
 
 
 def _places(queries: Sequence[LogitQuery]) -> tuple[Ints, Ints, Ints]:
-    """Return the row of the batch of each record of some queries, the number of the pattern, and
-    where its vector begins.
-    """
+    """Return for each record its row of the batch, its pattern's number, its vector's begin."""
     rows = np.concatenate([query.rows for query in queries])
     nths = np.repeat([query.nth for query in queries], [len(query.rows) for query in queries])
     return rows, nths, np.concatenate([query.units for query in queries])
@@ -274,15 +220,7 @@ def _row(logits: Tensor, columns: PatternColumns, tokens: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest logits of each row and their tokens, [n, count], descending.
-
-    PyTorch's `topk` goes over a long row many times. The largest logits are in the blocks of tokens
-    with the largest maxima, so only these are searched.
-
-    Args:
-        logits: float32 [n, vocabulary].
-        count: how many, at most `vocabulary`.
-    """
+    """Return each row's largest logits, [n, count], descending, and tokens, of its best blocks."""
     size = logits.shape[1]
     if count > size // _BLOCK // 4:
         values, ids = logits.topk(count, -1)

@@ -12,7 +12,7 @@ from midstream.codecs import RowEncoding
 from midstream.plan.positions.ranges import Ranges
 from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.worker.readouts.logits import LogitQuery
-from midstream.runtime.worker.readouts.query_run import QueryRun
+from midstream.runtime.worker.readouts.tiles import QueryRun
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
@@ -24,11 +24,7 @@ from midstream.runtime.worker.tables.pattern_records import PatternEncoding
 def queries_of(
     prepared: PreparedStep, batch: CodecBatch, slots: SlotTable, device: torch.device
 ) -> tuple[Tensor, list[QueryRun]]:
-    """Return the position of each record of a batch, int64 [n], and the runs of its records.
-
-    Args:
-        batch: records of the step whose encoding has rows of attention.
-    """
+    """Return the position of each record of a batch, int64 [n], and the runs of its records."""
     plan, step = prepared.plan.runs, prepared.batch
     rows, length = plan.row[batch.runs], plan.length[batch.runs]
     position = plan.position[batch.runs]
@@ -60,11 +56,7 @@ def queries_of(
 def logits_of(
     prepared: PreparedStep, encoding: Callable[[int], RowEncoding], slots: SlotTable, unit: int
 ) -> list[LogitQuery]:
-    """Return the records of a step whose logits are asked for, also those that are not returned.
-
-    Args:
-        unit: numbers of a unit of the ring.
-    """
+    """Return the records of a step whose logits are asked for, also those that are not returned."""
     plan = prepared.plan.runs
     queries = []
     for batch in prepared.plan.batches:
@@ -93,12 +85,7 @@ def logits_of(
 
 
 def _tokens(keys: Sequence[Ranges], length: Ints) -> Ints:
-    """Return the tokens of each record, int64 [n, tokens]; without keys, none.
-
-    Args:
-        keys: the tokens of each run, as ranges.
-        length: number of records of each run.
-    """
+    """Return each record's tokens, int64 [n, tokens], from the ranges and length of each run."""
     if not keys:
         return np.zeros((int(length.sum()), 0), np.int64)
     tokens = [

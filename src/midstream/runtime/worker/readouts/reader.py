@@ -15,9 +15,8 @@ from midstream.runtime.worker.readouts import weights as op
 from midstream.runtime.worker.readouts.layers import AttentionLayer
 from midstream.runtime.worker.readouts.logits import LogitReader, StepLogits
 from midstream.runtime.worker.readouts.queries import logits_of
-from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.readouts.sae import SaeReader
-from midstream.runtime.worker.readouts.tiles import Tile, Tiles, most_cells
+from midstream.runtime.worker.readouts.tiles import QueryRun, Tile, Tiles, most_cells
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
@@ -26,18 +25,14 @@ from midstream.runtime.worker.tables.pattern_records import PatternColumns, Patt
 # query of a very long request may take more: 4 bytes for each head and key.
 WORKSPACE_BYTES = 64 << 20
 
-# Choices of heads of a layer that are remembered.
-_CHOICES = 1024
+_CHOICES = 1024  # of heads of a layer that are remembered
 
 # Returns the blocks of each request of the batch, integers [requests, blocks], by KV cache group.
 BlockTable = Callable[[int], Tensor]
 
 
 class PatternReader:
-    """Computes rows of attention on the worker, after the forward pass of a step.
-
-    All work is queued on the current stream, so it is done before a later step writes to the cache.
-    """
+    """Computes rows of attention after a forward pass, on its stream: before the cache changes."""
 
     def __init__(
         self,
@@ -47,13 +42,6 @@ class PatternReader:
         logits: LogitReader | None = None,
         saes: SaeReader | None = None,
     ) -> None:
-        """Args:
-        layers: returns the attention that reads the queries of a tap, by the tap's index.
-        block_table: returns the blocks of the batch's requests.
-        workspace: see `WORKSPACE_BYTES`.
-        logits: computes logits; None: no request asks for any.
-        saes: encodes vectors by SAEs; None: no request asks for features.
-        """
         self._layers = layers
         self._block_table = block_table
         self._workspace = workspace
@@ -71,11 +59,7 @@ class PatternReader:
         slots: SlotTable,
         ring: Tensor,
     ) -> StepLogits:
-        """Return the logits of all records of a step whose logits are asked for.
-
-        Args:
-            ring: [units, U], the staging ring.
-        """
+        """Return the logits of a step's records that ask for them; `ring` is [units, U]."""
         queries = logits_of(prepared, encoding, slots, ring.shape[1])
         if not queries:
             return {}
@@ -91,14 +75,7 @@ class PatternReader:
         runs: Sequence[QueryRun],
         logits: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """Return encoded records, uint8 [n, row_bytes], on the host if their logits are.
-
-        Args:
-            records: [n, numbers], the captured vectors, queries among them.
-            positions: int64 [n], position of each record.
-            runs: the runs of all records, in order.
-            logits: rows of logits of the records, and reduced ones, by number of the pattern.
-        """
+        """Return encoded records, uint8 [n, row_bytes], on the host if their logits are."""
         row_bytes = encoding.row_bytes(records.dtype)
         (device,) = {rows.device for rows in logits.values()} or {records.device}
         out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=device)
@@ -138,14 +115,7 @@ class PatternReader:
         places: Tensor,
         out: Tensor,
     ) -> None:
-        """Write the scores that are made of attention: the mean over the heads of all ranks. With
-        several ranks each writes its part of the sum.
-
-        Args:
-            encoding, records, positions, runs: see `encode`.
-            places: int64 [n], row of `out` of each record.
-            out: float32 [rows, slots], to be written.
-        """
+        """Write this rank's part of means over heads to `out`, [rows, slots], at `places`."""
         reads = []
         for index, columns in enumerate(encoding.patterns):
             if columns.slot is not None and columns.count:
@@ -161,12 +131,7 @@ class PatternReader:
                 out[:, read.columns.slot].index_copy_(0, places, score)
 
     def _stacks(self, reads: Sequence[_Read], count: int) -> Iterator[list[_Read]]:
-        """Yield rows of several layers that are computed together, as each operation on the device
-        takes the host some time.
-
-        Args:
-            count: number of records.
-        """
+        """Yield rows of several layers that are computed together, to save the host time."""
         alike: dict[tuple[object, ...], list[_Read]] = {}
         for read in reads:
             alike.setdefault(read.form, []).append(read)
@@ -224,11 +189,7 @@ class PatternReader:
     def _score_keys(
         self, read: _Selected, queries: Tensor, tile: Tile, table: Tensor, out: Tensor
     ) -> None:
-        """Write the scores of one layer, float32 [runs, rows, heads, keys]; see `op.scores`.
-
-        Args:
-            queries: [runs · rows, numbers], those of all heads.
-        """
+        """Write one layer's scores, [runs, rows, heads, keys]; queries: [runs · rows, numbers]."""
         columns, layer, form = read.columns, read.layer, read.form
         stop = tile.begin + out.shape[-1]
         queries = queries.view(*out.shape[:2], layer.key_heads.numel(), -1)
@@ -262,11 +223,7 @@ class PatternReader:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A row of attention of one layer.
-
-    Attributes:
-        nth: number of the pattern.
-    """
+    """A row of attention of one layer, by the number of its pattern."""
 
     nth: int
     columns: PatternColumns
@@ -283,9 +240,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Selected:
-    """A `_Read`, what attention does for its heads, their key-value heads, and the heads, int64;
-    None: all.
-    """
+    """A `_Read` with its heads (int64; None: all), their form and their key-value heads."""
 
     nth: int
     columns: PatternColumns
@@ -319,11 +274,7 @@ def _reduced(stack: Sequence[_Selected], scores: Tensor, tile: Tile) -> Tensor:
 
 
 def _joined(made: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """Yield rows with the column at which they begin; rows that are next to each other as one.
-
-    Args:
-        made: (column, rows [n, numbers of 4 bytes]), in the order of columns.
-    """
+    """Yield (column, rows [n, numbers of 4 bytes]) in order; rows next to each other as one."""
     for index, (begin, rows) in enumerate(made):
         if index and made[index - 1][0] + 4 * made[index - 1][1].shape[1] == begin:
             continue

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from midstream.plan.resolved import SaeEncoder
-from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.readouts.rank_weights import RankWeights
+from midstream.runtime.worker.readouts.tiles import QueryRun
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
 
@@ -21,23 +21,13 @@ class SaeReader:
     """Encodes vectors, and keeps the most active features. Everything is float32."""
 
     def __init__(self, weights: RankWeights, workspace: int) -> None:
-        """Args:
-        workspace: device memory in bytes that the activations may take at a time; those of one
-            vector may take more.
-        """
         self._numbers = weights.numbers(torch.float32)
         self._workspace = workspace
 
     def rows(
         self, index: int, columns: PatternColumns, records: Tensor, runs: Sequence[QueryRun]
     ) -> Tensor:
-        """Return rows of features, float32 [n, size]; see `Pattern`.
-
-        Args:
-            index: number of the pattern.
-            records: [n, numbers], the captured vectors.
-            runs: the runs of all records, in order.
-        """
+        """Return a pattern's rows of features, float32 [n, size], of records [n, numbers]."""
         encoder = columns.encoder
         assert encoder is not None
         features = [[feature for feature, _ in run.keys[index]] for run in runs]

@@ -1,8 +1,4 @@
-"""Scores of queries against keys in a paged cache: a Triton kernel, and its launch.
-
-vLLM's attention kernels keep scores in registers. This one computes those of a few queries again:
-one program for some rows of a run, one head and some keys. Softmax and what follows are PyTorch's.
-"""
+"""Scores of queries against keys in a paged cache: a Triton kernel, and its launch."""
 
 from __future__ import annotations
 
@@ -74,36 +70,22 @@ def scores_kernel(
 
 
 def scores_triton(
-    queries: Tensor,
-    positions: Tensor,
-    keys: Tensor,
-    table: Tensor,
-    requests: Tensor,
-    key_heads: Tensor,
-    begin: int,
-    stop: int,
-    out: Tensor,
+    queries: Tensor,  # [runs, rows, heads, head_dim], of the cache's dtype; of any where it is fp8
+    positions: Tensor,  # int64 [runs, rows], contiguous
+    keys: Tensor,  # the cache's, [blocks, tokens, key-value heads, head_dim], a view
+    table: Tensor,  # integers [requests, blocks]
+    requests: Tensor,  # int64 [runs], row of `table` of each run
+    key_heads: Tensor,  # int64 [heads], key-value head of each query head
+    begin: int,  # position of the first key; no query may see an earlier one
+    stop: int,  # of the last + 1, likewise
+    out: Tensor,  # float32 [runs, rows, heads, stop − begin], contiguous, to be written
     *,
     scale: float,
     soft_cap: float,
     window: int,
-    slopes: Tensor | None,
+    slopes: Tensor | None,  # float32 [heads]
 ) -> None:
-    """Write the scores of keys [begin, stop): products of queries and keys, changed as attention
-    does, −∞ for keys that a query does not see.
-
-    Args:
-        queries: [runs, rows, heads, head_dim], of the cache's dtype; of any where that is fp8.
-        positions: int64 [runs, rows], contiguous, position of each query.
-        keys: the cache's keys, [blocks, tokens, key-value heads, head_dim], a view.
-        table: integers [requests, blocks], blocks of each request.
-        requests: int64 [runs], row of `table` of each run.
-        key_heads: int64 [heads], key-value head of each query head.
-        begin, stop: positions of the keys. No query may see an earlier or a later one.
-        out: float32 [runs, rows, heads, stop − begin], contiguous, to be written.
-        scale, soft_cap, window: see `AttentionForm`.
-        slopes: float32 [heads]; None: there are none.
-    """
+    """Write scores: products of queries and keys, changed as attention does; −∞: not seen."""
     runs, rows, heads, dim = queries.shape
     if not out.numel():
         return

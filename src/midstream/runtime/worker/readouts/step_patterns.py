@@ -31,10 +31,6 @@ class StepPatterns:
         reader: PatternReader | None,
         reductions: Reductions,
     ) -> None:
-        """Args:
-        buffers: the rank's buffers; queries are in its ring.
-        reader: computes rows and scores; None: no request asks for any but reduced ones.
-        """
         self._buffers = buffers
         self._slots = slots
         self._codecs = codecs
@@ -42,9 +38,7 @@ class StepPatterns:
         self._reductions = reductions
 
     def compute(self, prepared: PreparedStep) -> StepLogits:
-        """Count the rows of a step that are reduced, write the scores that are made of attention
-        into the buffer of scores, and return the logits of all records whose logits are asked for.
-        """
+        """Count a step's reduced rows, write scores of attention, return the logits asked for."""
         self._count(prepared)
         if self._reader is None:
             return {}
@@ -54,9 +48,7 @@ class StepPatterns:
     def encode(
         self, prepared: PreparedStep, batch: CodecBatch, logits: StepLogits
     ) -> Tensor | None:
-        """Return the encoded records of a batch, uint8 [n, row_bytes]; None if they are made of
-        the batch's units of the ring alone.
-        """
+        """Return encoded records of a batch, [n, row_bytes]; None: the ring's units suffice."""
         encoding = self._codecs.encoding(batch.codec)
         if not isinstance(encoding, PatternEncoding):
             return None
@@ -70,9 +62,7 @@ class StepPatterns:
         return self._reader.encode(encoding, records, *queries, mine)
 
     def _count(self, prepared: PreparedStep) -> None:
-        """Add the rows of a step to the sums of their requests, each position once: a request that
-        was preempted computes its positions again.
-        """
+        """Add a step's rows to its requests' sums, each position once, also after preemption."""
         if not len(self._reductions):
             return
         runs, reductions = prepared.plan.runs, self._reductions
@@ -96,9 +86,7 @@ class StepPatterns:
     def _reduced(
         self, prepared: PreparedStep, batch: CodecBatch, encoding: PatternEncoding, records: Tensor
     ) -> dict[int, Tensor]:
-        """Return norms and reduced rows of some records, float32 [n, size], by number of the
-        pattern.
-        """
+        """Return norms and reduced rows of records, float32 [n, size], by number of the pattern."""
         rows = {}
         for index, columns in enumerate(encoding.patterns):
             if not columns.is_row:
@@ -139,12 +127,7 @@ class StepPatterns:
 def _logits_of(
     prepared: PreparedStep, batch: CodecBatch, logits: StepLogits, units: int
 ) -> dict[int, Tensor]:
-    """Return the logits of some records of a step, by number of the pattern.
-
-    Args:
-        batch: the records, all or some of those of an encoding.
-        units: ring units of a record.
-    """
+    """Return the logits of all or some records of an encoding, by number of the pattern."""
     if not logits:
         return {}
     (first,) = [every.first for every in prepared.plan.batches if every.codec == batch.codec]

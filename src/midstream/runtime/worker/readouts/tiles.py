@@ -10,30 +10,32 @@ from torch import Tensor
 
 from midstream.plan.positions.ranges import Ranges
 from midstream.runtime.worker.readouts import weights as op
-from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.tables.device_buffers import on_device
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRun:
+    """Consecutive rows of one request, in consecutive records."""
+
+    request: int  # index of the request in the batch
+    record: int  # index of the first record
+    length: int
+    lowest: int  # position of the first row, or a lower bound
+    position: int  # or an upper bound
+    keys: tuple[Ranges, ...]  # for each `PatternColumns`, the positions of a mass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:
-    """Rows that are computed together: several runs of one row, or some rows of one run.
-
-    Attributes:
-        at: their records, as an index of those of the step.
-        positions: int64 [runs, rows].
-        requests: int64 [runs], index of each one's request in the batch.
-        begin, stop: positions of the keys that the rows see.
-        chosen: by the last key + 1 and the ranges of a mass of each run: which keys they are; see
-            `chosen_keys`.
-    """
+    """Rows that are computed together: several runs of one row, or some rows of one run."""
 
     runs: Sequence[QueryRun]
-    at: Tensor | slice
-    positions: Tensor
-    requests: Tensor
-    begin: int
-    stop: int
-    chosen: dict[tuple[int, tuple[Ranges, ...]], Tensor]
+    at: Tensor | slice  # their records, as an index of those of the step
+    positions: Tensor  # int64 [runs, rows]
+    requests: Tensor  # int64 [runs], index of each one's request in the batch
+    begin: int  # position of the first key that the rows see
+    stop: int  # position of the last + 1
+    chosen: dict[tuple[int, tuple[Ranges, ...]], Tensor]  # `chosen_keys` by stop, ranges
 
     @classmethod
     def of(cls, runs: Sequence[QueryRun], window: int, positions: Tensor) -> Tile:
@@ -57,14 +59,9 @@ class Tile:
 
 
 class Tiles:
-    """The tiles of a step's records."""
+    """The tiles of a step's records, whose positions are int64 [n]; see `_batches`."""
 
     def __init__(self, runs: Sequence[QueryRun], positions: Tensor, workspace: int) -> None:
-        """Args:
-        runs: the runs of all records, in order.
-        positions: int64 [n], position of each record.
-        workspace: bytes that the weights of a tile may take twice, if it has several rows.
-        """
         self._runs = runs
         self._positions = positions
         self._workspace = workspace
@@ -81,9 +78,7 @@ class Tiles:
 
 
 def most_cells(workspace: int, heads: int) -> int:
-    """Return how many pairs of a row and a key may be computed at a time, so that all that is made
-    of them takes half of the workspace.
-    """
+    """Return how many pairs of row and key may be computed at a time in half of the workspace."""
     # The products, what a softmax makes of them, and the distances.
     return workspace // 2 // (4 * heads * 3)
 
@@ -97,14 +92,7 @@ def _span(runs: Sequence[QueryRun], window: int) -> tuple[int, int]:
 def _batches(
     runs: Sequence[QueryRun], heads: int, window: int, workspace: int
 ) -> list[list[QueryRun]]:
-    """Return the runs in groups that are computed together: several of one row, or a part of one
-    run. The weights of a group take half of the workspace at most, if it has several rows.
-
-    Args:
-        heads: number of heads.
-        window: see `AttentionForm`.
-        workspace: bytes.
-    """
+    """Return runs in groups, of one row or a part of one run, that half of the workspace holds."""
     limit = most_cells(workspace, heads)
     groups: list[list[QueryRun]] = []
     single: list[QueryRun] = []

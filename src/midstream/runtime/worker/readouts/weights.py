@@ -1,8 +1,4 @@
-"""Attention weights of chosen queries over keys in memory, and their reductions, in PyTorch.
-
-vLLM's attention kernels never form the weights: here they are computed again, in float32. Works on
-any device, without waiting for it.
-"""
+"""Attention weights of chosen queries over keys in memory, and their reductions, in float32."""
 
 from __future__ import annotations
 
@@ -18,22 +14,14 @@ Keys = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
-    """What attention of a layer does with the products of queries and keys.
-
-    Attributes:
-        soft_cap: s becomes c · tanh(s / c); 0: it does not.
-        window: number of keys that a query sees at most, its own included; 0: all before it.
-        slopes: ALiBi, float32 [heads]: the slope times (position of the key − of the query) is
-            added; None: nothing is.
-        sinks: float32 [heads], the logit of a key without a value that takes part in the softmax;
-            None: there is none.
-    """
+    """What attention of a layer does with the products of queries and keys."""
 
     scale: float
-    soft_cap: float = 0.0
-    window: int = 0
+    soft_cap: float = 0.0  # s becomes c · tanh(s / c); 0: it does not
+    window: int = 0  # keys that a query sees at most, its own included; 0: all before it
+    # ALiBi, float32 [heads]: slope · (key's − query's position) is added
     slopes: Tensor | None = None
-    sinks: Tensor | None = None
+    sinks: Tensor | None = None  # float32 [heads], logit of a key without a value, in the softmax
 
     def of_heads(self, heads: Tensor) -> AttentionForm:
         """Return the form of some heads."""
@@ -44,34 +32,19 @@ class AttentionForm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Queries of one layer, as attention reads them.
+    """Queries of one layer, as attention reads them."""
 
-    Attributes:
-        vectors: [requests, rows, heads, head_dim].
-        positions: int64 [requests, rows], position of each query.
-        key_heads: int64 [heads], key-value head of each query head. None: these are all query
-            heads, of which as many neighbours share each key-value head.
-    """
-
-    vectors: Tensor
-    positions: Tensor
-    key_heads: Tensor | None
+    vectors: Tensor  # [requests, rows, heads, head_dim]
+    positions: Tensor  # int64 [requests, rows]
+    key_heads: Tensor | None  # int64 [heads]; None: equally many neighbours share a key-value head
 
 
 def scores(
     queries: Queries, keys: Keys, span: range, form: AttentionForm, out: Tensor | None = None
 ) -> Tensor:
-    """Return the scores of the keys of a span: products of queries and keys, changed as attention
-    does, −∞ for keys that a query does not see.
-
-    Args:
-        span: positions of the keys; its step is the number of keys that are read at a time. No
-            query may see an earlier or a later one.
-        form: what attention does with the products. Its slopes and sinks are those of these heads.
-        out: float32 of the shape of the result, to be written and returned; None: a new tensor.
-
-    Returns:
-        float32 [requests, rows, heads, keys].
+    """Return scores of keys of a span, [requests, rows, heads, keys]: products, changed as
+    attention does; −∞: not seen. The span's step is how many keys are read at a time. `out` is to
+    be written, if given.
     """
     vectors, key_heads = queries.vectors, queries.key_heads
     begin, stop = span.start, span.stop
@@ -102,12 +75,7 @@ def scores(
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the weights of keys with these scores, [layers, requests, rows, heads, keys].
-
-    Args:
-        scores: float32 [layers, requests, rows, heads, keys].
-        sinks: see `AttentionForm`, float32 [layers, heads].
-    """
+    """Return weights, [layers, requests, rows, heads, keys], of scores; sinks: [layers, heads]."""
     if sinks is None:
         return torch.softmax(scores, -1)
     sinks = sinks[:, None, None, :, None].expand(*scores.shape[:-1], 1)
@@ -115,15 +83,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def top_keys(weights: Tensor, begin: int, k: int) -> Tensor:
-    """Return the k largest weights, descending, and before them the positions of their keys.
-
-    Args:
-        weights: [..., keys].
-        k: number of keys.
-
-    Returns:
-        float32 [..., 2k]: k positions, the bits of int32, −1 for keys of weight zero; k weights.
-    """
+    """Return [..., 2k]: int32 bits of k positions (−1: weight 0), and the k largest weights."""
     count = min(k, weights.shape[-1])
     values, places = weights.topk(count, -1)
     ids = torch.where(values > 0, places + begin, -1)
@@ -136,12 +96,7 @@ def top_keys(weights: Tensor, begin: int, k: int) -> Tensor:
 
 
 def mass(weights: Tensor, chosen: Tensor) -> Tensor:
-    """Return the sum of some keys' weights, float32 [layers, requests, rows, heads, 1].
-
-    Args:
-        weights: [layers, requests, rows, heads, keys].
-        chosen: bool [requests, keys] or [layers, requests, keys], which keys.
-    """
+    """Return the weight of `chosen` keys, bool [(layers,) requests, keys]: float32 [..., 1]."""
     return torch.where(chosen[..., None, None, :], weights, 0.0).sum(-1, keepdim=True)
 
 
@@ -151,13 +106,7 @@ def entropy(weights: Tensor) -> Tensor:
 
 
 def full(weights: Tensor, begin: int, size: int, outside: float = 0.0) -> Tensor:
-    """Return the weights or scores of keys [0, size), float32 [..., size]. No key is at `size` or
-    later.
-
-    Args:
-        weights: [..., keys].
-        size: number of keys to return.
-    """
+    """Return weights or scores of keys [0, size), float32 [..., size]."""
     after = size - begin - weights.shape[-1]
     return torch.nn.functional.pad(weights, (begin, after), value=outside)
 
@@ -165,9 +114,7 @@ def full(weights: Tensor, begin: int, size: int, outside: float = 0.0) -> Tensor
 def chosen_keys(
     ranges: Sequence[Sequence[tuple[int, int | None]]], begin: int, stop: int
 ) -> Tensor:
-    """Return which of the keys [begin, stop) are in the ranges of each request, bool [requests,
-    keys] on the host.
-    """
+    """Return which keys [begin, stop) are in ranges, bool [requests, keys] on the host."""
     mask = torch.zeros(len(ranges), stop - begin, dtype=torch.bool)
     for row, mine in enumerate(ranges):
         for first, last in mine:

@@ -14,17 +14,9 @@ _CLOSED = -1  # as the ring unit at which a step's first record begins: nothing 
 
 
 class ArmedBuffers:
-    """Writer of the buffers that differ from step to step. What a step shares with the step before
-    is not sent again: edits and captures stay armed until they change.
-
-    Attributes:
-        tally: int32 [rows, TALLY_COLUMNS], the tally of the step's rows.
-    """
+    """Writer of what differs from step to step; `tally`, [rows, TALLY_COLUMNS], is the step's."""
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
-        """Args:
-        only_armed: see `StepRecorder`.
-        """
         self._buffers = buffers
         self._only_armed = only_armed
         self._tokens = _NO_TOKENS
@@ -33,19 +25,18 @@ class ArmedBuffers:
         self.tally = buffers.tally[:0]
 
     def arm(self, tokens: NDArray[np.int32], first: int) -> None:
-        """Set the buffers for a step, and clear its tally.
-
-        Args:
-            tokens: int32 [rows, TOKEN_COLUMNS].
-            first: ring unit at which the step's first record begins.
-        """
-        rows = tokens.shape[0]
+        """Set tokens, int32 [rows, TOKEN_COLUMNS], and the first ring unit; clear the tally."""
+        rows, before = tokens.shape[0], self._tokens.shape[0]
         if rows != self.tally.shape[0]:
             self.tally = self._buffers.tally[:rows]
         self.tally.zero_()
         self._set_first(first)
-        if tokens is not self._tokens:
-            self._send(tokens)
+        if tokens is self._tokens or np.array_equal(tokens, self._tokens):
+            return
+        upload(self._buffers.tokens[:rows], torch.from_numpy(tokens))
+        if before > rows:
+            self._buffers.tokens[rows:before].zero_()
+        self._tokens = tokens
 
     def close_ring(self) -> None:
         """Let no forward pass capture before the next step is armed, as rows are being copied."""
@@ -53,9 +44,7 @@ class ArmedBuffers:
             self._set_first(_CLOSED)
 
     def disarm(self) -> None:
-        """Clear the tokens, so that forward passes that are not armed change and capture nothing;
-        without effect if there are none.
-        """
+        """Clear the tokens, if any, so that unarmed forward passes change and capture nothing."""
         if self._tokens.shape[0] and not self._only_armed:
             self._buffers.tokens[: self._tokens.shape[0]].zero_()
             self._tokens = _NO_TOKENS
@@ -64,15 +53,6 @@ class ArmedBuffers:
         if first != self._first:
             self._first_of_taps.fill_(first)
             self._first = first
-
-    def _send(self, tokens: NDArray[np.int32]) -> None:
-        rows, before = tokens.shape[0], self._tokens.shape[0]
-        if rows == before and np.array_equal(tokens, self._tokens):
-            return
-        upload(self._buffers.tokens[:rows], torch.from_numpy(tokens))
-        if before > rows:
-            self._buffers.tokens[rows:before].zero_()
-        self._tokens = tokens
 
     def check_integrity(self) -> None:
         """Check that the device has what was armed last."""

@@ -15,28 +15,19 @@ from midstream.runtime.worker.step.step_plan import StepPlan
 from midstream.transport.base import Copy, Shipment
 
 
-@dataclass(slots=True)  # see `TokenRuns`
+@dataclass(slots=True)  # not frozen, which would take longer in each step
 class PreparedStep:
-    """A step whose forward pass is queued next.
-
-    Attributes:
-        first: ring unit at which the plan's first record begins.
-        positions: copy of each row's position to the host; None if the plan has the positions.
-    """
+    """A step whose forward pass is queued next."""
 
     plan: StepPlan
-    first: int
-    positions: Copy | None
+    first: int  # ring unit at which the plan's first record begins
+    positions: Copy | None  # of each row, to the host; None if the plan has them
     batch: StepBatch
 
 
-@dataclass(slots=True)  # see `TokenRuns`
+@dataclass(slots=True)  # likewise
 class InFlightStep:
-    """A step whose results are copied to the host.
-
-    Attributes:
-        number: number of the step, from 1.
-    """
+    """A step, numbered from 1, whose results are copied to the host."""
 
     number: int
     prepared: PreparedStep
@@ -44,19 +35,12 @@ class InFlightStep:
 
 
 class ExpectedCounts:
-    """What the device must count in a step, as bytes that are compared at once.
-
-    Attributes:
-        tokens: `StepPlan.tokens` of the step; repeated steps have the same object.
-        tally: bytes of int32 [active rows, TALLY_COLUMNS], where each edit that depends on a
-            token's id applies and all values are finite.
-        states: uint16 [active rows], the state of each row's position then.
-    """
+    """What the device must count in a step if all edits by id apply, and each row's state then."""
 
     __slots__ = ("states", "tally", "tokens")
 
     def __init__(self, plan: StepPlan, signature: int) -> None:
-        self.tokens = plan.tokens
+        self.tokens = plan.tokens  # those of a repeated step are the same object
         tally = np.zeros((plan.slots.size, layout.TALLY_COLUMNS), np.int32)
         tally[:, layout.SIGNATURE] = signature
         tally[:, layout.EDITS] = plan.most

@@ -1,6 +1,4 @@
-"""Plans of the last steps with prompts: in a stream of requests that ask for the same, steps repeat
-with other requests.
-"""
+"""Plans of the last steps with prompts, which steps of other requests may repeat."""
 
 from __future__ import annotations
 
@@ -16,25 +14,18 @@ from midstream.runtime.worker.step.step_plan import StepPlan
 # Each keeps some arrays with a row for each token of its step.
 MOST_KEPT = 4
 # What a step consists of, besides its requests.
-StepKey = tuple[int, bytes, bytes, bytes, bytes]
+StepKey = tuple[int, tuple[bytes, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptStep:
-    """A planned step.
-
-    Attributes:
-        of_run: for each run, the index of its request among those with a plan.
-        position: position of the first row of each request.
-        stop: position of the last row + 1.
-        segments: segments of the slots of the requests afterwards.
-    """
+    """A planned step."""
 
     plan: StepPlan
-    of_run: Ints
-    position: Ints
-    stop: Ints
-    segments: Ints
+    of_run: Ints  # the index of each run's request among those with a plan
+    position: Ints  # of each request's first row
+    stop: Ints  # position of its last row + 1
+    segments: Ints  # of the requests' slots afterwards
 
 
 class KeptSteps:
@@ -45,11 +36,7 @@ class KeptSteps:
         self._kept: dict[StepKey, _KeptStep] = {}
 
     def key_of(self, batch: StepBatch, chosen: Ints, slot: Ints) -> StepKey | None:
-        """Return the key of a step; None: it cannot be repeated with other requests.
-
-        Args:
-            chosen: indices of the batch's requests that have a plan.
-        """
+        """Return the key of a step; None: it cannot be repeated with other requests."""
         # Steps without prompts repeat with the same requests: see `StepPlanner`.
         if batch.unknown is not None or batch.num_tokens == len(batch.request_ids):
             return None
@@ -57,15 +44,10 @@ class KeptSteps:
         if not plans.all():
             return None
         parts = chosen, plans, batch.scheduled, batch.computed[chosen]
-        first, second, third, fourth = [part.tobytes() for part in parts]
-        return batch.num_tokens, first, second, third, fourth
+        return batch.num_tokens, tuple([part.tobytes() for part in parts])
 
     def repeat(self, key: StepKey, slot: Ints) -> StepPlan | None:
-        """Return the plan of a step of some requests; None: no such step is kept.
-
-        Args:
-            slot: slots of the requests that have a plan.
-        """
+        """Return the plan of a step of requests in some slots; None: no such step is kept."""
         kept_step = self._kept.get(key)
         if kept_step is None:
             return None

@@ -45,13 +45,7 @@ class PositionStates:
         return taken
 
     def advance(self, slot: Ints, position: Ints, stop: Ints) -> None:
-        """Record the positions that requests reach. Positions before a row that were never
-        computed were served from the prefix cache.
-
-        Args:
-            position: position of its first row, or a lower bound.
-            stop: position of its last row + 1, or an upper bound.
-        """
+        """Record that requests reach [position, stop); unseen ones before it were cached."""
         self._catch_up()
         reached = self._reached[slot]
         skipped = position > reached
@@ -63,8 +57,7 @@ class PositionStates:
 
     def advance_by_one(self, slot: Ints, position: Ints) -> None:
         """Record that requests reach one more position, without a look at the array: each call
-        replaces the one before, until `advance` or `take` is called. Between two calls of
-        `advance`, all calls of this method are for the same requests.
+        replaces the one before until `advance` or `take` is called, and is for the same requests.
         """
         self._behind = slot, position
 

@@ -19,30 +19,18 @@ _FIRST_SIZE = 64
 
 
 class SlotTable:
-    """Owner of the requests with a plan whose steps are not all settled.
-
-    Attributes:
-        segments: int64 [slots, SEGMENT_COLUMNS], the segment of each request's latest rows.
-        failures: failures of running requests that are not reported yet, by vLLM's request id.
-        incomplete: bool [slots], whether rows of the request were dropped.
-        plans: int64 [slots], number of the plan of each request, see `RankPlan`; 0: it has another
-            version of its plan by now, or none that can be run.
-        last_step: int64 [slots], number of the last step with a row of the request; 0: none.
-        reports: bool [slots], whether the scores of the request leave with each step's output.
-        num_reporting: number of requests for which that is so.
-        nonfinite: vLLM's ids of running requests that had a value that is not finite.
-    """
+    """Owner of the requests with a plan whose steps are not all settled."""
 
     def __init__(self, max_model_len: int, on_nonfinite: str = "raise") -> None:
         self._ends_nonfinite = on_nonfinite == "raise"
-        self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)
-        self.failures: dict[str, Failure] = {}
-        self.incomplete = np.zeros(0, np.bool_)
-        self.plans = np.zeros(0, np.int64)
-        self.last_step = np.zeros(0, np.int64)
-        self.reports = np.zeros(0, np.bool_)
+        self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)  # each one's latest
+        self.failures: dict[str, Failure] = {}  # not reported yet, by vLLM's id
+        self.incomplete = np.zeros(0, np.bool_)  # rows of it were dropped
+        self.plans = np.zeros(0, np.int64)  # see `RankPlan`; 0: another version, or none
+        self.last_step = np.zeros(0, np.int64)  # number of its last step with a row; 0: none
+        self.reports = np.zeros(0, np.bool_)  # scores leave with each step's output
         self.num_reporting = 0
-        self.nonfinite: set[str] = set()
+        self.nonfinite: set[str] = set()  # vLLM's ids of running requests with such a value
         self.states = PositionStates(max_model_len)
         self._requests: dict[str, RequestState] = {}
         self._slot_of: dict[str, int] = {}
@@ -119,9 +107,7 @@ class SlotTable:
         return self._slot_of.get(request.id) == request.slot
 
     def remove(self, requests: Sequence[RequestState]) -> None:
-        """Remove requests and free their slots; the states of their positions move into
-        `RequestState.done`.
-        """
+        """Remove requests and free their slots; positions' states move to `RequestState.done`."""
         done = self.states.take([request.slot for request in requests])
         for request, states in zip(requests, done, strict=True):
             request.done = states
@@ -133,32 +119,23 @@ class SlotTable:
             self._free.append(request.slot)
 
     def fail(self, request: RequestState, position: int, problem: str) -> None:
-        """Record a request's first problem.
-
-        Args:
-            request: a request without a problem so far.
-            position: the first position that the problem may concern.
-        """
+        """Record a request's first problem, and the first position that it may concern."""
         request.problem = problem
         if self.runs(request):
             self.failures[request.id] = Failure(position, problem)
 
     def drop(self, runs: TokenRuns, chosen: Ints) -> None:
         """Count the captured rows of some runs of a step as dropped."""
-        slots, length, position = runs.slot[chosen], runs.length[chosen], runs.position[chosen]
-        self.incomplete[slots] = True
-        for slot, count, first in zip(
-            slots.tolist(), length.tolist(), position.tolist(), strict=True
-        ):
+        self.incomplete[runs.slot[chosen]] = True
+        columns = np.array((runs.slot, runs.length, runs.position))[:, chosen]
+        for slot, count, first in columns.T.tolist():
             request = self._by_slot[slot]
             assert request is not None
             (segment,) = request.segments_within(first, first + 1)
             request.dropped += count * segment.returned
 
     def slots_of(self, request_ids: Sequence[str]) -> Ints:
-        """Return the slot of each request, −1 for requests without a plan. The array is the same
-        object as long as the ids and their requests are the same.
-        """
+        """Return requests' slots, −1 for none; the same array as long as requests are the same."""
         if self._latest is None or self._latest[0] != request_ids:
             find = self._slot_of.get
             slots = np.fromiter((find(name, -1) for name in request_ids), np.int64)
@@ -170,11 +147,7 @@ class SlotTable:
         self.segments[slot] = (segment.start, segment.stop, *segment.content)
 
     def change(self, changed: Sequence[tuple[int, Segment]]) -> None:
-        """Record that the segments of requests have changed: no step repeats an earlier one.
-
-        Args:
-            changed: the slot of each, and the segment of its next rows.
-        """
+        """Record new segments of slots: no step repeats an earlier one."""
         if changed:
             self._latest = None
             last = dict(changed)
@@ -184,13 +157,7 @@ class SlotTable:
             ]
 
     def record(self, plan: StepPlan, edits: Ints, nonfinite: NDArray[np.bool_]) -> None:
-        """Record what the device counted for each active row of a step.
-
-        Args:
-            edits: number of edits.
-            nonfinite: whether the row had a value that is not finite. Its request fails, or is
-                reported, by the setting `on_nonfinite`.
-        """
+        """Record each active row's edits, and a value not finite, which may end its request."""
         states = np.minimum(APPLIED_0 + edits, MOST_APPLIED)
         if nonfinite.any():
             states |= np.where(nonfinite, NONFINITE, 0)

@@ -11,38 +11,19 @@ from torch import Tensor
 
 
 class UnknownPositions(NamedTuple):
-    """What the host does not know yet: which draft tokens of the last steps were accepted.
+    """What the host does not know yet: which draft tokens of the last steps were accepted."""
 
-    Attributes:
-        slack: returns int64 [requests], by how much `StepBatch.computed` may be too high. It is
-            never too low.
-        positions: returns integers [num_tokens] on the device, the position of each row.
-    """
-
-    slack: Callable[[], NDArray[np.int64]]
-    positions: Callable[[], Tensor]
+    slack: Callable[[], NDArray[np.int64]]  # [requests], by how much `computed` may be too high
+    positions: Callable[[], Tensor]  # integers [num_tokens] on the device
 
 
 class StepBatch(NamedTuple):
-    """The batch of one step, in the order of its rows.
-
-    Attributes:
-        request_ids: vLLM's ids, one per request in the batch.
-        scheduled: int32 [requests], number of tokens of each request in this step; the rows of a
-            request follow those of the request before it.
-        computed: int32 [requests], number of tokens of each request that were computed before:
-            the position of its first row in this step.
-        num_tokens: sum of `scheduled`; later rows are padding.
-        token_ids: returns int32 [num_tokens] on the device, the id of each row's token.
-        unknown: None if `computed` is exact.
-        drafts: integers [requests], how many of each request's tokens are drafts: its last ones;
-            None: none are.
-    """
+    """The batch of one step, in the order of its rows; a request's rows are neighbours."""
 
     request_ids: Sequence[str]
-    scheduled: NDArray[np.int32]
-    computed: NDArray[np.int32]
-    num_tokens: int
-    token_ids: Callable[[], Tensor]
-    unknown: UnknownPositions | None = None
-    drafts: NDArray[np.int64] | None = None
+    scheduled: NDArray[np.int32]  # [requests], number of tokens of each in this step
+    computed: NDArray[np.int32]  # [requests], position of each one's first row in this step
+    num_tokens: int  # sum of `scheduled`; later rows are padding
+    token_ids: Callable[[], Tensor]  # int32 [num_tokens] on the device
+    unknown: UnknownPositions | None = None  # None if `computed` is exact
+    drafts: NDArray[np.int64] | None = None  # [requests], those among each one's tokens, the last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,62 +10,35 @@ from numpy.typing import NDArray
 from midstream.runtime.protocol.runs import Ints
 
 
-@dataclass(slots=True)  # not frozen, as frozen instances take longer to make, in each step
-class TokenRuns:
-    """Runs of consecutive rows of one request within one segment; each array has one entry per run.
-
-    Attributes:
-        length: number of rows.
-        position: position of the first row in its request; see `exact`.
-        program: index of each row's program.
-        group: index of each row's capture group.
-        vectors: number of vectors in each row's record.
-        units: number of ring units of each row's record; see `Buffers.units`.
-        kind: number of the kind of record, from `CapturedRowIndex.kind`.
-        scored: 1 if the scores of the rows are returned to the caller.
-        codec: number of the rows' encoding; the records of one encoding are contiguous in the ring.
-        record: ring unit of the first record, relative to the step's first; valid if units > 0.
-        exact: whether the positions are known. If not, they are upper bounds, only the device
-            knows the positions, and everything else is the same at each possible position.
-    """
+class TokenRuns(NamedTuple):
+    """Runs of consecutive rows of one request within one segment; arrays have one entry per run."""
 
     row: Ints
     length: Ints
-    position: Ints
+    position: Ints  # of the first row in its request; see `exact`
     slot: Ints
     program: Ints
     group: Ints
-    vectors: Ints
-    units: Ints
-    kind: Ints
-    scored: Ints
-    codec: Ints
-    record: Ints
-    exact: bool
+    vectors: Ints  # number in each row's record
+    units: Ints  # of each row's record; see `Buffers.units`
+    kind: Ints  # of record, from `CapturedRowIndex.kind`
+    scored: Ints  # 1 if the scores of the rows are returned to the caller
+    codec: Ints  # number of the encoding, whose records are contiguous in the ring
+    record: Ints  # ring unit of the first record, relative to the step's first; valid if units > 0
+    exact: bool  # if not, only the device knows positions: these are bounds, all else is the same
 
 
-@dataclass(frozen=True, slots=True)
-class CodecBatch:
-    """A step's captured rows of one encoding, which are contiguous in the ring.
-
-    Attributes:
-        codec: number of the encoding.
-        first: first ring unit, relative to the step's first.
-        num_units: number of ring units.
-        runs: indices of the step's runs that these rows belong to.
-        serial: serial number of each run's request.
-        length: number of records of each run.
-        record: ring unit of each run's first record, relative to `first`.
-    """
+class CodecBatch(NamedTuple):
+    """A step's captured rows of one encoding, which are contiguous in the ring."""
 
     codec: int
-    first: int
+    first: int  # ring unit, relative to the step's first
     num_units: int
-    runs: Ints
-    serial: Ints
-    length: Ints
+    runs: Ints  # indices of the step's runs that these rows belong to
+    serial: Ints  # number of each run's request
+    length: Ints  # number of records of each run
     kind: Ints
-    record: Ints
+    record: Ints  # ring unit of each run's first record, relative to `first`
 
     def between(self, begin: int, stop: int) -> CodecBatch:
         """Return the rows of the runs [begin, stop) of `runs`, which are contiguous as well."""
@@ -82,19 +55,6 @@ class CodecBatch:
             self.record[begin:stop] - first,
         )
 
-    def of(self, serial: Ints) -> CodecBatch:
-        """Return the same rows of other requests, by the serial number of each run's."""
-        return CodecBatch(
-            self.codec,
-            self.first,
-            self.num_units,
-            self.runs,
-            serial,
-            self.length,
-            self.kind,
-            self.record,
-        )
-
     def alone(self) -> list[CodecBatch]:
         """Return the rows of each run, those of the oldest request first."""
         parts = [self.between(run, run + 1) for run in range(self.runs.size)]
@@ -106,40 +66,22 @@ class CodecBatch:
         return [self.between(*ends) for ends in edges.reshape(-1, 2).tolist()]
 
 
-@dataclass(slots=True)  # see `TokenRuns`
-class StepPlan:
-    """What the device is to do in one step, and what it must have counted afterwards.
+class StepPlan(NamedTuple):
+    """What the device is to do in one step, and what it must have counted afterwards."""
 
-    Attributes:
-        tokens: int32 [rows, TOKEN_COLUMNS], for `Buffers.tokens`; records are relative to the
-            step's first ring unit.
-        num_units: number of ring units that the step fills.
-        active: rows of the batch that have a program, as an index.
-        positions: position of each active row; an upper bound if `runs` are not exact.
-        fewest: smallest number of edits that each active row must get.
-        most: largest number of edits that each active row may get; the difference to `fewest` is
-            in edits that depend on the token's id.
-        captures: number of vectors that must be captured of each active row.
-        by_id: whether a row's program reads the token's id.
-        scored: whether a score of the step is returned to a caller.
-        device_positions: whether a program reads positions that only the device knows. It must
-            then fill in the column `POSITION` of `tokens`.
-        batches: captured rows by codec, in the order of the ring.
-    """
-
-    tokens: NDArray[np.int32]
-    num_units: int
-    active: slice | Ints
+    tokens: NDArray[np.int32]  # [rows, TOKEN_COLUMNS]; records are relative to the step's unit
+    num_units: int  # of the ring, that the step fills
+    active: slice | Ints  # rows of the batch that have a program
     slots: Ints
-    positions: Ints
-    fewest: NDArray[np.int32]
-    most: NDArray[np.int32]
-    captures: Ints
-    by_id: bool
-    scored: bool
-    device_positions: bool
+    positions: Ints  # of each active row; an upper bound if `runs` are not exact
+    fewest: NDArray[np.int32]  # edits that each active row must get
+    most: NDArray[np.int32]  # edits that it may get; the others depend on the token's id
+    captures: Ints  # vectors that must be captured of each active row
+    by_id: bool  # a row's program reads the token's id
+    scored: bool  # a score of the step is returned to a caller
+    device_positions: bool  # the device must fill in the column `POSITION` of `tokens`
     runs: TokenRuns
-    batches: tuple[CodecBatch, ...]
+    batches: tuple[CodecBatch, ...]  # captured rows by codec, in the order of the ring
 
     def batches_of(self, chosen: NDArray[np.bool_]) -> list[CodecBatch]:
         """Return the captured rows of some runs only."""
@@ -147,57 +89,12 @@ class StepPlan:
 
     def at(self, position: Ints) -> StepPlan:
         """Return the same step at other positions, one for each run; each run has one row."""
-        return self._with(self.runs.slot, position, self.slots, position, self.batches)
+        runs = self.runs._replace(position=position)
+        return self._replace(positions=position, runs=runs)
 
     def of(self, slot: Ints, serial: Ints) -> StepPlan:
-        """Return the same step of other requests.
-
-        Args:
-            slot: slot of the request of each run.
-        """
-        runs = self.runs
-        batches = tuple([batch.of(serial[batch.runs]) for batch in self.batches])
+        """Return the same step of other requests, by the slot of each run."""
+        runs = self.runs._replace(slot=slot)
+        batches = [batch._replace(serial=serial[batch.runs]) for batch in self.batches]
         slots = np.repeat(slot, runs.length)
-        return self._with(slot, runs.position, slots, self.positions, batches)
-
-    def _with(
-        self,
-        slot: Ints,
-        position: Ints,
-        slots: Ints,
-        positions: Ints,
-        batches: tuple[CodecBatch, ...],
-    ) -> StepPlan:
-        """Return the step with other requests or positions. The fields are written out, as
-        `dataclasses.replace` takes more than twice as long.
-        """
-        runs = self.runs
-        return StepPlan(
-            tokens=self.tokens,
-            num_units=self.num_units,
-            active=self.active,
-            slots=slots,
-            positions=positions,
-            fewest=self.fewest,
-            most=self.most,
-            captures=self.captures,
-            by_id=self.by_id,
-            scored=self.scored,
-            device_positions=self.device_positions,
-            runs=TokenRuns(
-                row=runs.row,
-                length=runs.length,
-                position=position,
-                slot=slot,
-                program=runs.program,
-                group=runs.group,
-                vectors=runs.vectors,
-                units=runs.units,
-                kind=runs.kind,
-                scored=runs.scored,
-                codec=runs.codec,
-                record=runs.record,
-                exact=runs.exact,
-            ),
-            batches=batches,
-        )
+        return self._replace(slots=slots, runs=runs, batches=tuple(batches))

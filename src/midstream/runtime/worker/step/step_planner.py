@@ -1,6 +1,4 @@
-"""Planning of a step: from the requests of its batch to what each row gets, without a loop over
-rows or layers.
-"""
+"""Planning of a step: what each row of its batch gets, without a loop over rows or layers."""
 
 from __future__ import annotations
 
@@ -22,36 +20,22 @@ from midstream.runtime.worker.tables.program_table import ProgramTable
 
 @dataclass(slots=True)
 class _DecodeStep:
-    """A step in which every request had one row. The next step is often the same except for the
-    positions.
-
-    Attributes:
-        slots: slots of the batch's requests; the same array as long as the requests are the same.
-        computed: number of tokens of each request that were computed before the step.
-        chosen: indices of the batch's requests that have a plan.
-        start: first position of the segment of each chosen request.
-        stop: last position + 1 of that segment.
-        active: which of the chosen requests have a program there; None: all.
-        by_position: which of the plan's runs have a program that reads positions; None: none.
-        more: how many more steps are within these segments, if each advances by one position.
-    """
+    """A step in which every request had one row, as the next one often has, further on."""
 
     plan: StepPlan
-    slots: Ints
-    computed: NDArray[np.int32]
-    chosen: Ints
+    slots: Ints  # of the batch; the same array as long as the requests are the same
+    computed: NDArray[np.int32]  # tokens of each request that were computed before the step
+    chosen: Ints  # indices of the requests with a plan, whose segments are [start, stop)
     slot: Ints
     start: Ints
     stop: Ints
-    active: NDArray[np.bool_] | None
-    by_position: NDArray[np.bool_] | None
+    active: NDArray[np.bool_] | None  # which of the chosen have a program; None: all
+    by_position: NDArray[np.bool_] | None  # which runs read positions; None: none
     position: Ints
-    more: int
+    more: int  # steps that remain within these segments, if each advances by one position
 
     def advance(self, batch: StepBatch, states: PositionStates) -> Ints | None:
-        """Return the chosen requests' positions in a batch of the same requests, and record that
-        these are reached; None if one has more than one row, or is in another segment.
-        """
+        """Return the next positions, recorded; None: one has more rows, or another segment."""
         if batch.num_tokens != len(batch.request_ids):
             return None
         self.computed += 1
@@ -149,17 +133,13 @@ class StepPlanner:
             return None
         plan = last.plan.at(position if last.active is None else position[last.active])
         if last.by_position is not None:
-            plan.tokens = plan.tokens.copy()  # the last are compared with these
+            plan = plan._replace(tokens=plan.tokens.copy())  # the last are compared with these
             read = np.where(last.by_position, plan.positions, 0)
             plan.tokens[plan.active, layout.POSITION] = read
         return plan
 
     def _make_runs(self, batch: StepBatch, chosen: Ints, slot: Ints) -> TokenRuns | None:
-        """Return the runs of a batch that have a program; None if there are none.
-
-        Args:
-            chosen: indices of its requests that have a plan.
-        """
+        """Return the runs of a batch that have a program; None if there are none."""
         length = batch.scheduled[chosen].astype(np.int64)
         row = (np.cumsum(batch.scheduled, dtype=np.int64) - batch.scheduled)[chosen]
         lowest, position = self._bounds(batch, chosen, slot, row, length)
@@ -192,21 +172,7 @@ class StepPlanner:
         if table[columns.RUN_CODEC].any():
             table = table[:, np.argsort(table[columns.RUN_CODEC], kind="stable")]
         records = table[columns.RUN_LENGTH] * table[columns.RUN_UNITS]
-        return TokenRuns(
-            row=table[columns.RUN_ROW],
-            length=table[columns.RUN_LENGTH],
-            position=table[columns.RUN_POSITION],
-            slot=table[columns.RUN_SLOT],
-            program=table[columns.RUN_PROGRAM],
-            group=table[columns.RUN_GROUP],
-            vectors=table[columns.RUN_VECTORS],
-            units=table[columns.RUN_UNITS],
-            kind=table[columns.RUN_KIND],
-            scored=table[columns.RUN_SCORED],
-            codec=table[columns.RUN_CODEC],
-            record=np.cumsum(records) - records,
-            exact=exact,
-        )
+        return TokenRuns._make((*table, np.cumsum(records) - records, exact))
 
     def _bounds(
         self, batch: StepBatch, chosen: Ints, slot: Ints, row: Ints, length: Ints
@@ -238,9 +204,7 @@ class StepPlanner:
         return False
 
     def _cross(self, slot: int, row: int, position: int, stop: int) -> list[list[int]]:
-        """Return the runs of rows that are not within the segment of their slot, each with the
-        columns of runs.
-        """
+        """Return runs, as columns, of rows that are not within the segment of their slot."""
         request = self._slots.by_slot(slot)
         assert request is not None
         runs = []
@@ -312,11 +276,7 @@ class StepPlanner:
 
 
 def _rows_of(runs: TokenRuns, within: Ints) -> slice | Ints:
-    """Return the rows of all runs, as an index. A slice is many times as fast to use.
-
-    Args:
-        within: see `within_runs`.
-    """
+    """Return the rows of all runs, as an index. A slice is many times as fast to use."""
     row, stop = runs.row, runs.row + runs.length
     if (row[1:] == stop[:-1]).all():
         return slice(int(row[0]), int(stop[-1]))

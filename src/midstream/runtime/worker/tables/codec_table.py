@@ -15,20 +15,13 @@ class CodecTable:
     """The encodings that requests have used since the worker started; number 0 is `raw`."""
 
     def __init__(self, buffers: Buffers) -> None:
-        """Args:
-        buffers: the rank's buffers, with the ring whose rows are encoded.
-        """
         self._buffers = buffers
         raw = RowEncoding.of(Raw(), (), buffers.unit)
         self._encodings = [raw]
         self._numbers = {raw: 0}
 
     def number(self, spec: str, taps: Sequence[int]) -> int:
-        """Return the number of the encoding of records.
-
-        Args:
-            taps: the taps of a record, as indices on this rank, in order.
-        """
+        """Return the number of the encoding of records with these taps, in order."""
         widths = [self._buffers.width(tap) for tap in taps]
         return self._number(RowEncoding.of(parse_codec(spec), widths, self._buffers.unit))
 
@@ -39,13 +32,7 @@ class CodecTable:
         returned: Sequence[int],
         patterns: Sequence[PatternRead],
     ) -> int:
-        """Return the number of the encoding of records with queries.
-
-        Args:
-            taps: the taps of a record, as indices on this rank, in order.
-            returned: those of them whose vectors are returned, in order.
-            patterns: the rows of attention, logits, and scores.
-        """
+        """Return the number of the encoding of records with queries, of which some taps return."""
         width, start = self._buffers.width, 0
         starts = {}
         for tap in taps:

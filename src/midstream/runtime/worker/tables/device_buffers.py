@@ -4,95 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from midstream.ops import layout
 from midstream.ops.sae.reference import SaeBuffers
-from midstream.ops.site import Before
+from midstream.ops.site import SiteBuffers
 from midstream.runtime.protocol.segments import Room
 from midstream.sites import Tap
 
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """How large a rank's buffers are.
+    """How large a rank's buffers are."""
 
-    Attributes:
-        max_tokens: most rows of a forward pass, padding included.
-        ring_rows: vectors of that width for which the ring has room.
-        drafts: most draft tokens of a request in a step.
-    """
-
-    max_tokens: int
+    max_tokens: int  # most rows of a forward pass, padding included
     hidden_size: int
     room: Room
-    ring_rows: int
-    drafts: int = 0
+    ring_rows: int  # vectors of the hidden size for which the ring has room
+    drafts: int = 0  # most draft tokens of a request in a step
 
 
-@dataclass(eq=False)
-class Buffers:
-    """Device buffers of one rank; see `midstream.ops.layout` for the columns.
+@dataclass(eq=False, kw_only=True)
+class Buffers(SiteBuffers):
+    """Device buffers of one rank."""
 
-    Attributes:
-        tokens: int32 [T, 4], program, group, record and position of each row of the next forward
-            pass.
-        ids: int32 [T], token id of each row; set in steps in which an instruction reads it.
-        tally: int32 [T, 4], counts of the work done for each row.
-        table: int32 [S, N, 4], for each tap the programs' ranges of instructions and the groups'
-            places.
-        instructions: int32 [E, 8], the programs' instructions.
-        params: float32 [E, 4], parameters of the instructions.
-        lists: int32 [L], token ids of the instructions.
-        bank: float32 [V, U], the vectors.
-        scores: float32 [T, P], probe scores.
-        ring: [R, U] in the model's dtype, captured vectors until they are copied to the host.
-        mapped: float32 [T, hidden] on a GPU where there is room for maps, else without rows: what
-            maps make of each row at a site.
-        scans: int32 [G, 4], which rows of the next forward pass gates with memory read, for each
-            state. G is the setting `gate_states`.
-        scan_states: int32 [G, n, 3], what they remember, after each of the last n positions.
-        sae: what reconstructions by SAEs need; None: no tap has any.
-        encoding: addresses of the tables of taps that have these.
-        units: for each tap the number of units of its vectors. A unit has U numbers, so many that
-            every width is a multiple; where all widths are the same, U is that width.
-        widths: width of the vectors at each tap whose table is bound to the op; see
-            `midstream.ops.site.bind`.
-        relaunches: launches of the op's kernel by the same tables; see `midstream.ops.site`.
-        switches: float32 [T, n], the switches of each row's biases; see `LogitBias`. No row where
-            logits are not tapped.
-        before: what the op calls before its edits; see `midstream.ops.site`.
-    """
-
-    tokens: Tensor
-    ids: Tensor
-    tally: Tensor
-    table: Tensor
-    instructions: Tensor
-    params: Tensor
-    lists: Tensor
-    bank: Tensor
-    scores: Tensor
-    ring: Tensor
-    units: tuple[int, ...]
-    widths: dict[int, int] = field(default_factory=dict)
-    relaunches: dict[int, dict[Hashable, Any]] = field(default_factory=dict)
-    switches: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
-    mapped: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
-    before: Before | None = None
-    scans: Tensor = field(
-        default_factory=lambda: torch.zeros(0, layout.SCAN_COLUMNS, dtype=torch.int32)
-    )
-    scan_states: Tensor = field(
-        default_factory=lambda: torch.zeros(0, 1, layout.STATE_COLUMNS, dtype=torch.int32)
-    )
-    sae: SaeBuffers | None = None
-    encoding: frozenset[int] = frozenset()
+    table: Tensor  # int32 [S, N, 4], for each tap the programs' ranges and the groups' places
+    units: tuple[int, ...]  # of each tap's vectors; every width is a multiple of U
+    switches: Tensor  # float32 [T, n], see `LogitBias`; no row where logits are not tapped
 
     @staticmethod
     def allocate(
@@ -104,14 +46,7 @@ class Buffers:
         sae: SaeBuffers | None = None,
         reconstructed: Collection[Tap] = (),
     ) -> Buffers:
-        """Return zeroed buffers.
-
-        Args:
-            taps: the rank's taps, in the order of their indices, each with the width of its
-                vectors on this rank.
-            dtype: the model's dtype.
-            sae: what reconstructions by SAEs need.
-        """
+        """Return zeroed buffers for taps in the order of their indices, with their widths."""
         room, max_tokens, hidden_size = sizes.room, sizes.max_tokens, sizes.hidden_size
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -122,6 +57,8 @@ class Buffers:
         is_mapping = room.maps > 0 and device.type == "cuda"
         unit = math.gcd(hidden_size, *taps.values())
         units_of_row = hidden_size // unit
+        # A power of 2. A step adds a state for each draft; the next may start before all of them.
+        kept = 1 << (sizes.drafts + 2).bit_length()
         table = zeros(int32, len(taps), room.programs, layout.TABLE_COLUMNS)
         codes = torch.tensor([code(tap) for tap in taps], dtype=torch.int32)
         table[:, 0, layout.CODE] = codes.to(device)
@@ -141,9 +78,7 @@ class Buffers:
             switches=zeros(float32, max_tokens if switches else 0, max(1, switches)),
             mapped=zeros(float32, max_tokens if is_mapping else 0, hidden_size),
             scans=zeros(int32, room.gate_states, layout.SCAN_COLUMNS),
-            scan_states=zeros(
-                int32, room.gate_states, _kept_states(sizes.drafts), layout.STATE_COLUMNS
-            ),
+            scan_states=zeros(int32, room.gate_states, kept, layout.STATE_COLUMNS),
             sae=sae,
             encoding=frozenset(
                 table[index].data_ptr() for index, tap in enumerate(taps) if tap in reconstructed
@@ -167,13 +102,6 @@ class Buffers:
         return tensors + (0 if self.sae is None else self.sae.nbytes)
 
 
-def _kept_states(drafts: int) -> int:
-    """Return how many states are kept for each gate with memory, a power of 2: a step adds one for
-    each draft token, and the next step may start from the state before all of them.
-    """
-    return 1 << (drafts + 2).bit_length()
-
-
 def upload(target: Tensor, values: Tensor) -> None:
     """Copy host values into a device buffer, without waiting for queued work."""
     if target.is_cuda:
@@ -194,10 +122,6 @@ def scatter(target: Tensor, rows: list[int], values: Tensor) -> None:
 
 
 def code(tap: Tap) -> int:
-    """Return the 32-bit code of a tap, the same on every rank and in every run.
-
-    A token's signature is the sum of the codes of the taps that ran. A tap that is missing or runs
-    twice changes the sum.
-    """
+    """Return a tap's 32-bit code, the same everywhere: a signature is the sum of those that ran."""
     name = f"{tap[0]}:{tap[1]}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "little", signed=True) | 1

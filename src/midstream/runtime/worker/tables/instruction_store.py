@@ -22,13 +22,7 @@ _ALONE = 1 << 18
 
 
 class InstructionStore:
-    """Owner of `Buffers.instructions`, `params`, `lists` and `bank`. Equal vectors and equal lists
-    of token ids are stored once.
-
-    Attributes:
-        bank: units of the vector bank in use.
-        lists: entries of the lists of token ids in use.
-    """
+    """Owner of `Buffers.instructions`, `params`, `lists` and `bank`; equal ones are there once."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
@@ -47,11 +41,7 @@ class InstructionStore:
         return free and self.bank.used == 0 and self.lists.used == 0
 
     def write(self, edits: Sequence[TapProgramStep]) -> tuple[int, int]:
-        """Write the instructions of edits to the device, in their order, or nothing.
-
-        Returns:
-            The range of the instructions: its first and its length. Pair with `release`.
-        """
+        """Write edits' instructions in order, or nothing; return their range, to be released."""
         length = sum(len(edit.steps) for edit in edits)
         first = self.ranges.acquire(length)
         if first is None:

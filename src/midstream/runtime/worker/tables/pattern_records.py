@@ -15,33 +15,21 @@ from midstream.plan.resolved import REDUCING, LensMap, PatternKind, SaeEncoder
 class PatternColumns:
     """Queries in a record, and the row of attention or the score that is made of them. Compared by
     content: requests that differ only in the keys of a mass share an encoding.
-
-    Attributes:
-        capture, place: index of the plan's capture, and of the tap in it; of a score −1.
-        tap: the tap of the queries, as an index on this rank.
-        start, width: first number of the queries in a record, and how many there are.
-        kind, size: see `Pattern`.
-        heads: the heads that are computed; empty: all of this rank.
-        count: number of heads that are computed.
-        is_row: see `PatternRead`.
-        slot: column of the score, which is not in the encoded row; None: it is a row.
-        divisor: of a score, the number of heads over all ranks.
-        map: of a lens, the map of its layer.
     """
 
-    capture: int
-    place: int
-    tap: int
-    start: int
-    width: int
-    kind: PatternKind
+    capture: int  # index of the plan's; −1 for a score
+    place: int  # index of the tap in the capture
+    tap: int  # of the queries, as an index on this rank
+    start: int  # first number of the queries in a record
+    width: int  # numbers of the queries
+    kind: PatternKind  # see `Pattern`, as for `size`
     size: int
-    heads: tuple[int, ...]
-    count: int
+    heads: tuple[int, ...]  # empty: all of this rank
+    count: int  # number of heads that are computed
     is_row: bool = True
-    slot: int | None = None
-    divisor: int = 1
-    map: LensMap = LensMap()
+    slot: int | None = None  # column of a score, which is not in the encoded row
+    divisor: int = 1  # of a score, the number of heads over all ranks
+    map: LensMap = LensMap()  # of a lens
     encoder: SaeEncoder | None = None
 
     @property
@@ -57,13 +45,7 @@ class PatternColumns:
 
 @dataclass(frozen=True, slots=True)
 class PatternEncoding(RowEncoding):
-    """How a record is encoded that has queries: its captured vectors by the codec, then the rows of
-    attention that are returned. An encoded row is one record.
-
-    Attributes:
-        vectors: (first number in a record, width) of each captured vector, in order.
-        patterns: the rows of attention and the scores, in order.
-    """
+    """Encodes a record's vectors, (first number, width), by the codec, then rows of attention."""
 
     vectors: tuple[tuple[int, int], ...] = ()
     patterns: tuple[PatternColumns, ...] = ()
@@ -84,15 +66,7 @@ class PatternEncoding(RowEncoding):
         return captured + sum(pattern.nbytes for pattern in self.patterns)
 
     def encode_vectors(self, records: Tensor, out: Tensor) -> int:
-        """Encode the captured vectors of whole records into the first columns of `out`.
-
-        Args:
-            records: [n, numbers].
-            out: uint8 [n, row_bytes].
-
-        Returns:
-            The number of columns that were written.
-        """
+        """Encode the vectors of [n, numbers] records into `out`; return how many columns."""
         end = 0
         for start, width in self.vectors:
             encoded = self.codec.encode(records[:, start : start + width].contiguous())

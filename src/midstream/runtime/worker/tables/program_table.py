@@ -1,9 +1,5 @@
 """Programs (sets of edits) and capture groups (sets of captures): stored once, with a use count,
-and written to the device.
-
-Many requests have the same ones. A token names each by one small integer, so the cost of a step
-does not depend on how many different ones it has. A program or group that no request uses any more
-stays until its room is needed, so that requests one after the other find theirs, with its vectors.
+and written to the device. Unused ones stay until their room is needed, for later requests.
 """
 
 from __future__ import annotations
@@ -25,68 +21,50 @@ from midstream.runtime.worker.tables.instruction_store import InstructionStore
 
 
 @dataclass(slots=True)
-class _Program:
-    index: int
-    first: int
-    length: int
-    users: int = 0
+class _Entry:
+    """A program with its range of instructions, or a group, which has none."""
 
-
-@dataclass(slots=True)
-class _Group:
     index: int
+    first: int = 0
+    length: int = 0
     users: int = 0
 
 
 class ProgramTable:
-    """Owner of `Buffers.table`.
-
-    Attributes:
-        fewest: int32 [programs], the smallest number of edits that the device counts for a token
-            of each program in one forward pass.
-        most: int32 [programs], the largest number; the difference is in edits that depend on the
-            token's id.
-        by_position: bool [programs], whether a program reads the token's position.
-        by_id: bool [programs], whether a program reads the token's id.
-    """
+    """Owner of `Buffers.table`."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
         self._num_taps, self._rows, _ = buffers.table.shape
         self.instructions = InstructionStore(buffers)
-        self._programs: dict[Edits, _Program] = {}
+        self._programs: dict[Edits, _Entry] = {}
         self._unused: set[Edits] = set()  # programs without a user
-        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._groups: dict[tuple[int, ...], _Entry] = {}
         self._unused_groups: set[tuple[int, ...]] = set()  # groups without a user
         self._free_programs = list(range(self._rows - 1, layout.FIRST_FREE_PROGRAM - 1, -1))
         self._free_groups = list(range(self._rows - 1, layout.FIRST_FREE_GROUP - 1, -1))
-        self.fewest = np.zeros(self._rows, np.int32)
-        self.most = np.zeros(self._rows, np.int32)
-        self.by_position = np.zeros(self._rows, np.bool_)
-        self.by_id = np.zeros(self._rows, np.bool_)
+        self.fewest = np.zeros(self._rows, np.int32)  # edits that a token must get in a pass
+        self.most = np.zeros(self._rows, np.int32)  # that it may get; the others depend on its id
+        self.by_position = np.zeros(self._rows, np.bool_)  # it reads the position
+        self.by_id = np.zeros(self._rows, np.bool_)  # it reads the token's id
 
     def acquire_program(self, edits: Edits) -> int:
-        """Return the index of the program of these edits, in this order. Pair with
-        `release_program`.
-        """
+        """Return the index of the program of these edits, in order. Pair with `release_program`."""
         if not edits:
             return layout.WATCH_PROGRAM
         program = self._programs.get(edits)
         if program is None:
-            program = self._write_program(edits)
-            self._programs[edits] = program
+            program = self._programs[edits] = self._write_program(edits)
         self._unused.discard(edits)
         program.users += 1
         return program.index
 
     def release_program(self, edits: Edits) -> None:
         """Release one use of the program of these edits."""
-        if not edits:
-            return
-        program = self._programs[edits]
-        program.users -= 1
-        if program.users == 0:
-            self._unused.add(edits)
+        if edits:
+            self._programs[edits].users -= 1
+            if not self._programs[edits].users:
+                self._unused.add(edits)
 
     def drop_unused(self) -> None:
         """Free what programs and groups take that no request uses."""
@@ -109,9 +87,7 @@ class ProgramTable:
         return matches[0] if matches else ()
 
     def acquire_group(self, taps: tuple[int, ...]) -> int:
-        """Return the index of the group that captures these taps, in the order of its record. Pair
-        with `release_group`.
-        """
+        """Return the index of the group that captures these taps. Pair with `release_group`."""
         if not taps:
             return layout.NO_GROUP
         group = self._groups.get(taps)
@@ -120,7 +96,7 @@ class ProgramTable:
                 self.drop_unused()
             if not self._free_groups:
                 raise NoRoomError("", self._full("combinations of captures"))
-            group = _Group(self._free_groups.pop())
+            group = _Entry(self._free_groups.pop())
             places = torch.zeros(self._num_taps, dtype=torch.int32)
             place = 1
             for tap in taps:
@@ -134,32 +110,25 @@ class ProgramTable:
 
     def release_group(self, taps: tuple[int, ...]) -> None:
         """Release one use of the group of these taps."""
-        if not taps:
-            return
-        group = self._groups[taps]
-        group.users -= 1
-        if group.users == 0:
-            self._unused_groups.add(taps)
+        if taps:
+            self._groups[taps].users -= 1
+            if not self._groups[taps].users:
+                self._unused_groups.add(taps)
 
     def check_integrity(self) -> None:
         """Check that everything is either in use or free; cheap."""
-        assert all(
-            (program.users == 0) == (edits in self._unused)
-            for edits, program in self._programs.items()
-        )
-        assert all(
-            (group.users == 0) == (taps in self._unused_groups)
-            for taps, group in self._groups.items()
-        )
+        for entries, unused in (
+            (self._programs, self._unused),
+            (self._groups, self._unused_groups),
+        ):
+            assert unused == {key for key, entry in entries.items() if not entry.users}
         assert len(self._free_programs) + len(self._programs) == (
             self._rows - layout.FIRST_FREE_PROGRAM
         )
         assert len(self._free_groups) + len(self._groups) == self._rows - layout.FIRST_FREE_GROUP
         assert self._programs or self.instructions.is_empty
 
-    # -- inside -----------------------------------------------------------------------------
-
-    def _write_program(self, edits: Edits) -> _Program:
+    def _write_program(self, edits: Edits) -> _Entry:
         if not self._free_programs:
             self.drop_unused()
         if not self._free_programs:
@@ -171,10 +140,8 @@ class ProgramTable:
             self._free_programs.append(index)
             raise
 
-    def _find_room(self, edits: Edits, index: int) -> _Program:
-        """Write a program to the device. If there is no free range for it, drop programs that no
-        request uses, and then close the gaps between the others.
-        """
+    def _find_room(self, edits: Edits, index: int) -> _Entry:
+        """Write a program; if there is no range, drop unused ones, then close the gaps."""
         with suppress(NoRoomError):
             return self._place(edits, index)
         self.drop_unused()
@@ -185,14 +152,12 @@ class ProgramTable:
         return self._place(edits, index)
 
     def _compact(self) -> None:
-        """Write the programs in use once more, without gaps. Steps already queued are not
-        disturbed, as these writes are queued behind them.
-        """
+        """Write the programs in use again, without gaps, behind the steps that are queued."""
         self.instructions.reset()
         for edits, program in self._programs.items():
             program.first = self._place(edits, program.index).first
 
-    def _place(self, edits: Edits, index: int) -> _Program:
+    def _place(self, edits: Edits, index: int) -> _Entry:
         """Write a program to the device, or nothing."""
         # The taps of a request may be in any order; the edits of one tap keep theirs.
         ordered = sorted(edits, key=lambda edit: edit.tap)
@@ -202,7 +167,7 @@ class ProgramTable:
         first, length = self.instructions.write(ordered)
         self._write_ranges(ordered, kinds, index, first)
         self._set_properties(edits, index)
-        return _Program(index, first, length)
+        return _Entry(index, first, length)
 
     def _write_ranges(
         self, ordered: Sequence[TapProgramStep], kinds: Mapping[int, int], index: int, first: int

@@ -22,9 +22,7 @@ class Pool:
         self._shared: dict[Hashable, _Shared] = {}
 
     def acquire(self, key: Hashable, length: int) -> tuple[int, bool] | None:
-        """Return (start of the key's range, whether the range is new and has to be filled), or
-        None if there is no free range of `length`. Pair with `release`.
-        """
+        """Return (start, whether new) of a key's range; None: no room. Pair with `release`."""
         shared = self._shared.get(key)
         if shared is not None:
             shared.users += 1
@@ -62,9 +60,7 @@ class RangeAllocator:
         self._free: list[tuple[int, int]] = [(0, size)] if size else []
 
     def acquire(self, length: int) -> int | None:
-        """Return the start of a range of `length`; None if no free range is so long. Pair with
-        `release`.
-        """
+        """Return the start of a range of `length`; None: no free one. Pair with `release`."""
         if length == 0:
             return 0
         for index, (start, stop) in enumerate(self._free):

@@ -31,16 +31,9 @@ class _Call:
 
 
 class LocalCalls:
-    """The functions of running requests, called where the op would run anyway.
-
-    A function that raises, or returns anything but rows of the same shape and dtype, ends its
-    request alone.
-    """
+    """The functions of running requests, called where the op would run; failing ends a request."""
 
     def __init__(self, taps: dict[Tap, int], buffers: Buffers, slots: SlotTable) -> None:
-        """Args:
-        taps: the rank's taps and their indices.
-        """
         self._addresses = {tap: buffers.table[index].data_ptr() for tap, index in taps.items()}
         self._slots = slots
         self._pending: dict[int, list[_Call]] = {}
@@ -55,11 +48,7 @@ class LocalCalls:
         ]
 
     def prepare(self, plan: StepPlan | None, batch: StepBatch) -> None:
-        """Prepare the calls of the step that is queued next.
-
-        Args:
-            plan: the step's plan, with exact positions; None: no row has a program.
-        """
+        """Prepare the calls of the step that is queued next, whose positions are exact."""
         self._pending.clear()
         if plan is None:
             return
@@ -85,12 +74,7 @@ class LocalCalls:
             self._pending.setdefault(self._addresses[tap], []).append(call)
 
     def __call__(self, address: int, hidden: Tensor, residual: Tensor | None) -> None:
-        """Call the functions of one tap.
-
-        Args:
-            hidden: [T, width], the stream, or one half of it. Mutated.
-            residual: [T, width] or None, the other half. Mutated.
-        """
+        """Call the functions of a tap on both halves of the stream, [T, width], in place."""
         for call in self._pending.pop(address, ()):
             if not call.request.problem:
                 self._run(call, hidden, residual)

@@ -11,11 +11,7 @@ from midstream.sites import Tap
 
 
 class TapSignature:
-    """The signature of a token for which each tap of a rank fired once, as in every step.
-
-    Attributes:
-        signature: sum of the taps' codes, as a signed 32-bit integer.
-    """
+    """The signature of a token for which each tap of a rank fired once: the sum of their codes."""
 
     def __init__(self, taps: Iterable[Tap]) -> None:
         self._taps = list(taps)
@@ -39,12 +35,7 @@ class TapSignature:
 
 
 def check_taps(buffers: Buffers, taps: Iterable[Tap], run: Callable[[], object]) -> None:
-    """Check that every tap fires once in a forward pass.
-
-    Args:
-        buffers: the rank's buffers; no token has a program before and after.
-        run: runs the tapped model on at least one row.
-    """
+    """Check that every tap fires once in `run`, which runs the tapped model on a row or more."""
     buffers.tally[:1].zero_()
     buffers.tokens[:1, layout.PROGRAM].fill_(layout.WATCH_PROGRAM)
     run()

@@ -1,9 +1,5 @@
 """The tapped model: a copy of a loaded model's modules, from those that are compiled down to the
-tapped ones, with the same weights.
-
-Parameters, buffers, attention modules and the KV cache are the same objects in both models. Each
-model has its own compiled function, its own entry in the compile cache and its own CUDA graphs, so
-that steps without work for midstream run exactly what vLLM runs without it.
+tapped ones, with the same weights. Other steps run exactly what vLLM runs alone.
 """
 
 from __future__ import annotations
@@ -25,8 +21,7 @@ from midstream.runtime.worker.taps.taps import modules_to_tap, tap_layer
 from midstream.sites import Tap
 
 _LOGGER = logging.getLogger(__name__)
-# vLLM's tag for the compile cache, which separates what both models compile.
-_TAG = "tapped"
+_TAG = "tapped"  # for vLLM's compile cache, to separate what both models compile
 # Attributes of a compiled module that belong to one compilation.
 _COMPILED = (
     "aot_compiled_fn",
@@ -38,11 +33,7 @@ _COMPILED = (
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A module of the model which differs between both models.
-
-    Attributes:
-        owner: the module whose child it is; None for the model itself.
-    """
+    """A module that differs between both models, child of `owner`; None: the model itself."""
 
     owner: nn.Module | None
     name: str
@@ -51,11 +42,8 @@ class Replacement:
 
 
 class TappedCopies:
-    """Copies of the modules of a model that are tapped, and of those that contain them.
-
-    Attributes:
-        replacements: the topmost copied modules. The compiled modules are topmost, or, where the
-            model is not compiled, the lists of layers.
+    """Copies of tapped modules of a model, and of those that contain them; `replacements` are the
+    topmost: the compiled modules, or the lists of layers.
     """
 
     def __init__(self, model: nn.Module, targets: Collection[nn.Module]) -> None:
@@ -72,9 +60,7 @@ class TappedCopies:
         return self._copies.get(id(module), module)
 
     def with_own_forward(self) -> list[nn.Module]:
-        """Return the copied modules with a `forward` of the instance, which hides that of the copy.
-        Weight offloaders set it.
-        """
+        """Return copied modules whose instance has a `forward`, as weight offloaders set it."""
         return [copied for copied in self._copies.values() if "forward" in vars(copied)]
 
     def experts_with_router(self) -> list[Any]:
@@ -133,16 +119,7 @@ def add_taps(
     vllm_config: Any,
     config: Config,
 ) -> list[Replacement]:
-    """Add all taps of a rank: to a copy of the model, or to the model itself.
-
-    The model itself is tapped if the settings say so, or if it cannot be copied.
-
-    Args:
-        taps: the rank's taps, with their indices in `buffers.table`.
-
-    Returns:
-        The modules that differ between the model and the copy; none if there is no copy.
-    """
+    """Add a rank's taps to a copy of the model, or the model; return the modules that differ."""
     copies = TappedCopies(model, _targets(decoder, taps))
     reason = _why_one_model(copies, vllm_config, config)
     if reason is not None:
@@ -198,11 +175,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def separate_compilation(replacement: Replacement, vllm_config: Any) -> None:
-    """Give both modules of a replacement a compilation of their own, if they are compiled.
-
-    The compile cache has the tapped one under the engine's settings, and the plain one under those
-    without midstream's, which is where vLLM without midstream looks it up.
-    """
+    """Compile both modules of a replacement apart: the plain one as vLLM without midstream."""
     from vllm.compilation.backends import set_model_tag
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.config import set_current_vllm_config
@@ -219,10 +192,7 @@ def separate_compilation(replacement: Replacement, vllm_config: Any) -> None:
 
 
 def name_experts(copies: TappedCopies, vllm_config: Any) -> None:
-    """Give copied modules with experts that call a tapped router names of their own.
-
-    The router is called in vLLM's op for experts, which finds the module by its name.
-    """
+    """Name copied modules with experts that call a tapped router: vLLM's op finds these by name."""
     named = vllm_config.compilation_config.static_forward_context
     for experts in copies.experts_with_router():
         experts.layer_name = f"{experts.layer_name}.{_TAG}"

@@ -1,8 +1,5 @@
-"""Taps: a module's class is replaced by a subclass whose `__call__` calls the `site` op.
-
-It is `__call__`, not `forward`, because weight offloaders set a `forward` on the instance, which
-would hide one of the class, and no tap would fire. The class is replaced after the weights are
-loaded and before anything is traced, so that the op is part of every compiled graph.
+"""Taps: a module's class is replaced, before tracing, by a subclass whose `__call__` calls the
+`site` op. Not `forward`: weight offloaders set one on the instance.
 """
 
 from __future__ import annotations
@@ -17,17 +14,16 @@ from torch import Tensor, nn
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops.site import bind
+from midstream.runtime.models.convention import Half, Input, LayerConvention, Output, Returns
 from midstream.runtime.models.decoder import DecoderLayer
 from midstream.runtime.models.inner_sites import InnerPlace
-from midstream.runtime.models.registry import Half, Input, LayerConvention, Output, Returns
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.sites import BY_NAME, Tap
 
 
 class TappedLayer(nn.Module):
-    """First base of a tapped decoder layer's class, with the taps in this order: at its entry
-    `embed`, if the first layer gets that as it is, and `resid_pre`; at its exit the branch that is
-    the first half of what it returns, and `resid_post`.
+    """First base of a tapped decoder layer's class. Taps at entry: `embed`, if the first layer gets
+    that, `resid_pre`; at exit: a branch that is the first half of what it returns, `resid_post`.
     """
 
     midstream_embed: Tensor | None
@@ -61,10 +57,10 @@ class TappedLayer(nn.Module):
 class TappedModule(nn.Module):
     """First base of the class of a tapped module inside a layer, which may have several sites.
 
-    Taps at its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, and the
-    input of attention or of the MLP, which is copied first if other modules use that tensor too,
-    and columns of its arguments, copied first if they were rotated in place. At its exit: one
-    branch, and columns of what it returns; at that of the final norm, the switches of `LogitBias`.
+    Taps at its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, the input
+    of attention or of the MLP, copied first if other modules use that tensor too, and columns of
+    its arguments, copied first if they were rotated in place. At its exit: one branch, and columns
+    of what it returns; at that of the final norm, the switches of `LogitBias`.
     """
 
     midstream_half: Tensor | None
@@ -85,11 +81,11 @@ class TappedModule(nn.Module):
             residual = args[1] if len(args) > 1 else kwargs.get("residual")
             _fire(self, self.midstream_mid, _first(args, self), residual)
         if self.midstream_input is not None:
-            value = self._input(args, kwargs)
+            where = self.midstream_parameter
+            value = _first(args if where is None else (_argument(args, kwargs, where),), self)
             if self.midstream_copies:
                 value = value.clone()
-                where = self.midstream_parameter or ("", 0)
-                args, kwargs = _with_argument(value, args, kwargs, where)
+                args, kwargs = _with_argument(value, args, kwargs, where or ("", 0))
             _fire(self, self.midstream_input, value, None)
         for columns in self.midstream_taken:
             taken = _first((_argument(args, kwargs, columns.parameter),), self)
@@ -110,44 +106,27 @@ class TappedModule(nn.Module):
             _fire(self, self.midstream_logits, self.midstream_switches, None)
         return out
 
-    def _input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if self.midstream_parameter is None:
-            return _first(args, self)
-        return _first((_argument(args, kwargs, self.midstream_parameter),), self)
-
 
 class _Columns(NamedTuple):
-    """A site that is columns of a tensor.
-
-    Attributes:
-        by_head: whether they are of heads, which are a dimension of their own in some models.
-        parameter: (name, index) of the parameter that gets the tensor; not read at an exit.
-        copies: whether the module gets a copy of the tensor, which is tapped.
-    """
+    """A site that is columns of a tensor."""
 
     table: Tensor
     start: int
-    by_head: bool
+    by_head: bool  # they are of heads, which are a dimension of their own in some models
+    # (name, index) of that with the tensor; not read at an exit
     parameter: tuple[str, int] = ("", 0)
-    copies: bool = False
+    copies: bool = False  # the module gets a copy of the tensor, which is tapped
 
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """One site at a module of a layer.
+    """One site at a module of a layer."""
 
-    Attributes:
-        attribute: attribute of `TappedModule` for the table of the tap.
-        path: name of the module within the layer.
-        copies: whether the module's input is copied before the tap.
-        parameter: name of the parameter that gets the module's input; None: the first one.
-    """
-
-    attribute: str
-    path: str
+    attribute: str  # of `TappedModule`, for the table of the tap
+    path: str  # of the module within the layer
     site: str
-    copies: bool = False
-    parameter: str | None = None
+    copies: bool = False  # its input is copied first
+    parameter: str | None = None  # with its input; None: the first one
 
 
 def modules_to_tap(layer: DecoderLayer, sites: Collection[str]) -> list[nn.Module]:
@@ -160,13 +139,7 @@ def modules_to_tap(layer: DecoderLayer, sites: Collection[str]) -> list[nn.Modul
 
 
 def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> None:
-    """Add the taps of one layer.
-
-    Args:
-        layer: the layer; its class, and the classes of the modules at its other sites, are replaced
-            in place.
-        taps: every tap of this rank, with its index in `buffers.table`.
-    """
+    """Add a layer's taps, replacing its modules' classes in place; `taps` are this rank's."""
     module: Any = layer.module
     convention = layer.convention
     tables = {}
@@ -179,17 +152,16 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
     if "embed" in layer.ends and layer.ends["embed"] is None:
         entry.add("embed")
     if tables.keys() & {*entry, "resid_post", *at_exit}:
-        parameters = _parameters(module, convention)
+        residual = convention.residual
+        hidden_at = _parameter(module, convention.hidden)
+        residual_at = None if residual is None else _parameter(module, residual)
         _swap(module, TappedLayer, buffers)
-        module.midstream_pre, module.midstream_post = (
-            tables.get("resid_pre"),
-            tables.get("resid_post"),
-        )
+        module.midstream_pre = tables.get("resid_pre")
+        module.midstream_post = tables.get("resid_post")
         module.midstream_embed = tables.get("embed") if "embed" in entry else None
         module.midstream_branch = next((tables[s] for s in at_exit if s in tables), None)
         module.midstream_returns = convention.returns
-        module.midstream_hidden = parameters[0]
-        module.midstream_residual = parameters[1]
+        module.midstream_hidden, module.midstream_residual = hidden_at, residual_at
     swapped: list[Any] = []
     for role in _roles(convention):
         if role.site not in tables:
@@ -220,9 +192,7 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
 
 
 def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
-    """Make a module a `TappedModule` without taps, unless it is one of `swapped`, which it joins: a
-    module may have several sites, also under several names.
-    """
+    """Make a module a `TappedModule` without taps, unless `swapped`, which it joins, has it."""
     if any(module is other for other in swapped):
         return
     _swap(module, TappedModule, buffers)
@@ -247,10 +217,8 @@ def _add_columns(module: Any, place: InnerPlace, table: Tensor, copies: bool) ->
 
 
 def _rotates_in_place(layer: nn.Module) -> bool:
-    """Return whether rotary embeddings of a layer are an op that changes queries and keys in place.
-
-    vLLM's passes over a compiled graph write the result of such an op over its input, and take no
-    other change of the same tensors into account.
+    """Return whether rotary embeddings are an op that changes queries and keys in place: vLLM's
+    passes write its result over its input, and miss other changes of these.
     """
     rotary = [module for module in layer.modules() if "Rotary" in type(module).__name__]
     chosen = [getattr(module, "_forward_method", module.forward) for module in rotary]
@@ -338,17 +306,6 @@ def _describe(out: Any) -> str:
     return type(out).__name__
 
 
-def _parameters(
-    module: nn.Module, convention: LayerConvention
-) -> tuple[tuple[str, int], tuple[str, int] | None]:
-    """Return (name, index) of the parameters with the two halves of the residual stream."""
-    residual = convention.residual
-    return (
-        _parameter(module, convention.hidden),
-        None if residual is None else _parameter(module, residual),
-    )
-
-
 def _parameter(module: nn.Module, name: str) -> tuple[str, int]:
     """Return (name, index) of a parameter of a module's forward."""
     names = _parameter_names(module)
@@ -388,12 +345,7 @@ def _swap(module: Any, tapped: type[nn.Module], buffers: Buffers) -> None:
 
 
 def check_drafter(runner: Any) -> None:
-    """Reject a drafter that shares tapped modules with the model: its forward pass would fire the
-    taps. The head and rotary tables, which many drafters share, have no taps.
-
-    Args:
-        runner: vLLM's model runner, whose model is tapped.
-    """
+    """Reject a drafter that shares tapped modules with the model: it would fire the taps."""
     drafter = _drafter(runner)
     if drafter is None:
         return

@@ -19,8 +19,8 @@ from midstream.codecs import Full8, Raw
 from midstream.runtime.worker.readouts import weights
 from midstream.runtime.worker.readouts.key_layout import KeyLayout
 from midstream.runtime.worker.readouts.layers import AttentionLayer
-from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.readouts.reader import PatternReader
+from midstream.runtime.worker.readouts.tiles import QueryRun
 from midstream.runtime.worker.readouts.weights import AttentionForm
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 

@@ -12,8 +12,17 @@ import torch
 from support.tapping import WIDTH
 from torch import Tensor, nn
 
-from midstream.runtime.models.convention import PARALLEL, dead, pair, single
-from midstream.runtime.models.registry import Half, Input, Lack, Output, Returns
+from midstream.runtime.models.convention import (
+    PARALLEL,
+    Half,
+    Input,
+    Lack,
+    Output,
+    Returns,
+    dead,
+    pair,
+    single,
+)
 
 At = Callable[[str, Tensor], Tensor]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops import layout
+from midstream.runtime.models.convention import LayerConvention, Returns
 from midstream.runtime.models.decoder import DecoderLayer
-from midstream.runtime.models.registry import LayerConvention, Returns
 from midstream.runtime.worker.tables.device_buffers import code
 from midstream.runtime.worker.taps.taps import tap_layer
 

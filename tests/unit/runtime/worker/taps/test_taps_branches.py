@@ -21,9 +21,18 @@ from unit.runtime.worker.taps.branching import (
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops import layout
-from midstream.runtime.models.convention import pair, single, without_attention
+from midstream.runtime.models.convention import (
+    Half,
+    Input,
+    Lack,
+    LayerConvention,
+    Output,
+    Returns,
+    pair,
+    single,
+    without_attention,
+)
 from midstream.runtime.models.decoder import DecoderLayer
-from midstream.runtime.models.registry import Half, Input, Lack, LayerConvention, Output, Returns
 from midstream.runtime.worker.tables.device_buffers import code
 from midstream.runtime.worker.taps.taps import tap_layer
 from midstream.sites import OUTER
