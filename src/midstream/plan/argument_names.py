@@ -51,9 +51,7 @@ Made = TypeVar("Made", bound=Callable[..., None])
 
 
 def one_spelling(arguments: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Return arguments with `layer`/`layers`, `site`/`sites` and `head`/`heads` named as the
-    constructor does.
-    """
+    """Return arguments with the constructor's spelling of layer(s), site(s) and head(s)."""
     renamed = dict(arguments)
     for theirs, ours in _PAIRS:
         if theirs in renamed and theirs not in known and ours in known:
@@ -79,11 +77,7 @@ def read_named(
 
 
 def accept_spellings(init: Made) -> Made:
-    """Decorate a constructor: other spellings of its arguments are accepted or explained.
-
-    The decorated constructor raises SpecError for an argument that it does not have, instead of
-    TypeError.
-    """
+    """Decorate a constructor: other spellings of its arguments are accepted, or are SpecErrors."""
     known = tuple(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)

@@ -54,11 +54,7 @@ class CapturedRows:
 
     @staticmethod
     def parse(value: object) -> CapturedRows:
-        """Read a CapturedRows, or `{"captured": id, "positions": [3, 4]}`.
-
-        Raises:
-            SpecError: another form, or a field is unknown, missing or malformed.
-        """
+        """Read a CapturedRows, or `{"captured": id, "positions": [3, 4]}`."""
         if isinstance(value, CapturedRows):
             return value
         fields = read_fields(value, required=("captured",), optional=("positions",))

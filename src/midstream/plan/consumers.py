@@ -28,13 +28,9 @@ def names_consumers(value: object) -> TypeGuard[Mapping[object, object]]:
 
 
 def read_consumers(value: Mapping[object, object]) -> tuple[Capture, ...]:
-    """Return one Capture per sink and hook point.
+    """Return one Capture per sink and hook point, of requests by the sink's name.
 
-    Args:
-        value: maps a sink's name to a dict, or to a dataclass such as FilesystemCaptureRequest,
-            with `hooks`: {hook point: layers}; optionally `positions`, `request_id`, `tag`,
-            `metadata`, `codec` and `layout`, as in Capture. Here `"all_prompt"` and
-            `"all_generated"` mean `"prompt"` and `"generated"`.
+    A request is a dict, or a dataclass such as FilesystemCaptureRequest.
     """
     captures: list[Capture] = []
     for sink, request in value.items():

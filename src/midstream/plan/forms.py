@@ -1,7 +1,6 @@
 """Types of the values that constructors accept, for type checkers and editors.
 
-Arrays and tensors are described by what they have, so that neither NumPy nor torch is imported. A
-site is any `str` here, because hook names of other tools are accepted too.
+NumPy and torch are not imported. Sites are any `str`: hook names of other tools are accepted.
 """
 
 from __future__ import annotations

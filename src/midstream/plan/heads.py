@@ -17,9 +17,7 @@ _OF_H = (Op.ADD_MATCHED, Op.REPLACE, Op.SCALE, Op.MULTIPLY)
 
 
 def read_indices(value: object, field: str) -> tuple[int, ...]:
-    """Read an index from 0 on, or a list of them, each once, whose order means nothing; return them
-    ascending.
-    """
+    """Read an index from 0 on, or a list of them, each once; return them ascending."""
     return tuple(sorted(read_ordered_indices(value, field)))
 
 
@@ -47,13 +45,7 @@ def read_ordered_indices(value: object, field: str) -> tuple[int, ...]:
 def head_size(
     heads: tuple[int, ...], size: VectorSize, field: str = "head", where: str = "this site"
 ) -> VectorSize:
-    """Return the number of components of one head's vectors.
-
-    Args:
-        size: number of components of all heads.
-        field: name of the field that names the heads, for messages.
-        where: what the vectors are of, for messages.
-    """
+    """Return the number of components of a head; `field` and `where` are for messages."""
     if not size.heads:
         raise SpecError(
             field, f"the vectors of {where} are not of heads; use the sites q, k, v or z"
@@ -70,13 +62,7 @@ def head_size(
 def in_heads(
     steps: tuple[Instruction, ...], heads: tuple[int, ...], size: VectorSize
 ) -> tuple[Instruction, ...]:
-    """Return instructions for the vectors of all heads that do to each of some heads what the given
-    ones do to a vector of one head. They count as one edit.
-
-    Args:
-        steps: instructions of one edit or probe, for vectors of one head.
-        size: number of components of all heads.
-    """
+    """Return, for vectors of all heads, one edit that does `steps` in each of some heads."""
     if all(step.read is None and not step.write and step.mask is None for step in steps):
         mask = mask_of(_columns(heads, size), size)
         return tuple(replace(step, mask=mask) for step in steps)

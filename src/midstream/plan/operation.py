@@ -65,25 +65,10 @@ class Operation(ABC):
 
     @abstractmethod
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        """Return the device instructions for vectors of one size, whatever `heads` are.
-
-        Args:
-            width: the size, maybe a `VectorSize`.
-
-        Raises:
-            SpecError: a vector has another width, or is a name that was not bound.
-        """
+        """Return the device instructions for vectors of one size, whatever `heads` are."""
 
     def steps(self, size: VectorSize) -> tuple[Instruction, ...]:
-        """Return the device instructions for one tap.
-
-        Args:
-            size: number of components of the vectors there.
-
-        Raises:
-            SpecError: a vector has another width, or is a name that was not bound; or there are no
-                such heads.
-        """
+        """Return the device instructions for the vectors of one tap."""
         if not self.heads:
             return self.instructions(size)
         steps = self.instructions(head_size(self.heads, size))
@@ -91,11 +76,7 @@ class Operation(ABC):
 
     @classmethod
     def parse(cls: type[T], value: object) -> T:
-        """Read an operation of this class, or a dict of its arguments and optionally its `op`.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read an operation of this class, or a dict of its arguments and optionally its `op`."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -161,15 +142,7 @@ class Operation(ABC):
         An operation without names, or whose names have no taps, gives one copy. An omitted layer
         or site selects all those of the name: `Steer("happy")` gives one Steer for each of the
         name's taps, `Steer("happy", layer=5)` one for each of its taps at layer 5. "all" layers
-        selects all layers of the name.
-
-        Args:
-            lookup: returns the vectors of a name by (site, layer from 0), or a single one under
-                None; raises SpecError for an unknown name.
-            num_layers: number of layers of the model; None: negative layers match no name.
-
-        Raises:
-            SpecError: a name is unknown, or has no vector for a requested tap.
+        selects all layers of the name. Negative layers match no name if `num_layers` is None.
         """
         parts = self.per_layer()
         if len(parts) > 1:
@@ -289,11 +262,10 @@ def with_norm(arguments: dict[str, Any], norm: str | None) -> dict[str, Any]:
 def one_edit(
     steps: list[Instruction], norm: str | None = None, in_turn: bool = False
 ) -> tuple[Instruction, ...]:
-    """Set the flags of one edit's instructions: all read the same h, and count as one edit.
+    """Return one edit's instructions with its flags: all read the same h, and count as one edit.
 
-    Args:
-        norm: "keep": after the last one the whole vector is rescaled to the norm of h.
-        in_turn: each instruction reads what those before it made of h instead.
+    With `norm` "keep" the vector is rescaled to the norm of h at the end. With `in_turn` each
+    instruction reads what those before it made of h instead.
     """
     if norm == "keep":
         steps[-1] = steps[-1].with_flags(Flags.KEEP)
@@ -306,9 +278,7 @@ def one_edit(
 
 
 def refreshed(steps: list[Instruction]) -> list[Instruction]:
-    """Return the instructions of one edit with FRESH set where h is to be taken: on the first that
-    reads it, or on the first of all if its norm is kept at the end.
-    """
+    """Return an edit's instructions with FRESH on the first that reads h, or first to keep norm."""
     keeps = Flags.KEEP in steps[-1].flags
     for index, step in enumerate(steps):
         if step.reads or keeps:

@@ -1,6 +1,4 @@
-"""`Plan`: the captures, edits and probes of one request, and its controller, as given; see
-`resolve`.
-"""
+"""`Plan`: the captures, edits and probes of one request, and its controller, as given."""
 
 from __future__ import annotations
 
@@ -106,14 +104,7 @@ class Plan:
 
     @staticmethod
     def parse(value: object) -> Plan:
-        """Read a plan from its JSON form: a dict, or JSON text as `str` or UTF-8 `bytes`.
-
-        The form is `{"capture": {…} | [{…}], "edits": {"op": "steer", …} | [{…}], "probes":
-        {…} | [{…}], "controller": "name" | {…}}`; each field is optional.
-
-        Raises:
-            SpecError: a field is unknown, missing, malformed or empty.
-        """
+        """Read a plan from its JSON form: a dict, or JSON text as `str` or UTF-8 `bytes`."""
         if isinstance(value, Plan):
             return value
         if isinstance(value, (str, bytes)):
@@ -208,10 +199,7 @@ class Plan:
         return any(positions.needs_prompt for positions in selections)
 
     def without_places(self) -> Plan:
-        """Return the plan without its captures' destinations.
-
-        Returns the plan itself if two captures differ in their destinations alone.
-        """
+        """Return the plan without destinations; itself if two captures differ in these alone."""
         bare = tuple(capture.without_place() for capture in self.captures)
         if bare == self.captures or len(set(bare)) < len(bare):
             return self
@@ -221,16 +209,7 @@ class Plan:
         """Return the plan with names replaced by their registered vectors.
 
         An edit whose name has several taps or whole edits, or with one vector per layer, becomes
-        several consecutive edits.
-
-        Args:
-            lookup: returns the vectors of a name by (site, layer from 0), or a single one under
-                None; or its whole edits. Raises SpecError for an unknown name.
-            num_layers: number of layers of the model; None: negative layers match no name.
-
-        Raises:
-            SpecError: a name is unknown, or has no vector for a requested tap. The path is
-                relative to this plan.
+        several consecutive edits. Negative layers match no name if `num_layers` is None.
         """
         own = () if self.controller is None else (self.controller,)
         if all(part.is_bound for part in (*self.edits, *self.probes, *own)):
@@ -249,24 +228,12 @@ class Plan:
         )
 
     def expanded(self, expand: Callable[[Edit], tuple[Edit, ...]]) -> Plan:
-        """Return the plan with each edit replaced by those that `expand` returns for it.
-
-        Raises:
-            SpecError: `expand` raised it. The path is relative to this plan.
-        """
+        """Return the plan with each edit replaced by those that `expand` returns for it."""
         edits, origins = self._expanded(expand)
         return replace(self, edits=edits, origins=origins)
 
     def fill(self, open_rows: OpenRows, shape: ModelShape) -> Plan:
-        """Return the plan with rows of earlier requests by value; see `fill_edit`.
-
-        Args:
-            open_rows: returns the rows of an id.
-            shape: the model.
-
-        Raises:
-            SpecError: there are no such rows. The path is relative to this plan.
-        """
+        """Return the plan with rows of earlier requests by value; see `fill_edit`."""
         return self.expanded(lambda edit: fill_edit(edit, open_rows, shape))
 
     def _expanded(

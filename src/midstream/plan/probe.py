@@ -251,15 +251,7 @@ class Probe(Operation):
         return (self.positions, *keys)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Probe, ...]:
-        """Return the probe with its name replaced by the vector, at one tap.
-
-        Args:
-            lookup, num_layers: see Operation.bind.
-
-        Raises:
-            SpecError: the name is unknown, has no vector for the requested tap, or has several
-                taps and none is requested.
-        """
+        """Return the probe with its name replaced by the vector, at one tap."""
         # super() without arguments fails here: `slots=True` replaces the class.
         probes = Operation.bind(self, lookup, num_layers)
         if len(probes) > 1:

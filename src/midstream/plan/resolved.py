@@ -52,12 +52,7 @@ def digest_steps(steps: tuple[Instruction, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The instructions of an edit or probe; several taps may share one.
-
-    Attributes:
-        instructions: in order.
-        digest: sha256 of their content, in hex.
-    """
+    """The instructions of an edit or probe, with the sha256 of their content."""
 
     instructions: tuple[Instruction, ...]
     digest: str = field(init=False)
@@ -68,13 +63,9 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEdit:
-    """One edit at one tap.
+    """One edit at one tap; the last of its instructions counts as one edit.
 
-    Attributes:
-        site, layer: the tap.
-        steps: the instructions; the last counts as one edit.
-        where: the positions.
-        source: index of the plan's edit; negative: of the server-wide edits, whose last is −1.
+    `source` is the index of the plan's edit; negative: of the server-wide edits, whose last is −1.
     """
 
     site: str
@@ -177,12 +168,9 @@ class Pattern:
 
 
 class SlottedPattern(NamedTuple):
-    """Attention whose mean over heads is a score.
+    """Attention of one tap, a number for each head, whose mean over heads is a score.
 
-    Attributes:
-        slot: column of the scores, unique in the plan.
-        pattern: what is computed of each query and head, one number; it reads one tap.
-        num_heads: number of query heads of the layer.
+    `slot` is the column of the scores, unique in the plan.
     """
 
     slot: int
@@ -192,7 +180,7 @@ class SlottedPattern(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedProbe:
-    """One score at one tap.
+    """One score at one tap. Workers do not have `act`, `source` and `part_of`.
 
     Attributes:
         name: key of the score in the output; empty: only gates read the score.
@@ -200,13 +188,10 @@ class ResolvedProbe:
         steps: a PROBE instruction, maybe after UNITs, or for gates with memory a SCAN; none for
             attention. Its slot is unique in the plan, but for the parts of one score, which is the
             sum of what they read at one tap each.
-        where: the positions.
         attention: what is read after the forward pass; None: see `steps`.
-        act: what is done when the scores meet a condition. Workers do not have it.
-        source: index of the plan's probe; negative: of the server-wide edits and probes, whose
-            last is −1. Workers do not have it.
-        part_of: name of the probe that reads the last part of the score of several layers, where
-            this is an earlier part, without a name; else empty. Workers do not have it.
+        source: index of the plan's probe; negative: of the server-wide edits and probes.
+        part_of: of a score of several layers, the name of the probe that reads its last part; else
+            empty.
     """
 
     name: str
@@ -246,17 +231,11 @@ class ResolvedCapture:
     """One capture: its taps and positions.
 
     Attributes:
-        taps: in the order of a forward pass. Those of an `Attention`, a `Features`, a `Lens` or
-            a `Logits` are no taps of the engine: a site that begins with "attention", "features",
-            "lens" or "logits", and the layer. Nor are those of reduced rows: `mean.resid_post` and
-            the layer.
-        where: the positions.
-        source: index of the plan's capture; negative: of the server-wide captures, whose last is
-            −1.
-        pattern: of an `Attention`, `Features`, `Lens` or `Logits`, or where rows are reduced, what
-            its rows are; else None.
-        selected: with `max_rows`, all positions that the capture selects, for the receipt. Workers
-            do not have it.
+        taps: in the order of a forward pass. With a `pattern`, none of the engine's: the site is
+            the kind of read-out, or the reduction and the site, as `mean.resid_post`.
+        source: index of the plan's capture; negative: of the server-wide ones, whose last is −1.
+        pattern: what rows are made of; None: the vectors themselves.
+        selected: with `max_rows`, all selected positions, for the receipt. Workers do not have it.
     """
 
     taps: tuple[Tap, ...]
@@ -272,9 +251,7 @@ class ResolvedCapture:
 
     @property
     def returned(self) -> Ranges:
-        """Every position of which a row may be returned: of rows that are reduced to one, the last
-        that is selected.
-        """
+        """Every position of which a row may be returned; of reduced rows, the last selected."""
         if self.pattern is None or not self.pattern.reduces:
             return self.where.possible
         stop = self.where.ranges[-1][1]
@@ -300,11 +277,7 @@ def limited(capture: ResolvedCapture, most: int | None) -> ResolvedCapture:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedBias:
-    """What one bias adds to logits; the nth of a plan has the nth switch of a token.
-
-    Attributes:
-        values: what is added to the logit of each.
-    """
+    """What one bias adds to logits; the nth of a plan has the nth switch of a token."""
 
     tokens: tuple[int, ...]
     values: tuple[float, ...]
@@ -314,10 +287,7 @@ class ResolvedBias:
 class ResolvedFunction:
     """One `Local` at one tap, which the plan has as an edit too: that counts the tokens.
 
-    Attributes:
-        key, path: the function, see `midstream.plan.local_functions`.
-        where: the positions; none depends on what is generated.
-        source: index of the plan's edit.
+    For key and path see `midstream.plan.local_functions`. No position depends on what is generated.
     """
 
     site: str
@@ -330,12 +300,7 @@ class ResolvedFunction:
 
 
 class Alike(NamedTuple):
-    """Taps that are selected by the same captures.
-
-    Attributes:
-        captures: indices of the plan's captures.
-        taps: in the order of a forward pass.
-    """
+    """Taps that are selected by the same captures, by index; in the order of a forward pass."""
 
     captures: tuple[int, ...]
     taps: tuple[Tap, ...]
@@ -353,15 +318,12 @@ class ResolvedPlan:
         edits: edits of one token at one tap apply in this order.
         captures: where captures overlap, a row is captured once.
         probes: each reads the vector after the edits at its tap.
-        codec: encoding of the captured vectors.
         sharded: whether all ranks of a tensor-parallel group transfer captured vectors; otherwise
             the first rank transfers all.
-        biases: what the biases among the edits add to logits.
         functions: Python functions that the worker calls, before the edits at the same tap.
         taps: all captured taps, in the order of a forward pass.
-        pattern_widths: numbers of a row of each tap of an `Attention`.
+        pattern_widths: numbers of a row of each tap of a capture with a pattern.
         reduced: taps whose row is made of all selected rows.
-        ops: the kinds of the edits' instructions.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
         reads_tokens: whether some positions are selected by the ids of generated tokens.
     """
@@ -426,14 +388,10 @@ class ResolvedPlan:
         return tuple(taps)
 
     def remember(self, what: Hashable, length: int, make: Callable[[], T]) -> T:
-        """Return what follows from the plan and the number of rows alone: requests that share the
-        plan share it. Not remembered of long requests, and if positions depend on the generated
-        tokens.
+        """Return what follows from the plan and the number of rows alone, made once.
 
-        Args:
-            what: name of the result, for this plan.
-            length: number of rows.
-            make: computes the result, which nobody may change.
+        It is not remembered of long requests, or if positions depend on the generated tokens. It
+        must not be changed.
         """
         if self.reads_tokens or length > _SHORT:
             return make()
@@ -461,9 +419,7 @@ class ResolvedPlan:
         return self.remember(("ranges", captures), length, make)
 
     def expected_rows(self, length: int, tokens: Sequence[int]) -> dict[Tap, int]:
-        """Return the number of captured rows of each captured tap; of reduced ones, those that are
-        reduced.
-        """
+        """Return the number of captured rows of each tap; of reduced ones, before."""
 
         def make() -> dict[Tap, int]:
             counts = dict.fromkeys(self.taps, 0)

@@ -60,19 +60,11 @@ def _read_name(value: object) -> Name:
 def read_taps(
     layers: object, sites: object, layers_field: str, sites_field: str
 ) -> tuple[Layers | None, Sites | None]:
-    """Read the layers and sites of a capture or an operation.
+    """Read the layers and sites of a capture or an operation; None if not given.
 
     Names of sites may have the layers, as `blocks.10.hook_resid_post` does; the layers are then
     omitted. Several such names must be every combination of their layers and sites. Sites that have
     no layer may be among the others, whose layers these are; alone, they have "all".
-
-    Args:
-        layers: any form of Layers; None: not given.
-        sites: any form of Sites, or names with layers; None: not given.
-        layers_field, sites_field: names of the arguments, for error paths.
-
-    Returns:
-        The layers and the sites, each None if not given.
     """
     names: list[Name] = []
     if isinstance(sites, (str, list, tuple)):
@@ -164,20 +156,12 @@ class Sites:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Layers:
-    """A list of layers, in the given order, or all tapped layers.
-
-    Attributes:
-        indices: "all", or at least one index, each once; −1 is the last layer.
-    """
+    """A list of layers, each once, in the given order; or "all" tapped ones. −1 is the last."""
 
     indices: tuple[int, ...] | Literal["all"]
 
     def __init__(self, layers: object = "all") -> None:
-        """Read "all", an int, or a list, tuple, range, or 1-D array or tensor of ints.
-
-        Raises:
-            SpecError: another form, a duplicate index, or an empty list.
-        """
+        """Read "all", an int, or a list, tuple, range, or 1-D array or tensor of ints."""
         object.__setattr__(self, "indices", _read_layers(layers))
 
     @staticmethod

@@ -115,11 +115,7 @@ class Activations:
         return self.held.codec
 
     def encoded(self, site: str, layer: int) -> Tensor:
-        """Return the encoded rows of one site and layer, uint8 [rows, bytes of a row]; all heads.
-
-        Raises:
-            KeyError: the site and layer were not captured.
-        """
+        """Return the encoded rows of a site and layer, uint8 [rows, bytes of a row]; all heads."""
         from midstream.results.interleaved_rows import interleaved
 
         return interleaved(self.held.rows(_find(self, (site, layer))).encoded())
@@ -281,11 +277,7 @@ def with_heads(activations: Activations, heads: Mapping[Tap, Heads]) -> Activati
 def rows_after(
     activations: Activations, last: Mapping[Tap, int], taps: Iterable[Tap]
 ) -> Activations:
-    """Return the rows of some (site, layer) that come after a position of each.
-
-    Args:
-        last: the position, by (site, layer); without one, all rows are returned.
-    """
+    """Return the rows of some taps that come after a position of each; all where it has none."""
     values, positions = {}, {}
     for tap in taps:
         rows, every = activations.held.rows(tap), activations.held.positions[tap]

@@ -15,13 +15,9 @@ STATUSES = ("ok", "partial", "error")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Counts of captured rows of one site and layer.
+    """Counts of captured rows of one site and layer: by the plan, and those that there are.
 
-    Attributes:
-        expected: number of rows by the plan.
-        actual: number of rows that there are.
-        reused: how many of these earlier requests computed, see `Capture`; the others were computed
-            for this one.
+    Of these, `reused` were computed by earlier requests, see `Capture`.
     """
 
     site: str
@@ -158,11 +154,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Nonfinite:
-    """Positions with an infinite or NaN value, or with an edit that saturated.
-
-    Attributes:
-        positions: number of positions.
-    """
+    """Positions with an infinite or NaN value, or with an edit that saturated."""
 
     positions: int
     first: int

@@ -17,8 +17,7 @@ class SiteState:
     Attributes:
         layer: from 0; of a site without layers, that of the first or of the last layer.
         reason: why it is not tapped; empty if it is.
-        width: number of components of its vectors; 0 if it is not tapped.
-        heads: number of attention heads that these are of; 0: they are not of heads.
+        width, heads: components of its vectors, and the heads that they are of; 0 if of none.
     """
 
     site: str
@@ -38,11 +37,7 @@ class SiteState:
 
 @dataclass(frozen=True, slots=True)
 class SiteTable:
-    """Every site of every layer.
-
-    Attributes:
-        states: by layer, then in the order in which a forward pass reaches the sites.
-    """
+    """Every site of every layer, in the order in which a forward pass reaches them."""
 
     states: tuple[SiteState, ...]
 

@@ -69,11 +69,7 @@ class MLP:
 
     @staticmethod
     def parse(value: object) -> MLP:
-        """Read an MLP, or a dict of its arguments.
-
-        Raises:
-            SpecError: another form, or a field is unknown, missing or malformed.
-        """
+        """Read an MLP, or a dict of its arguments."""
         if isinstance(value, MLP):
             return value
         if not isinstance(value, Mapping):

@@ -175,11 +175,7 @@ class Switch(Condition):
         return all(edit.is_bound for edit in self.edits)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Switch:
-        """Return a copy with names replaced by their registered vectors; see `Plan.bind`.
-
-        Raises:
-            SpecError: a name is unknown, or has no vector for a requested tap.
-        """
+        """Return a copy with names replaced by their registered vectors; see `Plan.bind`."""
         edits, origins = bind_later_edits(self.edits, self.origins, lookup, num_layers)
         clone = copy.copy(self)
         object.__setattr__(clone, "edits", edits)
@@ -188,9 +184,7 @@ class Switch(Condition):
 
 
 def read_later_edits(value: object) -> tuple[Edit, ...]:
-    """Read the edits that a running request is given: one or its dict, or a list or tuple of these,
-    which may be empty.
-    """
+    """Read edits for a running request: one or its dict, or a list of these, maybe empty."""
     forms = value if isinstance(value, (list, tuple)) else (value,)
     if len(forms) > MAX_PARTS:
         raise SpecError("edits", f"expected at most {MAX_PARTS}, got {len(forms)}")
@@ -206,12 +200,7 @@ def read_later_edits(value: object) -> tuple[Edit, ...]:
 def bind_later_edits(
     later_edits: Sequence[Edit], known: Sequence[int], lookup: Lookup, num_layers: int | None
 ) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
-    """Return edits with names replaced by their registered vectors, and each one's index before.
-
-    Args:
-        known: their indices before an earlier binding; empty: there was none.
-        lookup, num_layers: see `Plan.bind`.
-    """
+    """Return edits with names replaced by vectors, and each one's index before any binding."""
     edits: list[Edit] = []
     origins: list[int] = []
     for index, edit in enumerate(later_edits):
@@ -272,11 +261,7 @@ class Progress(NamedTuple):
 
 
 class Met(NamedTuple):
-    """Where a condition is met.
-
-    Attributes:
-        nth: index of the score.
-    """
+    """Where a condition is met: the nth score, from 0, and the pooled score there."""
 
     nth: int
     pooled: float
@@ -285,15 +270,7 @@ class Met(NamedTuple):
 def follow(
     condition: Condition, progress: Progress, scores: Iterable[float]
 ) -> tuple[Progress, Met | None]:
-    """Evaluate a condition on the next scores of a probe.
-
-    Args:
-        scores: the scores, in the order of the tokens.
-
-    Returns:
-        (how far it is after the scores, or after the one that met it; where it is met first, None:
-        nowhere).
-    """
+    """Return the progress after the next scores, and where they meet the condition first, if so."""
     size, decay = _known_pool(condition.pool)
     run, pooled, window = progress
     for index, score in enumerate(scores):

@@ -27,9 +27,7 @@ Answer = float | Mapping[str, Any] | None
 class EditSet:
     """A set of edits that a controller in the engine core may choose by name.
 
-    Attributes:
-        edits: the edits; none of them need what is found when a request begins.
-        origins: after `Controller.bind`, each edit's index before binding; empty: unchanged.
+    After `Controller.bind`, `origins` has each edit's index before binding; empty: unchanged.
     """
 
     name: str
@@ -143,13 +141,7 @@ class Controller:
 
     @staticmethod
     def parse(value: object) -> Controller:
-        """Read a controller of `mode="sync"`: a Controller, a Threshold, a declared name, or the
-        JSON form: `{"threshold": {…}}` or `{"declared": name}`, with `name`, `on_error` and
-        `edits`.
-
-        Raises:
-            SpecError: it is malformed, or a Controller of `mode="async"`.
-        """
+        """Read a controller of `mode="sync"`, a Threshold, a declared name, or the JSON form."""
         if isinstance(value, Controller):
             if value.mode == "async":
                 raise SpecError(
@@ -207,11 +199,7 @@ class Controller:
         return all(edit.is_bound for edit_set in self.edits for edit in edit_set.edits)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Controller:
-        """Return a copy with names replaced by their registered vectors; see `Plan.bind`.
-
-        Raises:
-            SpecError: a name is unknown, or has no vector for a requested tap.
-        """
+        """Return a copy with names replaced by their registered vectors; see `Plan.bind`."""
         edit_sets = []
         for edit_set in self.edits:
             with _within(edit_set.name):

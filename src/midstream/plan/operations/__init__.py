@@ -1,7 +1,4 @@
-"""Edits: interventions on a token's vector, as immutable values.
-
-Each edit documents its formula, reads and emits its JSON form, and compiles to instructions.
-"""
+"""Edits: interventions on a token's vector, as immutable values."""
 
 from __future__ import annotations
 

@@ -81,9 +81,7 @@ class Bias(Operation):
         return Bias(**arguments)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        """Return the instruction that adds 1 to the first component of the token's switches; the
-        values are in the plan, see `ResolvedBias`.
-        """
+        """Return an ADD of 1 to the token's first switch; for values see `ResolvedBias`."""
         return one_edit([Instruction(Op.ADD, write=(switch(0, width),), a=1.0)])
 
 

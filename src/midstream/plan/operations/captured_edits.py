@@ -26,10 +26,7 @@ def has_captured(edit: PlainEdit | Gate | Local) -> bool:
 def fill_edit(
     edit: PlainEdit | Gate | Local, open_rows: OpenRows, shape: ModelShape
 ) -> tuple[PlainEdit | Gate | Local, ...]:
-    """Return an edit with the rows that it refers to: one per site and layer; or the edit itself.
-
-    With `head`, each head gets its own part of the rows.
-    """
+    """Return an edit with the rows that it refers to: one per site and layer; or itself."""
     if isinstance(edit, Gate):
         with at("edit"):
             inner = _fill(edit.edit, open_rows, shape)

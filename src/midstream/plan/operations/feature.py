@@ -184,16 +184,7 @@ class Feature(Operation):
         return () if self.sae is None else (self.sae,)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Feature, ...]:
-        """Return the edit with the features of its SAE by value.
-
-        Args:
-            lookup: returns the SAE of a `SaeName`; raises SpecError for an unknown one.
-            num_layers: not used.
-
-        Raises:
-            SpecError: the SAE is unknown, it lacks a feature, or its features cannot be changed
-                singly; or the layer was omitted, and the SAE does not say where it was trained.
-        """
+        """Return the edit with the features of its SAE by value."""
         if self.sae is None:
             return (self,)
         with at("sae"):
@@ -281,13 +272,7 @@ class Feature(Operation):
 
 
 def read_changes(index: object, mode: object, value: object) -> dict[str, Any]:
-    """Read which features of an SAE are changed, and how: index, mode and value of a `Feature`.
-
-    Args:
-        index: an id, several, or {id: value}.
-        mode: one of `MODES`.
-        value: one number for all, or one for each; None where `index` or the mode has them.
-    """
+    """Read which features of an SAE are changed, and how: index, mode and value of a `Feature`."""
     with at("mode"):
         word = read_word(mode, MODES)
     with at("index"):
@@ -319,11 +304,7 @@ def _read_values(mode: str, value: object, count: int) -> tuple[float, ...]:
 
 
 def read_index(value: object) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
-    """Read the ids of features, and their values if it has these.
-
-    Args:
-        value: an id, several, or {id: value}.
-    """
+    """Read ids of features, and their values if it has these: an id, several, or {id: value}."""
     if value is None:
         raise SpecError("", "missing; give the id of a feature, several ids, or {id: value}")
     features = [value] if is_int(value) else as_list(value)

@@ -147,11 +147,7 @@ class Gate:
 
     @staticmethod
     def parse(value: object) -> Gate:
-        """Read a Gate, or a dict of the constructor's arguments and optionally `"op": "gate"`.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read a Gate, or a dict of the constructor's arguments and optionally `"op": "gate"`."""
         if isinstance(value, Gate):
             return value
         fields = read_fields(
@@ -183,13 +179,8 @@ class Gate:
     ) -> tuple[Instruction, ...]:
         """Return a GATE that reads the vector, then the edit's instructions with flag GATED.
 
-        Args:
-            size: number of components of the vectors at the edit's tap.
-            read: the same of those that the gate reads; None: it is the edit's tap.
-            row: of several layers that are read, the index of the one whose part the GATE reads.
-
-        Raises:
-            SpecError: a vector has another width, or is a name that was not bound.
+        `size` is of the vectors at the edit's tap, `read` of what the gate reads, if elsewhere.
+        `row` is the index of the layer, of several, whose part the GATE reads.
         """
         with at("probe"):
             direction = self.probe.vector(size if read is None else read, row)
@@ -225,12 +216,6 @@ class Gate:
 
         A direction registered for a single tap is read there, unless the probe has a tap. A
         direction registered for several taps is read at each edit's tap, with its vector there.
-
-        Args:
-            lookup, num_layers: see Operation.bind.
-
-        Raises:
-            SpecError: a name is unknown, or has no vector for a requested tap.
         """
         with at("edit"):
             edits = self.edit.bind(lookup, num_layers)

@@ -130,11 +130,7 @@ class Reading:
 
     @staticmethod
     def parse(value: object) -> Reading:
-        """Read a Reading, a Probe of all positions, a direction, or a dict of the arguments.
-
-        Raises:
-            SpecError: another form, or a field is unknown, missing or malformed.
-        """
+        """Read a Reading, a Probe of all positions, a direction, or a dict of the arguments."""
         if isinstance(value, Reading):
             return value
         if isinstance(value, Operation) and not value.op:

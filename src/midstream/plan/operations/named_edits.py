@@ -22,9 +22,8 @@ def bind_edit(
 ) -> tuple[PlainEdit | Gate | Local, ...]:
     """Return the edits that an edit stands for, with names replaced by what is registered.
 
-    A Steer whose vector is a name of whole edits stands for these edits, in their order. Its scale
-    multiplies the scale of each of them that is a Steer, also within a gate. Edits of other kinds
-    do not scale: bounds of a clamp, a replaced value or an affine map are absolute.
+    The scale of a Steer by a name of whole edits multiplies that of each Steer among them, also in
+    a gate. Other edits do not scale: bounds of a clamp or a replaced value are absolute.
     """
     if isinstance(edit, Steer) and isinstance(edit.vector, Named):
         registered = lookup(edit.vector.name)

@@ -136,16 +136,7 @@ class Reconstruct(Operation):
         return edit
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Reconstruct, ...]:
-        """Return the edit with the place of its SAE in the workers' memory.
-
-        Args:
-            lookup: returns the SAE of a `SaeName`; raises SpecError for an unknown one.
-            num_layers: not used.
-
-        Raises:
-            SpecError: the SAE is unknown, lacks a feature or is not on the workers, or the layer
-                was omitted, and the SAE does not say where it was trained.
-        """
+        """Return the edit with the place of its SAE in the workers' memory."""
         if self.code is not None:
             return (self,)
         with at("sae"):

@@ -30,11 +30,10 @@ _FIELDS: dict[type, str] = {
 def with_strength(
     edits: Sequence[PlainEdit | Gate | Local], factor: float
 ) -> tuple[PlainEdit | Gate | Local, ...]:
-    """Return edits with a multiple of their strength: none of them if the factor is 0, unless one
-    is a Gate with memory, which goes on to read its tokens.
+    """Return edits with a multiple of their strength: `scale`, `strength`, `alpha`, values of a
+    Bias.
 
-    The strength of an edit is its `scale`, `strength` or `alpha`, or the values of a Bias; that of
-    a Gate is that of its edit.
+    Of factor 0 none are left, unless one is a Gate with memory, which goes on to read its tokens.
     """
     if factor == 0 and not any(isinstance(edit, Gate) and edit.memory.emit() for edit in edits):
         return ()

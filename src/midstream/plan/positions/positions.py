@@ -85,19 +85,7 @@ class Positions:
 
     @staticmethod
     def within(value: object, phase: object, exclude: object = None) -> Positions:
-        """Return Positions from the fields `positions`, `phase` and `exclude`.
-
-        Error paths start with these field names.
-
-        Args:
-            value: a Positions, or any form of the constructor's `include`.
-            phase: None: not given.
-            exclude: None: not given.
-
-        Raises:
-            SpecError: see the constructor; also if `value` is a Positions of another phase, or
-                its own `exclude` differs from the given one.
-        """
+        """Return Positions from the fields `positions`, `phase` and `exclude`; None: not given."""
         if isinstance(value, Positions):
             return _narrowed(value, phase, exclude)
         if phase is None:

@@ -13,15 +13,10 @@ _Place = tuple[int, int]
 
 
 def check_row_order(positions: Positions, prompt_len: int | None) -> None:
-    """Check that a list of single positions is as long and in the order as the rows of a result.
+    """Check that a list of single positions is in the order of the rows of a result, each once.
 
-    Rows are in the order of their positions, one for each. A list with a span, a text, or another
-    item of several positions is the union of its items, and is not checked.
-
-    Args:
-        positions: the positions of a capture or probe, whose result has a row for each.
-        prompt_len: number of the prompt's tokens; None: not known, and then only positions that are
-            counted from the same end are compared.
+    Items of several positions are not checked. If the prompt's length is None, only positions
+    counted from the same end are compared.
     """
     items = positions.include
     if len(items) < 2 or not all(map(_is_single, items)):

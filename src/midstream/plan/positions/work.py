@@ -58,12 +58,7 @@ def check_taps(count: int) -> None:
 
 
 def check_called(prompts: int, size: int) -> None:
-    """Check the work for all prompts of a call that have one plan.
-
-    Args:
-        prompts: number of prompts.
-        size: taps and items of positions of the plan.
-    """
+    """Check the work for all prompts of a call, each of so many taps and positions."""
     if prompts > 1 and prompts * size > MAX_CALLED:
         raise SpecError(
             "",
@@ -73,11 +68,9 @@ def check_called(prompts: int, size: int) -> None:
 
 
 def check_overlaps(parts: Sequence[tuple[Ranges, int]], versions: int) -> None:
-    """Check in how many segments, and in how many combinations, the parts of a plan apply.
+    """Check in how many segments and combinations the parts of a plan's versions apply.
 
-    Args:
-        parts: of each part its positions, and the weight of its work in a combination, at least 1.
-        versions: how many versions of the plan have about these parts.
+    Of each part, the positions, and the weight of its work in a combination, at least 1.
     """
     bounds = sorted({bound for ranges, _ in parts for bound in _bounds(ranges)})
     count = versions * sum(

@@ -185,11 +185,7 @@ class Attention(ReadOut):
 
     @classmethod
     def parse(cls, value: object) -> Attention:
-        """Read an Attention, or a dict of the constructor's arguments.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read an Attention, or a dict of the constructor's arguments."""
         if isinstance(value, Attention):
             return value
         assert isinstance(value, Mapping)
@@ -259,11 +255,7 @@ def _reduces_rows(value: Mapping[str, Any]) -> bool:
 
 
 def read_reduction(value: object) -> Reduction:
-    """Read a reduction or its JSON form.
-
-    The forms are `{"top_keys": 16}`, `{"mass": {"positions": …}}`, `"entropy"`, `"full"` and
-    `"scores"`. The value of `mass` may also be positions alone.
-    """
+    """Read a reduction, or its JSON form such as `{"top_keys": 16}` or `{"mass": positions}`."""
     if isinstance(value, (TopKeys, Mass, Entropy)):
         return value
     if isinstance(value, str) and value in ("entropy", FULL, SCORES):
@@ -310,12 +302,7 @@ def pattern_of(
     shape: ModelShape,
     fields: tuple[str, str],
 ) -> Pattern:
-    """Return what is computed of the queries of some layers.
-
-    Args:
-        reduced: see `reduction_of`.
-        fields: names of the fields of layers and heads, for error paths.
-    """
+    """Return what is computed of the queries of some layers; `fields` names layers and heads."""
     with at(fields[0]):
         reads = tuple(_query_tap(layer, shape) for layer in layers)
     for tap in reads:
@@ -326,11 +313,7 @@ def pattern_of(
 
 
 def layers_of(selection: Layers, shape: ModelShape, field: str) -> list[int]:
-    """Return the layers, ascending.
-
-    Args:
-        field: name of the field that names them, for messages.
-    """
+    """Return the layers, ascending; `field` names them in messages."""
     indices = selection.indices
     if indices == "all":
         every = range(shape.num_layers)
@@ -395,11 +378,7 @@ def reduction_of(
 
 
 def _full_keys(word: str, where: Where, selections: PromptSelections) -> int:
-    """Return the number of keys that a query at the last of some positions may see, rounded up.
-
-    Args:
-        selections: those of the plan in its prompt.
-    """
+    """Return the number of keys that a query at the last of some positions may see, rounded up."""
     last, max_tokens = where.possible[-1][1], selections.max_tokens
     length = None if max_tokens is None else selections.prompt.length + max_tokens - 1
     if last is None or (length is not None and length < last):

@@ -24,12 +24,7 @@ from midstream.validation import at, kind, show
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the read-outs of a plan are resolved with.
-
-    Attributes:
-        selections: those of the plan in its prompt.
-        select: returns the positions that a selection is in the prompt.
-    """
+    """What the read-outs of a plan are resolved with."""
 
     shape: ModelShape
     selections: PromptSelections
@@ -39,10 +34,8 @@ class Context:
 class ReadOutEngine(Protocol):
     """What an engine has for read-outs.
 
-    Attributes:
-        vocabulary: number of tokens.
-        last_stage: the taps of the last pipeline stage, which has the final norm and the head.
-        parts: number of parts of the vectors of each tap that the ranks have in parts.
+    `last_stage` are the taps of the pipeline stage with the final norm and the head; `parts` the
+    number of parts of a tap's vectors, where the ranks have these in parts.
     """
 
     @property
@@ -68,8 +61,7 @@ class ReadOutEngine(Protocol):
 
 
 class ReadOut(ABC):
-    """What a request returns of some positions. Each kind is a file of this package; `KINDS` has
-    all.
+    """What a request returns of some positions; `KINDS` has all kinds.
 
     The properties here are what the kinds without such a field have.
     """
@@ -93,11 +85,7 @@ class ReadOut(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, value: object) -> ReadOut:
-        """Read one, or a dict of the constructor's arguments.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read one, or a dict of the constructor's arguments."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, object]:
@@ -109,11 +97,7 @@ class ReadOut(ABC):
 
     @abstractmethod
     def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
-        """Resolve it against a model and a prompt.
-
-        Args:
-            source: its index in the plan.
-        """
+        """Resolve it, the plan's read-out `source`, against a model and a prompt."""
 
     @classmethod
     def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:

@@ -168,11 +168,7 @@ class Capture(ReadOut):
 
     @classmethod
     def parse(cls, value: object) -> Capture:
-        """Read a Capture, or a dict of the constructor's arguments with `return` for `return_`.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read a Capture, or a dict of the constructor's arguments with `return` for `return_`."""
         if isinstance(value, Capture):
             return value
         if isinstance(value, ReadOut):

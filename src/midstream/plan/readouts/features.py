@@ -116,11 +116,7 @@ class Features(ReadOut):
 
     @classmethod
     def parse(cls, value: object) -> Features:
-        """Read a Features, or a dict of the constructor's arguments.
-
-        Raises:
-            SpecError: a field is unknown or malformed.
-        """
+        """Read a Features, or a dict of the constructor's arguments."""
         if isinstance(value, Features):
             return value
         assert isinstance(value, Mapping)

@@ -117,25 +117,14 @@ class Lens(ReadOut):
 
     @classmethod
     def parse(cls, value: object) -> Lens:
-        """Read a Lens, or a dict of the constructor's arguments.
-
-        Raises:
-            SpecError: a field is unknown or malformed.
-        """
+        """Read a Lens, or a dict of the constructor's arguments."""
         if isinstance(value, Lens):
             return value
         assert isinstance(value, Mapping)
         return Lens(**read_named(value, (), _FIELDS))
 
     def with_ids(self, id_of: Callable[[str], int]) -> Lens:
-        """Return the lens with the ids of its tokens.
-
-        Args:
-            id_of: returns the id of a token's text.
-
-        Raises:
-            SpecError: a text is not one token, or two are the same.
-        """
+        """Return the lens with the ids of its tokens."""
         if not any(isinstance(token, str) for token in self.tokens):
             return self
         return self._copy(ids_of(self.tokens, id_of), self.stream)

@@ -93,25 +93,14 @@ class Logits(ReadOut):
 
     @classmethod
     def parse(cls, value: object) -> Logits:
-        """Read a Logits, or a dict of the constructor's arguments.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read a Logits, or a dict of the constructor's arguments."""
         if isinstance(value, Logits):
             return value
         assert isinstance(value, Mapping)
         return Logits(**read_named(value, (), _FIELDS))
 
     def with_ids(self, id_of: Callable[[str], int]) -> Logits:
-        """Return it with the ids of its tokens.
-
-        Args:
-            id_of: returns the id of a token's text.
-
-        Raises:
-            SpecError: a text is not one token, or two are the same.
-        """
+        """Return it with the ids of its tokens."""
         if isinstance(self.tokens, str) or not any(isinstance(token, str) for token in self.tokens):
             return self
         return Logits(tokens=ids_of(self.tokens, id_of), positions=self.positions)

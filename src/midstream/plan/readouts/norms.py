@@ -89,11 +89,7 @@ class Norms(ReadOut):
 
     @classmethod
     def parse(cls, value: object) -> Norms:
-        """Read a Norms, or a dict of the constructor's arguments with `"norms": true`.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read a Norms, or a dict of the constructor's arguments with `"norms": true`."""
         if isinstance(value, Norms):
             return value
         assert isinstance(value, Mapping)

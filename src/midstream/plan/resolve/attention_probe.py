@@ -18,11 +18,7 @@ def resolve_attention_probe(
     shape: ModelShape,
     selections: PromptSelections,
 ) -> ResolvedProbe:
-    """Resolve a probe of attention.
-
-    Args:
-        selections: those of the plan in its prompt.
-    """
+    """Resolve a probe of attention."""
     assert probe.attention is not None
     layers = layers_of(probe.layers, shape, "layer")
     with at("attention"):

@@ -59,13 +59,8 @@ def resolve(
 ) -> ResolvedPlan:
     """Resolve a plan for one model and one prompt.
 
-    Args:
-        plan: the request's plan, with names bound; None: server-wide edits and captures only.
-        prompt: the prompt; for most plans its length is enough.
-        max_tokens: maximum number of generated tokens, at least 1; None: unknown.
-        before: server-wide edits, applied before the plan's, and server-wide probes. Those that
-            select nothing in this request are skipped rather than rejected.
-        also: server-wide captures, added after the plan's; skipped likewise.
+    `before` are server-wide edits, applied before the plan's, and probes; `also` such captures.
+    Those that select nothing in this request are skipped. `max_tokens` None: unknown.
     """
     return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before, also)
 
@@ -262,11 +257,7 @@ class _Resolver:
         return [(shape.size(mine[0]), tuple(mine)) for mine in taps_by_size.values()]
 
     def _earlier_parts(self, edit: Gate, taps: list[Tap | None], where: Where) -> int | None:
-        """Let the score of a gate be added up in the layers before the last that it reads.
-
-        Returns:
-            Its slot; None: there are no such layers.
-        """
+        """Let a gate's score be added up in the layers before the last; return its slot, if any."""
         slot = self._new_slot() if taps else None
         for index, tap in enumerate(taps):
             assert tap is not None
@@ -280,8 +271,9 @@ class _Resolver:
     def _gate_slot(
         self, tap: Tap, taps: tuple[Tap, ...], gate: Instruction, where: Where, slot: int | None
     ) -> int | None:
-        """Return the slot of a gate's score, whose last part is read at `tap`; `slot` is that
-        of the parts before, if there are any. None: the gate reads and applies at that tap only.
+        """Return the slot of a gate's score; `slot` is that of its parts in the layers before.
+
+        None: the gate reads and applies at `tap` only.
         """
         check_order(taps, tap)
         if taps == (tap,):
@@ -313,9 +305,7 @@ class _Resolver:
         read: Tap | None,
         where: Where,
     ) -> list[Steps]:
-        """Return the instructions of the edit of a gate with memory at each tap; the gate reads a
-        SCAN at the tap `read`; None: at each tap.
-        """
+        """Return the edit of a gate with memory at each tap; it reads a SCAN at `read`, or each."""
         scan, rest = edit.memory.scan(steps[0]), refreshed(list(steps[1:]))
         slots = [self._shared_slot(read or tap, scan, where) for tap in taps]
         return [Steps((edit.memory.gate(steps[0], slot), *rest)) for slot in slots]
@@ -326,12 +316,7 @@ class _Resolver:
 
 
 def _num_taps(plan: Plan | Nothing, others: Sequence[Any], num_layers: int) -> int:
-    """Return the number of taps of a plan, and of the versions that its probes switch to.
-
-    Args:
-        others: edits, probes and captures of every request.
-        num_layers: number of layers of the model.
-    """
+    """Return the number of taps of a plan with the versions that its probes switch to."""
 
     def taps(parts: Sequence[Any]) -> int:
         return sum(num_taps(part.layers, part.sites, num_layers) for part in parts)
@@ -355,8 +340,9 @@ def weighed(plan: ResolvedPlan) -> list[tuple[Ranges, int]]:
 
 
 def _memory_first(edits: Sequence[Edit]) -> list[int]:
-    """Return the indices of edits, those of gates with memory first: their scores have the same
-    columns in all versions of a plan, whatever other gates these have.
+    """Return the indices of edits, gates with memory first.
+
+    Their scores have the same columns in all versions of a plan, whatever other gates these have.
     """
     remembers = [isinstance(edit, Gate) and bool(edit.memory) for edit in edits]
     return sorted(range(len(edits)), key=lambda index: not remembers[index])

@@ -1,9 +1,7 @@
 """Resolved plans as bytes, for the workers: one msgpack message, read strictly. Never pickle.
 
 The message holds each distinct vector once, as little-endian float32 or as the digest of a vector
-that the reader has, and each distinct list of instructions once. Instructions refer to vectors, and
-edits and probes to lists of instructions, by index. What `from_bytes` returns passes every check
-here, so the bytes need no second form.
+that the reader has, and each distinct list of instructions once; others refer to them by index.
 """
 
 from __future__ import annotations
@@ -116,12 +114,7 @@ _DECODER = Decoder(PlanMessage)
 
 
 def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
-    """Pack a plan.
-
-    Args:
-        named: its vectors that the reader has; the bytes have the digest of each instead of its
-            numbers.
-    """
+    """Pack a plan; of its vectors in `named`, which the reader has, as digests."""
     shared = _Shared()
     edits = tuple(
         [
@@ -199,12 +192,7 @@ class _Shared:
 
 
 def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> ResolvedPlan:
-    """Read a plan that `to_bytes` packed.
-
-    Args:
-        data: the bytes.
-        known: the vectors that the bytes may name, by digest.
-    """
+    """Read a plan that `to_bytes` packed, with the vectors that it names by digest."""
     if not isinstance(data, bytes):
         raise SpecError("", f"expected `bytes`, got {kind(data)}")
     message = read_message(_DECODER.decode, data)

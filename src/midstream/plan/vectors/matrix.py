@@ -53,12 +53,7 @@ class Matrix(Vector):
 
 
 def read_matrix(value: object) -> Matrix | Named:
-    """Read a square matrix by value, rounded to float32, or the name of registered ones.
-
-    Args:
-        value: a Matrix; a 2-D numpy array or torch tensor, or a list of rows; `{"f32": "<base64>",
-            "shape": [width, width]}`; or any form of Named.parse with a scale of 1.
-    """
+    """Read a square matrix by value (`matrix_of`), or the name of registered ones, of scale 1."""
     if is_named(value):
         named = read_row(value)
         assert isinstance(named, Named)
@@ -153,13 +148,7 @@ def check_square(shape: tuple[int, ...]) -> None:
 
 
 def read_rows(value: object, most: int = MAX_RANK) -> tuple[Vector, ...]:
-    """Read the rows of a matrix [r, width]; one vector [width] is a matrix of one row.
-
-    Args:
-        value: any form of one vector; a list or tuple of these; a 2-D numpy array or torch
-            tensor; or `{"f32": "<base64>", "shape": [r, width]}`.
-        most: the maximum of r; r is at least 1.
-    """
+    """Read the rows of a matrix [r, width], 1 to `most`; one vector is a matrix of one row."""
     rows = _read(value, most, Vector.parse)
     return tuple(row for row in rows if isinstance(row, Vector))
 

@@ -56,16 +56,7 @@ class Vector:
 
     @staticmethod
     def parse(value: object) -> Vector:
-        """Read a vector from any of its forms, on any device, rounded to float32.
-
-        Args:
-            value: a Vector; a list or tuple of numbers; a numpy array, torch tensor or pandas
-                Series, [size] or [1, size]; or `{"f32": "<base64>"}`.
-
-        Raises:
-            SpecError: another form; a shape other than [size] with size ≥ 1; a number that is not
-                finite or exceeds float32's range (the path has its index).
-        """
+        """Read a vector from any of its forms, on any device, rounded to float32."""
         if type(value) is Vector:  # a Matrix is not one
             return value
         if isinstance(value, (list, tuple)):

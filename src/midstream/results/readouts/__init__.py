@@ -33,12 +33,7 @@ class ReadOutResult(Protocol):
 
     @staticmethod
     def decode(rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Any]]) -> Any:
-        """Return the result, in memory of its own; None: none of the read-outs has rows.
-
-        Args:
-            rows: all rows of a completion, by the taps of the resolved read-outs.
-            readouts: the read-outs of this kind, resolved and as given.
-        """
+        """Return what the read-outs, resolved and as given, have among all rows; None: nothing."""
 
     @property
     def nbytes(self) -> int:

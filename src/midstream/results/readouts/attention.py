@@ -188,13 +188,7 @@ class AttentionResults(LayerRows[AttentionRows]):
 def _draw(
     rows: AttentionRows, tokens: Any, head: int | None, most: int | None = None
 ) -> viz.Picture:
-    """Return the picture of some rows; see `AttentionRows.picture`.
-
-    Args:
-        tokens: texts of the tokens by position; None: unknown.
-        head: one of the rows' heads; None: all.
-        most: number of queries, and of keys or lines, that are shown; None: all.
-    """
+    """Return the picture of a head, or of all, with at most so many queries and keys, or lines."""
     if head is not None and head not in rows.heads:
         raise SpecError("head", f"expected one of {list(rows.heads)}, got {head!r}")
 
@@ -245,14 +239,9 @@ def _top_keys(
     name: Callable[[int], str],
     most: int | None,
 ) -> viz.Picture:
-    """Draw a line for each query and head: its keys, coloured by weight.
+    """Draw a line for each query and head: its keys, coloured by weight; at most so many lines.
 
-    Args:
-        values: float64 [queries, heads, k].
-        keys: int64 [queries, heads, k], −1 for none.
-        names: those of the queries, and the heads.
-        name: the function that names a key by its position.
-        most: number of lines; None: all.
+    Weights and keys are [queries, heads, k]; a key of −1 is none. `name` names a key by position.
     """
     lines = [f"{query}, head {head}" for query in names[0] for head in names[1]]
     count = keys.shape[2]
@@ -281,12 +270,7 @@ def _part(is_cut: bool) -> str:
 def _rows_of(
     rows: Activations, tap: Tap, pattern: Pattern, count: int, asked: tuple[int, ...] | None
 ) -> AttentionRows:
-    """Return the rows of attention of one layer, in memory of their own.
-
-    Args:
-        count: number of heads that a row has.
-        asked: the heads that the caller gets; None: all.
-    """
+    """Return the rows of one layer, of `count` heads, in memory of their own."""
     import torch
 
     values = rows[tap].as_subclass(torch.Tensor).unflatten(1, (count, pattern.size))

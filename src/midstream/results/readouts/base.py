@@ -65,12 +65,7 @@ class LayerRows(KeyedRows[tuple[str, int], R]):
     """Rows by (site or name, layer). Layer −1 is the model's last one."""
 
     def __init__(self, rows: Mapping[tuple[str, int], R], num_layers: int | None = None) -> None:
-        """Create from rows.
-
-        Args:
-            rows: by (site or name, layer from 0).
-            num_layers: layers of the model, for negative layers; None: unknown.
-        """
+        """Create from rows; the number of layers is for negative ones; None: unknown."""
         super().__init__(rows)
         self._num_layers = num_layers
 

@@ -170,9 +170,7 @@ class FeatureRows:
 
 
 class FeatureResults(KeyedRows[str, FeatureRows]):
-    """What the SAEs of a request returned for one completion, by the names of the `Features`:
-    by default those of the SAEs.
-    """
+    """What SAEs returned for one completion, by the names of the `Features`."""
 
     rows_field: ClassVar[str] = "feature_rows"
     about: ClassVar[str] = "Active features, by name."

@@ -149,9 +149,7 @@ class LensRows:
 
 
 class LensResults(KeyedRows[str, LensRows]):
-    """What the lenses of a request returned for one completion, by the names of the lenses:
-    `lens["logit"]` is that of a `Lens` without a name of its own.
-    """
+    """What lenses returned for one completion, by their names, as "logit"."""
 
     rows_field: ClassVar[str] = "lens_rows"
     about: ClassVar[str] = "Tokens of layers, by name of the lens."
@@ -209,12 +207,7 @@ def _lens_of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRo
 
 
 def _as_listed(layers: list[int], asked: Layers) -> tuple[int, ...]:
-    """Return layers in the order in which a request lists them.
-
-    Args:
-        layers: the layers, from 0, ascending.
-        asked: the same as listed; a negative layer is counted from the last.
-    """
+    """Return ascending layers in the order in which a request lists them."""
     if asked.indices == "all":
         return tuple(layers)
     from_end = sorted(layer for layer in asked.indices if layer < 0)

@@ -17,13 +17,7 @@ class LensCell(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LensTable:
-    """A table; prints as plain text, and is coloured by probability in a notebook.
-
-    Attributes:
-        headings: of the columns; the first is that of the layers.
-        lines: cells of each line; the first is the layer.
-        column_title: what the headings are, such as "position".
-    """
+    """A table; prints as plain text, and is coloured by probability in a notebook."""
 
     headings: Sequence[str]
     lines: Sequence[Sequence[LensCell]]
