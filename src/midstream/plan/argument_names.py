@@ -1,14 +1,15 @@
-"""Other spellings of constructors' arguments: accepted pairs, and suggestions for the rest."""
+"""Constructors' arguments: other spellings of them, their names, and the fields read of them."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from midstream.errors import SpecError
-from midstream.validation import hint, listed, read_fields, show
+from midstream.validation import at, hint, listed, read_fields, show
 
 # Each is accepted where the constructor has the other.
 _PAIRS = (
@@ -48,6 +49,33 @@ _MEANT: dict[str, tuple[str, ...]] = {
 }
 
 Made = TypeVar("Made", bound=Callable[..., None])
+F = TypeVar("F", bound="Fields")
+
+
+class Fields:
+    """An immutable value whose constructor reads its fields in any of their forms."""
+
+    __slots__ = ()
+
+    def _set(self, **fields: object) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def _read(self, read: Callable[[Any], object], **arguments: object) -> None:
+        """Set fields to what `read` returns for their arguments; errors have the field's path."""
+        for name, value in arguments.items():
+            with at(name):
+                object.__setattr__(self, name, read(value))
+
+    def _read_given(self, read: Callable[[Any], object], **arguments: object) -> None:
+        """Set fields like `_read`; None stays None."""
+        self._read(lambda value: None if value is None else read(value), **arguments)
+
+    def _changed(self: F, **fields: object) -> F:
+        """Return a copy with other values of some fields, which are not read again."""
+        clone = copy.copy(self)
+        Fields._set(clone, **fields)
+        return clone
 
 
 def one_spelling(arguments: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
@@ -74,6 +102,14 @@ def read_named(
                 "", f"unknown field {show(name)} (did you mean `{meant}`?); known: {listed(known)}"
             )
     return read_fields(renamed, required, optional)
+
+
+@functools.cache
+def parameters_of(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the constructor's required and optional arguments."""
+    parameters = inspect.signature(cls).parameters.values()
+    required = tuple(own.name for own in parameters if own.default is own.empty)
+    return required, tuple(own.name for own in parameters if own.name not in required)
 
 
 def accept_spellings(init: Made) -> Made:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
-from midstream.plan.argument_names import read_named
+from midstream.plan.argument_names import Fields, parameters_of, read_named
 from midstream.plan.heads import head_size, in_heads, read_indices
 from midstream.plan.instructions import Instruction
 from midstream.plan.positions.positions import Positions
@@ -31,7 +29,7 @@ T = TypeVar("T", bound="Operation")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Operation(ABC):
+class Operation(Fields, ABC):
     """An edit or a probe: an operation on the vectors h of selected tokens at selected taps.
 
     Attributes:
@@ -83,7 +81,7 @@ class Operation(ABC):
             name = cls.__name__
             shown = f"{name}(…)" if cls.op else f"{name}(vector, layer=14)"
             raise SpecError("", f"expected {shown}, or its dict, got {kind(value)}")
-        required, optional = _parameters(cls)
+        required, optional = parameters_of(cls)
         fields = read_named(value, required, (*optional, "op") if cls.op else optional)
         if "op" in fields:
             with at("op"):
@@ -181,10 +179,6 @@ class Operation(ABC):
             rows = value if isinstance(value, tuple) else (value,)
             named.extend(row for row in rows if isinstance(row, Named))
         return named
-
-    def _set(self, **fields: object) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
 
     def _set_place(
         self,
@@ -284,18 +278,6 @@ def refreshed(steps: list[Instruction]) -> list[Instruction]:
         if step.reads or keeps:
             return [*steps[:index], step.with_flags(Flags.FRESH), *steps[index + 1 :]]
     return steps
-
-
-@cache
-def _parameters(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the constructor's required and optional arguments."""
-    parameters = list(inspect.signature(cls).parameters.values())
-    required = tuple(
-        parameter.name for parameter in parameters if parameter.default is parameter.empty
-    )
-    return required, tuple(
-        parameter.name for parameter in parameters if parameter.name not in required
-    )
 
 
 def one_or_all(value: object) -> object:

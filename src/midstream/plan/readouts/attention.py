@@ -35,10 +35,6 @@ MAX_TOP_KEYS = 1024
 MAX_FULL_KEYS = 4096
 FULL: Literal["full"] = "full"
 SCORES: Literal["scores"] = "scores"
-_FIELDS = (
-    "heads", "queries", "phase", "exclude", "name", "stream", "sink", "tag", "request_id",
-    "metadata", "layout",
-)  # fmt: skip
 _WORDS = ("top_keys", "mass", "entropy", "full", "scores")
 
 
@@ -174,22 +170,12 @@ class Attention(ReadOut):
             self._set_destination(place)
             check_row_order(self.positions, None)
         self._set(heads=None if chosen is None else read_ordered_indices(chosen, "heads"))
-        with at("reduce"):
-            self._set(reduce=read_reduction(reduce))
-        with at("name"):
-            self._set(name=read_name(name))
+        self._read(read_reduction, reduce=reduce)
+        self._read(read_name, name=name)
 
     @staticmethod
     def is_form(value: Mapping[str, Any]) -> bool:
         return "queries" in value or ("reduce" in value and not _reduces_rows(value))
-
-    @classmethod
-    def parse(cls, value: object) -> Attention:
-        """Read an Attention, or a dict of the constructor's arguments."""
-        if isinstance(value, Attention):
-            return value
-        assert isinstance(value, Mapping)
-        return Attention(**read_named(value, ("layers", "reduce"), _FIELDS))
 
     @property
     def selections(self) -> tuple[Positions, ...]:
@@ -224,13 +210,6 @@ class Attention(ReadOut):
                         f"capture[{other}] also returns attention of layer {tap[1]} under this "
                         "name; give one of them another `name`",
                     )
-
-    def without_place(self) -> Attention:
-        if not self._has_place:
-            return self
-        return Attention(
-            self.layers, self.heads, self.positions, reduce=self.reduce, name=self.name
-        )
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""

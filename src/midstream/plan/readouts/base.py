@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import Fields, parameters_of, read_named
 from midstream.plan.positions.position_set import Where
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
@@ -19,7 +21,15 @@ from midstream.plan.shape import ModelShape
 from midstream.plan.short_repr import short_repr
 from midstream.plan.sink_target import MEMORY, NO_METADATA, Metadata, read_name
 from midstream.sites import Tap
-from midstream.validation import at, kind, show
+from midstream.validation import kind, show
+
+# What `without_place` leaves of each field of a destination that a kind has.
+_NO_PLACE = {
+    "sink": MEMORY, "tag": "", "request_id": "", "metadata": NO_METADATA, "stream": False,
+    "layout": "",
+}  # fmt: skip
+
+R = TypeVar("R", bound="ReadOut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ class ReadOutEngine(Protocol):
         """Return the encoder of a registered SAE."""
 
 
-class ReadOut(ABC):
+class ReadOut(Fields, ABC):
     """What a request returns of some positions; `KINDS` has all kinds.
 
     The properties here are what the kinds without such a field have.
@@ -83,17 +93,23 @@ class ReadOut(ABC):
         """Return whether a dict is the form of this kind, and of none before it in `KINDS`."""
 
     @classmethod
-    @abstractmethod
-    def parse(cls, value: object) -> ReadOut:
+    def parse(cls: type[R], value: object) -> R:
         """Read one, or a dict of the constructor's arguments."""
+        if isinstance(value, cls):
+            return value
+        assert isinstance(value, Mapping)
+        return cls(**read_named(value, *parameters_of(cls)))
 
     @abstractmethod
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
 
-    @abstractmethod
-    def without_place(self) -> ReadOut:
+    def without_place(self: R) -> R:
         """Return a copy without sink, tag, request_id, metadata, stream and layout."""
+        if not self._has_place:
+            return self
+        own = {name: value for name, value in _NO_PLACE.items() if name in self.__slots__}
+        return self._changed(**own)
 
     @abstractmethod
     def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
@@ -184,10 +200,6 @@ class ReadOut(ABC):
     def __repr__(self) -> str:
         return short_repr(type(self), self.to_dict())
 
-    def _set(self, **fields: object) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
     def _set_where(
         self, layers: object, sites: object, positions: object, phase: object, exclude: object
     ) -> None:
@@ -202,27 +214,16 @@ class ReadOut(ABC):
 
     def _set_stream(self, stream: object) -> None:
         """Read `stream`, and check the order of the positions, each of which has a row."""
-        with at("stream"):
-            self._set(stream=read_stream(stream, MEMORY))
+        self._read(partial(read_stream, sink=MEMORY), stream=stream)
         check_row_order(self.positions, None)
 
     def _set_destination(self, fields: Mapping[str, Any]) -> None:
         """Read sink, tag, request_id, metadata, stream and layout."""
-        with at("sink"):
-            sink = read_name(fields["sink"], may_be_empty=False)
-        with at("tag"):
-            tag = read_name(fields["tag"])
-        with at("request_id"):
-            request_id = read_name(fields["request_id"])
-        with at("metadata"):
-            metadata = fields["metadata"]
-            kept = NO_METADATA if metadata is None else Metadata(metadata) or NO_METADATA
-        with at("stream"):
-            stream = read_stream(fields["stream"], sink)
-        with at("layout"):
-            layout = _read_layout(fields["layout"], sink)
-        self._set(sink=sink, tag=tag, request_id=request_id, metadata=kept)
-        self._set(stream=stream, layout=layout)
+        self._read(partial(read_name, may_be_empty=False), sink=fields["sink"])
+        self._read(read_name, tag=fields["tag"], request_id=fields["request_id"])
+        self._read(lambda value: Metadata(value) or NO_METADATA, metadata=fields["metadata"])
+        self._read(partial(read_stream, sink=self.sink), stream=fields["stream"])
+        self._read(partial(_read_layout, sink=self.sink), layout=fields["layout"])
 
     @property
     def _has_place(self) -> bool:
@@ -232,20 +233,15 @@ class ReadOut(ABC):
 
     def _destination(self) -> dict[str, object]:
         """Return the JSON form of the fields of `_set_destination` that are set."""
-        fields: dict[str, object] = {}
-        if self.sink != MEMORY:
-            fields["sink"] = self.sink
-        if self.tag:
-            fields["tag"] = self.tag
-        if self.request_id:
-            fields["request_id"] = self.request_id
-        if self.metadata:
-            fields["metadata"] = self.metadata.to_dict()
-        if self.stream:
-            fields["stream"] = True
-        if self.layout:
-            fields["layout"] = self.layout
-        return fields
+        fields = {
+            "sink": "" if self.sink == MEMORY else self.sink,
+            "tag": self.tag,
+            "request_id": self.request_id,
+            "metadata": self.metadata and self.metadata.to_dict(),
+            "stream": self.stream,
+            "layout": self.layout,
+        }
+        return {name: value for name, value in fields.items() if value}
 
 
 def check_tokens(capture: ResolvedCapture, engine: ReadOutEngine) -> None:
