@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from midstream.errors import SpecError
@@ -50,6 +50,8 @@ _MEANT: dict[str, tuple[str, ...]] = {
 
 Made = TypeVar("Made", bound=Callable[..., None])
 F = TypeVar("F", bound="Fields")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Fields:
@@ -61,13 +63,13 @@ class Fields:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
-    def _read(self, read: Callable[[Any], object], **arguments: object) -> None:
+    def _read(self, read: Callable[[Any], object], /, **arguments: object) -> None:
         """Set fields to what `read` returns for their arguments; errors have the field's path."""
         for name, value in arguments.items():
             with at(name):
                 object.__setattr__(self, name, read(value))
 
-    def _read_given(self, read: Callable[[Any], object], **arguments: object) -> None:
+    def _read_given(self, read: Callable[[Any], object], /, **arguments: object) -> None:
         """Set fields like `_read`; None stays None."""
         self._read(lambda value: None if value is None else read(value), **arguments)
 
@@ -76,6 +78,15 @@ class Fields:
         clone = copy.copy(self)
         Fields._set(clone, **fields)
         return clone
+
+
+def read_each(name: str, values: Iterable[S], read: Callable[[S], T]) -> tuple[T, ...]:
+    """Return what `read` returns for each value of a list; errors have its index in the path."""
+    read_values = []
+    for index, value in enumerate(values):
+        with at(f"{name}[{index}]"):
+            read_values.append(read(value))
+    return tuple(read_values)
 
 
 def one_spelling(arguments: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:

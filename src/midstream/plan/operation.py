@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
-from midstream.plan.argument_names import Fields, parameters_of, read_named
+from midstream.plan.argument_names import Fields, parameters_of, read_each, read_named
 from midstream.plan.heads import head_size, in_heads, read_indices
 from midstream.plan.instructions import Instruction
 from midstream.plan.positions.positions import Positions
@@ -235,11 +235,7 @@ def rows_by_value(
     field: str, rows: tuple[Vector, ...] | tuple[Vector | Named, ...], width: int
 ) -> tuple[Vector, ...]:
     """Return the rows after checking that each is bound and has this width."""
-    vectors = []
-    for index, row in enumerate(rows):
-        with at(f"{field}[{index}]"):
-            vectors.append(by_value(row, width))
-    return tuple(vectors)
+    return read_each(field, rows, lambda row: by_value(row, width))
 
 
 def read_norm(value: object) -> str | None:

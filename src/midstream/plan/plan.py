@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import read_each
 from midstream.plan.captured_rows import OpenRows
 from midstream.plan.consumers import names_consumers, read_consumers
 from midstream.plan.control.act import Switch
 from midstream.plan.control.controller import Controller
-from midstream.plan.operations import Edit, Gate, Steer, bind_edit, fill_edit, parse_edit
+from midstream.plan.operations import (
+    Edit,
+    Gate,
+    Steer,
+    bind_edit,
+    expand_edits,
+    fill_edit,
+    parse_edit,
+)
 from midstream.plan.probe import Probe
 from midstream.plan.readouts import Capture, ReadOut, parse_readout
 from midstream.plan.shape import ModelShape
@@ -214,7 +224,8 @@ class Plan:
         own = () if self.controller is None else (self.controller,)
         if all(part.is_bound for part in (*self.edits, *self.probes, *own)):
             return self
-        edits, origins = self._expanded(lambda edit: bind_edit(edit, lookup, num_layers))
+        bind = partial(bind_edit, lookup=lookup, num_layers=num_layers)
+        edits, origins = expand_edits(self.edits, self.origins, bind)
         probes: list[Probe] = []
         for index, probe in enumerate(self.probes):
             with at(f"probes[{index}]"):
@@ -229,24 +240,12 @@ class Plan:
 
     def expanded(self, expand: Callable[[Edit], tuple[Edit, ...]]) -> Plan:
         """Return the plan with each edit replaced by those that `expand` returns for it."""
-        edits, origins = self._expanded(expand)
+        edits, origins = expand_edits(self.edits, self.origins, expand)
         return replace(self, edits=edits, origins=origins)
 
     def fill(self, open_rows: OpenRows, shape: ModelShape) -> Plan:
         """Return the plan with rows of earlier requests by value; see `fill_edit`."""
         return self.expanded(lambda edit: fill_edit(edit, open_rows, shape))
-
-    def _expanded(
-        self, expand: Callable[[Edit], tuple[Edit, ...]]
-    ) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
-        """Return the edits that each edit becomes, and each one's index in the plan as given."""
-        edits: list[Edit] = []
-        origins: list[int] = []
-        for index, edit in enumerate(self.edits):
-            with at(f"edits[{index}]"):
-                edits.extend(expand(edit))
-            origins += [self.origin(index)] * (len(edits) - len(origins))
-        return tuple(edits), tuple(origins)
 
 
 def asks_engine(plan: Plan) -> bool:
@@ -302,11 +301,7 @@ def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[
         raise SpecError(name, "the list is empty; use None, or omit the field")
     if len(value) > MAX_PARTS:
         raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(value)}")
-    parts = []
-    for index, part in enumerate(value):
-        with at(f"{name}[{index}]"):
-            parts.append(read(part))
-    return tuple(parts)
+    return read_each(name, value, read)
 
 
 def emit_server_wide(part: ServerWide) -> dict[str, object]:

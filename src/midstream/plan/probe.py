@@ -135,18 +135,13 @@ class Probe(Operation):
             rows, layer = read_per_layer("direction", direction, layer)
             self._set(direction=rows)
         else:
-            with at("direction"):
-                self._set(direction=None if direction is None else read_direction(direction))
-        with at("mlp"):
-            self._set(mlp=None if mlp is None else MLP.parse(mlp))
-        with at("attention"):
-            self._set(attention=None if attention is None else _read_attention(attention))
-        with at("bias"):
-            self._set(bias=read_scalar(bias))
+            self._read_given(read_direction, direction=direction)
+        self._read_given(MLP.parse, mlp=mlp)
+        self._read_given(_read_attention, attention=attention)
+        self._read(read_scalar, bias=bias)
         with at("name"):
             self._set(name="probe" if name is None else _read_name(name))
-        with at("act"):
-            self._set(act=None if act is None else read_act(act))
+        self._read_given(read_act, act=act)
         if self.attention is not None:
             self._check_alone(site)
             head = None if isinstance(head, str) and head == "all" else head

@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from midstream.errors import SpecError
-from midstream.plan.control.act import bind_later_edits, read_later_edits
+from midstream.plan.argument_names import Fields
+from midstream.plan.control.act import read_later_edits
 from midstream.plan.control.control_laws import Observed, Threshold
-from midstream.plan.operations import Edit
+from midstream.plan.operations import Edit, bind_edit, expand_edits
 from midstream.plan.vectors.named_lookup import Lookup
 from midstream.validation import at, kind, listed, read_fields, read_float32, read_word, show
 
@@ -36,7 +38,7 @@ class EditSet:
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Controller:
+class Controller(Fields):
     """A `Threshold` or code that is called with a request's new scores, and answers with a scale, a
     factor on the strength of its edits; or with None, for no change.
 
@@ -133,11 +135,8 @@ class Controller:
             raise SpecError(
                 "edits", "a Threshold answers with scales; a declared controller chooses edits"
             )
-        for attribute, value in (
-            ("decide", decide), ("name", chosen), ("mode", resolved_mode), ("seconds", limit),
-            ("on_error", policy), ("edits", _read_sets({} if edits is None else edits)),
-        ):  # fmt: skip
-            object.__setattr__(self, attribute, value)
+        self._set(decide=decide, name=chosen, mode=resolved_mode, seconds=limit, on_error=policy)
+        self._set(edits=_read_sets({} if edits is None else edits))
 
     @staticmethod
     def parse(value: object) -> Controller:
@@ -200,21 +199,13 @@ class Controller:
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Controller:
         """Return a copy with names replaced by their registered vectors; see `Plan.bind`."""
+        bind = partial(bind_edit, lookup=lookup, num_layers=num_layers)
         edit_sets = []
         for edit_set in self.edits:
             with _within(edit_set.name):
-                edits, origins = bind_later_edits(
-                    edit_set.edits, edit_set.origins, lookup, num_layers
-                )
+                edits, origins = expand_edits(edit_set.edits, edit_set.origins, bind)
             edit_sets.append(replace(edit_set, edits=edits, origins=origins))
-        return self._with_edits(tuple(edit_sets))
-
-    def _with_edits(self, edits: tuple[EditSet, ...]) -> Controller:
-        controller = object.__new__(Controller)
-        for name in ("decide", "name", "mode", "seconds", "on_error"):
-            object.__setattr__(controller, name, getattr(self, name))
-        object.__setattr__(controller, "edits", edits)
-        return controller
+        return self._changed(edits=tuple(edit_sets))
 
 
 def read_seconds(value: object) -> float:

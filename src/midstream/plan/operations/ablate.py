@@ -104,8 +104,7 @@ class Ablate(Operation):
             if len(vectors) == len(self.directions):
                 for part in [(vector,) for vector in vectors] if subspace is False else [vectors]:
                     orthonormal(part)
-        with at("strength"):
-            self._set(strength=read_scalar(strength))
+        self._read(read_scalar, strength=strength)
         self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude, head)
         self._set(subspace=self._read_subspace(subspace, by_value=vectors == self.directions))

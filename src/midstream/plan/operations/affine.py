@@ -107,10 +107,8 @@ class Affine(Operation):
                     raise SpecError(name, "unsupported with `matrix`, which maps the whole vector")
             with at("matrix"):
                 self._set(matrix=read_matrix(matrix), read=(), write=())
-            with at("bias"):
-                self._set(bias=_read_shift(bias))
-        with at("scale"):
-            self._set(scale=read_scalar(scale))
+            self._read(_read_shift, bias=bias)
+        self._read(read_scalar, scale=scale)
         self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude, head)
 
@@ -119,8 +117,7 @@ class Affine(Operation):
             raise SpecError("read", "missing; give `read` and `write`, or `matrix`")
         if write is None:
             raise SpecError("write", "missing; give as many rows as in `read`")
-        with at("read"):
-            self._set(read=read_rows(read))
+        self._read(read_rows, read=read)
         with at("write"):
             self._set(write=_read_like(write, "read", self.read))
         with at("bias"):

@@ -59,8 +59,7 @@ class Bias(Operation):
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        with at("tokens"):
-            self._set(tokens=_read_tokens(tokens))
+        self._read(_read_tokens, tokens=tokens)
         if positions is None:
             # A phase that is none is refused below.
             positions = _SAMPLED.get(str(phase or "all"), "all")

@@ -9,7 +9,7 @@ from midstream.errors import SpecError
 from midstream.plan.captured_rows import CapturedRows, OpenRows
 from midstream.plan.heads import head_size
 from midstream.plan.operations.gate import Gate
-from midstream.plan.operations.local import Local
+from midstream.plan.operations.local import Edit, Local
 from midstream.plan.operations.plain import PlainEdit
 from midstream.plan.operations.replace import Replace
 from midstream.plan.shape import ModelShape, VectorSize
@@ -17,15 +17,13 @@ from midstream.plan.vectors.named_lookup import find_taps, from_start
 from midstream.validation import at
 
 
-def has_captured(edit: PlainEdit | Gate | Local) -> bool:
+def has_captured(edit: Edit) -> bool:
     """Return whether an edit has rows of an earlier request."""
     inner = edit.edit if isinstance(edit, Gate) else edit
     return isinstance(inner, Replace) and isinstance(inner.rows, CapturedRows)
 
 
-def fill_edit(
-    edit: PlainEdit | Gate | Local, open_rows: OpenRows, shape: ModelShape
-) -> tuple[PlainEdit | Gate | Local, ...]:
+def fill_edit(edit: Edit, open_rows: OpenRows, shape: ModelShape) -> tuple[Edit, ...]:
     """Return an edit with the rows that it refers to: one per site and layer; or itself."""
     if isinstance(edit, Gate):
         with at("edit"):

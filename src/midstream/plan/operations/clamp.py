@@ -102,8 +102,7 @@ class Clamp(Operation):
                 self._set(**{name: None if bound is None else read_scalar(bound)})
         if self.low is not None and self.high is not None and self.low > self.high:
             raise SpecError("low", f"expected at most `high`, {self.high!r}, got {self.low!r}")
-        with at("strength"):
-            self._set(strength=read_scalar(strength))
+        self._read(read_scalar, strength=strength)
         self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude, head)
 

@@ -152,8 +152,7 @@ class Feature(Operation):
             self._set(sae=None, index=(), value=_read_values(self.mode, value, count))
             self._read_biases(bias, threshold, decoder_bias)
         else:
-            with at("sae"):
-                self._set(sae=read_sae(sae))
+            self._read(read_sae, sae=sae)
             for name, argument in (
                 ("encoder", encoder), ("decoder", decoder), ("bias", bias),
                 ("threshold", threshold), ("decoder_bias", decoder_bias), ("head", head),

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import Fields, accept_spellings
 from midstream.plan.forms import NumberLike, VectorOrName
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, read_scalar
 from midstream.plan.operations.gate_memory import Hold, Memory
 from midstream.plan.operations.gate_probe import Reading
-from midstream.plan.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
+from midstream.plan.operations.plain import PLAIN, PlainEdit, read_kind
 from midstream.plan.operations.route import Route
 from midstream.plan.positions.positions import Positions
 from midstream.plan.selection import Layers, Sites
@@ -34,7 +34,7 @@ from midstream.validation import at, float32, read_fields, read_word
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Gate:
+class Gate(Fields):
     """Apply an edit only to tokens, or to the degree, that a probe's score exceeds a threshold.
 
     With score = ⟨h, direction⟩ + bias, the contribution of the edit is multiplied by g: 1 if
@@ -95,30 +95,27 @@ class Gate:
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        with at("edit"):
-            object.__setattr__(self, "edit", _read_inner(edit))
-        with at("probe"):
-            object.__setattr__(self, "probe", Reading.parse(probe))
-        with at("threshold"):
-            object.__setattr__(self, "threshold", read_scalar(threshold))
-        with at("sharpness"):
-            number = None if sharpness is None else read_scalar(sharpness)
-            if number is not None and float32(number) == 0:
-                raise SpecError(
-                    "", "must not be 0, where the gate is always ½; omit `sharpness` for a step"
-                )
-            if number is not None and isinstance(self.edit, Route) and self.edit.forces:
-                raise SpecError(
-                    "", "an expert is chosen or not: omit `sharpness`, or give a Route of `bias`"
-                )
-            object.__setattr__(self, "sharpness", number)
+        self._read(_read_inner, edit=edit)
+        self._read(Reading.parse, probe=probe)
+        self._read(read_scalar, threshold=threshold)
+        self._read_given(self._read_sharpness, sharpness=sharpness)
         memory = Memory.read(hold, smooth, release, self.threshold, self.sharpness)
         if memory and self.probe.layers:
             problem = "a gate with memory (hold, smooth, release) reads one layer, got several"
             raise SpecError("probe.layer", problem)
-        object.__setattr__(self, "hold", memory.hold)
-        object.__setattr__(self, "smooth", memory.smooth)
-        object.__setattr__(self, "release", memory.release)
+        self._set(hold=memory.hold, smooth=memory.smooth, release=memory.release)
+
+    def _read_sharpness(self, value: object) -> float:
+        number = read_scalar(value)
+        if float32(number) == 0:
+            raise SpecError(
+                "", "must not be 0, where the gate is always ½; omit `sharpness` for a step"
+            )
+        if isinstance(self.edit, Route) and self.edit.forces:
+            raise SpecError(
+                "", "an expert is chosen or not: omit `sharpness`, or give a Route of `bias`"
+            )
+        return number
 
     @property
     def memory(self) -> Memory:
@@ -221,14 +218,14 @@ class Gate:
             edits = self.edit.bind(lookup, num_layers)
         direction = self.probe.direction
         if not isinstance(direction, Named):
-            return tuple(self._wrap(edit, self.probe) for edit in edits)
+            return tuple(replace(self, edit=edit) for edit in edits)
         with at("probe"):
             with at("direction"):
                 registered = vectors_of(direction.name, lookup)
             if self.probe.layers:
                 layers = from_start(Layers(self.probe.layers), num_layers)
                 probe = self.probe.at_layers(direction.name, registered, layers)
-                return tuple(self._wrap(edit, probe) for edit in edits)
+                return tuple(replace(self, edit=edit, probe=probe) for edit in edits)
             return tuple(
                 gate
                 for edit in edits
@@ -250,7 +247,7 @@ class Gate:
             tap = taps[0]
         if tap is not None or is_plain(registered):
             vector = registered[None] if tap is None else pick(name, registered, tap)
-            return [self._wrap(edit, self.probe.at_tap(vector, tap))]
+            return [replace(self, edit=edit, probe=self.probe.at_tap(vector, tap))]
         layers = from_start(edit.layers, num_layers).indices if edit.sites.in_layers else ()
         if layers == "all":
             raise SpecError(
@@ -259,30 +256,21 @@ class Gate:
                 "layer=\"all\"; give the probe's layer, or list the edit's layers",
             )
         return [
-            self._wrap(
-                edit.replace(layer=layer, site=site),
-                self.probe.at_tap(pick(name, registered, (site, layer)), None),
+            replace(
+                self,
+                edit=edit.replace(layer=layer, site=site),
+                probe=self.probe.at_tap(pick(name, registered, (site, layer)), None),
             )
             for layer in layers
             for site in edit.sites
         ]
 
-    def _wrap(self, edit: PlainEdit, probe: Reading) -> Gate:
-        return replace(self, edit=edit, probe=probe)
-
 
 def _read_inner(value: object) -> PlainEdit:
     if isinstance(value, PlainEdit):
         return value
-    known = tuple(PLAIN)
     if isinstance(value, Gate) or (isinstance(value, Mapping) and value.get("op") == Gate.op):
         raise SpecError(
             "", "a `gate` cannot contain another `gate`; use the sum of their directions"
         )
-    if not isinstance(value, Mapping):
-        raise bad_edit(value, known)
-    if "op" not in value:
-        raise missing_op(known)
-    with at("op"):
-        word = read_word(value["op"], known)
-    return PLAIN[word].parse(value)
+    return read_kind(value, PLAIN).parse(value)

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from midstream.errors import SpecError
 from midstream.plan.operations.gate import Gate
-from midstream.plan.operations.local import Local
-from midstream.plan.operations.plain import PlainEdit
+from midstream.plan.operations.local import Edit
 from midstream.plan.operations.steer import Steer
 from midstream.plan.positions.positions import Positions
 from midstream.plan.vectors.named_lookup import Lookup, NamedEdits
 from midstream.plan.vectors.named_vector import Named
+from midstream.validation import at
 
-E = TypeVar("E", bound=PlainEdit | Gate | Local)
+E = TypeVar("E", bound=Edit)
 
 
-def bind_edit(
-    edit: PlainEdit | Gate | Local, lookup: Lookup, num_layers: int | None = None
-) -> tuple[PlainEdit | Gate | Local, ...]:
+def expand_edits(
+    edits: Sequence[Edit], known: Sequence[int], expand: Callable[[Edit], tuple[Edit, ...]]
+) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
+    """Return the edits that each edit becomes, and each one's index before any expansion.
+
+    `known` has their indices before an earlier one; empty: there was none.
+    """
+    expanded: list[Edit] = []
+    origins: list[int] = []
+    for index, edit in enumerate(edits):
+        with at(f"edits[{index}]"):
+            expanded.extend(expand(edit))
+        origins += [known[index] if known else index] * (len(expanded) - len(origins))
+    return tuple(expanded), tuple(origins)
+
+
+def bind_edit(edit: Edit, lookup: Lookup, num_layers: int | None = None) -> tuple[Edit, ...]:
     """Return the edits that an edit stands for, with names replaced by what is registered.
 
     The scale of a Steer by a name of whole edits multiplies that of each Steer among them, also in
@@ -50,9 +65,7 @@ def _check_bare(edit: Steer, name: str) -> None:
             )
 
 
-def _scaled_edits(
-    named: Named, scale: float, named_edits: NamedEdits
-) -> tuple[PlainEdit | Gate | Local, ...]:
+def _scaled_edits(named: Named, scale: float, named_edits: NamedEdits) -> tuple[Edit, ...]:
     factor = named.scale * scale
     if factor == 0.0:
         for edit in named_edits.edits:

@@ -94,8 +94,7 @@ class Replace(Operation):
                 self._set(rows=CapturedRows.parse(rows))
             else:
                 self._set(rows=read_rows_or_names(rows, MAX_ITEMS))
-        with at("alpha"):
-            self._set(alpha=read_scalar(alpha))
+        self._read(read_scalar, alpha=alpha)
         self._set(norm=read_norm(norm))
         self._set(dims=() if dims is None else read_indices(dims, "dims"))
         self._set_place(layer, site, positions, phase, exclude, head)

@@ -70,10 +70,8 @@ class Scale(Operation):
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        with at("factor"):
-            self._set(factor=_read_factor(factor))
-        with at("shift"):
-            self._set(shift=None if shift is None else Vector.parse(shift))
+        self._read(_read_factor, factor=factor)
+        self._read_given(Vector.parse, shift=shift)
         self._set(dims=() if dims is None else read_indices(dims, "dims"))
         self._set_place(layer, site, positions, phase, exclude, head)
 

@@ -141,8 +141,7 @@ class Steer(Operation):
         if vector is not None:
             vector, layer = self._read_vector(vector, layer)
         self._set(vector=vector)
-        with at("scale"):
-            self._set(scale=read_scalar(scale))
+        self._read(read_scalar, scale=scale)
         self._set_place(layer, site, positions, phase, exclude, head)
         if isinstance(self.vector, tuple):
             check_per_layer("vector", len(self.vector), self.layers)
@@ -154,11 +153,9 @@ class Steer(Operation):
         for name, value in (("vector", vector), ("rows", rows)):
             if value is not None:
                 raise SpecError("token", f"`{name}` is given too; give one of them")
-        with at("token"):
-            self._set(token=read_token(token))
+        self._read(read_token, token=token)
         if lens is not None:
-            with at("lens"):
-                self._set(lens=read_kind(lens))
+            self._read(read_kind, lens=lens)
 
     def _check_token(self) -> None:
         """Check that a token has a direction at the sites."""
