@@ -49,12 +49,12 @@ _MEANT: dict[str, tuple[str, ...]] = {
 }
 
 Made = TypeVar("Made", bound=Callable[..., None])
-F = TypeVar("F", bound="Fields")
+F = TypeVar("F", bound="FrozenFields")
 S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Fields:
+class FrozenFields:
     """An immutable value whose constructor reads its fields in any of their forms."""
 
     __slots__ = ()
@@ -76,7 +76,7 @@ class Fields:
     def _changed(self: F, **fields: object) -> F:
         """Return a copy with other values of some fields, which are not read again."""
         clone = copy.copy(self)
-        Fields._set(clone, **fields)
+        FrozenFields._set(clone, **fields)
         return clone
 
 

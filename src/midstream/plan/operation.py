@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
-from midstream.plan.argument_names import Fields, parameters_of, read_each, read_named
+from midstream.plan.argument_names import FrozenFields, parameters_of, read_each, read_named
 from midstream.plan.heads import head_size, in_heads, read_indices
 from midstream.plan.instructions import Instruction
 from midstream.plan.positions.positions import Positions
@@ -29,7 +29,7 @@ T = TypeVar("T", bound="Operation")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Operation(Fields, ABC):
+class Operation(FrozenFields, ABC):
     """An edit or a probe: an operation on the vectors h of selected tokens at selected taps.
 
     Attributes:

@@ -8,7 +8,7 @@ from functools import partial
 
 from midstream.errors import SpecError
 from midstream.ops.layout import ACTIVATIONS, Flags, Op
-from midstream.plan.argument_names import Fields, parameters_of
+from midstream.plan.argument_names import FrozenFields, parameters_of
 from midstream.plan.forms import RowsLike, VectorLike
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import rows_by_value
@@ -18,7 +18,7 @@ from midstream.validation import kind, read_fields, read_word
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class MLP(Fields):
+class MLP(FrozenFields):
     """A network with one hidden layer: ⟨output, act(hidden · h + hidden_bias)⟩.
 
     The bias of its output is that of the probe. Each hidden unit is one instruction of the probe's

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import Fields, read_named
+from midstream.plan.argument_names import FrozenFields, read_named
 from midstream.plan.operation import read_scalar
 from midstream.plan.operations import (
     Edit,
@@ -32,7 +32,7 @@ _POOLS = '"none", "max", "mean:8" (of the last 8 scores) or "ema:0.9"'
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Condition(Fields):
+class Condition(FrozenFields):
     """A condition on the scores of a probe, in the order of the tokens that it selects.
 
     It is met at a token if the pooled score there, and at the `for_` − 1 selected tokens before it,

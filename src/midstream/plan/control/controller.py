@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import Fields
+from midstream.plan.argument_names import FrozenFields
 from midstream.plan.control.act import read_later_edits
 from midstream.plan.control.control_laws import Observed, Threshold
 from midstream.plan.operations import Edit, bind_edit, expand_edits
@@ -38,7 +38,7 @@ class EditSet:
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Controller(Fields):
+class Controller(FrozenFields):
     """A `Threshold` or code that is called with a request's new scores, and answers with a scale, a
     factor on the strength of its edits; or with None, for no change.
 

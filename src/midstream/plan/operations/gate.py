@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.plan.argument_names import Fields, accept_spellings
+from midstream.plan.argument_names import FrozenFields, accept_spellings
 from midstream.plan.forms import NumberLike, VectorOrName
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, read_scalar
@@ -34,7 +34,7 @@ from midstream.validation import at, float32, read_fields, read_word
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Gate(Fields):
+class Gate(FrozenFields):
     """Apply an edit only to tokens, or to the degree, that a probe's score exceeds a threshold.
 
     With score = ⟨h, direction⟩ + bias, the contribution of the edit is multiplied by g: 1 if

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import Fields, accept_spellings, parameters_of, read_named
+from midstream.plan.argument_names import FrozenFields, accept_spellings, parameters_of, read_named
 from midstream.plan.forms import LayersLike, NumberLike, RowsOrNames, SitesLike
 from midstream.plan.heads import head_size, padded, read_indices
 from midstream.plan.operation import SITE, Operation, by_value, read_scalar
@@ -33,7 +33,7 @@ _MLP = (
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Reading(Fields):
+class Reading(FrozenFields):
     """The probe of a gate: score = ⟨h, direction⟩ + bias, or the sum of ⟨h, direction⟩ over layers.
 
     Attributes:

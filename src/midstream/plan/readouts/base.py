@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import Fields, parameters_of, read_named
+from midstream.plan.argument_names import FrozenFields, parameters_of, read_named
 from midstream.plan.positions.position_set import Where
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
@@ -70,7 +70,7 @@ class ReadOutEngine(Protocol):
         """Return the encoder of a registered SAE."""
 
 
-class ReadOut(Fields, ABC):
+class ReadOut(FrozenFields, ABC):
     """What a request returns of some positions; `KINDS` has all kinds.
 
     The properties here are what the kinds without such a field have.
