@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex
 
-from midstream.plan.positions.items import Role, Span, Text, TokenIds, Window
+from midstream.plan.positions.items import Value
 from midstream.plan.positions.positions import Positions
 from midstream.plan.selection import Layers, Sites
 from midstream.plan.vectors.named_vector import Named
@@ -39,16 +39,5 @@ SitesLike = SiteName | str | Sequence[SiteName | str] | Sites
 IndicesLike = SupportsIndex | Sequence[SupportsIndex] | SupportsArray
 PhaseLike = Literal["all", "prompt", "generated"]
 PositionWord = Literal["all", "prompt", "generated", "last_prompt", "last"]
-PositionItem = (
-    PositionWord
-    | SupportsIndex
-    | slice
-    | range
-    | Span
-    | Window
-    | TokenIds
-    | Text
-    | Role
-    | Mapping[str, Any]
-)
+PositionItem = PositionWord | SupportsIndex | slice | range | Value | Mapping[str, Any]
 PositionsLike = PositionItem | Sequence[PositionItem] | SupportsArray | Positions

@@ -66,14 +66,8 @@ def in_heads(
     if all(step.read is None and not step.write and step.mask is None for step in steps):
         mask = mask_of(_columns(heads, size), size)
         return tuple(replace(step, mask=mask) for step in steps)
-    instructions: list[Instruction] = []
-    for head in heads:
-        instructions += [_in_head(step, head, size) for step in steps]
-    for index in range(len(instructions) - 1):
-        instructions[index] = replace(
-            instructions[index], flags=instructions[index].flags & ~Flags.COUNTED
-        )
-    return tuple(instructions)
+    *before, last = [_in_head(step, head, size) for head in heads for step in steps]
+    return *(replace(step, flags=step.flags & ~Flags.COUNTED) for step in before), last
 
 
 def _in_head(step: Instruction, head: int, size: VectorSize) -> Instruction:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from midstream.ops.layout import Op
+from midstream.plan.argument_names import FrozenFields
 from midstream.plan.instructions import Instruction
 from midstream.plan.positions.position_set import Where
 from midstream.plan.positions.ranges import Ranges, clip, merge
@@ -307,7 +308,7 @@ class Alike(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedPlan:
+class ResolvedPlan(FrozenFields):
     """A plan for one model and one prompt.
 
     In the methods, `length` is the number of rows of the request, P + G − 1 when it has ended,
@@ -351,31 +352,27 @@ class ResolvedPlan:
             for tap in capture.taps:
                 captures_of.setdefault(tap, []).append(index)
         taps = tuple(sorted(captures_of, key=_order))
-        widths = {
-            tap: capture.pattern.width(place)
-            for capture in self.captures
-            if capture.pattern is not None
-            for place, tap in enumerate(capture.taps)
-        }
+        widths: dict[Tap, int] = {}
+        reduced: list[Tap] = []
+        for capture in self.captures:
+            if capture.pattern is not None:
+                for place, tap in enumerate(capture.taps):
+                    widths[tap] = capture.pattern.width(place)
+                reduced += capture.taps if capture.pattern.reduces else ()
         alike: dict[tuple[int, ...], list[Tap]] = {}
         for tap in taps:
             alike.setdefault(tuple(captures_of[tap]), []).append(tap)
-        groups = tuple(Alike(captures, tuple(alike_taps)) for captures, alike_taps in alike.items())
-        object.__setattr__(self, "taps", taps)
-        object.__setattr__(self, "pattern_widths", widths)
-        object.__setattr__(self, "alike", groups)
-        reducing = [
-            capture
-            for capture in self.captures
-            if capture.pattern is not None and capture.pattern.reduces
-        ]
-        reduced = frozenset(tap for capture in reducing for tap in capture.taps)
-        object.__setattr__(self, "reduced", reduced)
-        ops = frozenset(step.op for edit in self.edits for step in edit.steps.instructions)
-        object.__setattr__(self, "ops", ops)
-        where = [edit.where for edit in self.edits] + [capture.where for capture in self.captures]
-        where += [probe.where for probe in self.probes]
-        object.__setattr__(self, "reads_tokens", any(selection.matches for selection in where))
+        selections = [edit.where for edit in self.edits]
+        selections += [capture.where for capture in self.captures]
+        selections += [probe.where for probe in self.probes]
+        self._set(
+            taps=taps,
+            pattern_widths=widths,
+            reduced=frozenset(reduced),
+            ops=frozenset(step.op for edit in self.edits for step in edit.steps.instructions),
+            alike=tuple(Alike(captures, tuple(same)) for captures, same in alike.items()),
+            reads_tokens=any(where.matches for where in selections),
+        )
 
     @property
     def read_taps(self) -> tuple[Tap, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import read_each
 from midstream.sites import ENDS, NAMES, is_elsewhere, parse
 from midstream.validation import (
     MAX_ITEMS,
@@ -69,7 +70,8 @@ def read_taps(
     names: list[Name] = []
     if isinstance(sites, (str, list, tuple)):
         with at(sites_field):
-            names = [_read_name(sites)] if isinstance(sites, str) else _read_names(sites)
+            single = isinstance(sites, str)
+            names = [_read_name(sites)] if single else [*read_each("", sites, _read_name)]
     ends = [site for site, _ in names if site in ENDS]
     own = dict.fromkeys(layer for _, layer in names if layer is not None)
     if own:
@@ -105,14 +107,6 @@ def read_taps(
             )
         chosen_layers = Layers("all")
     return chosen_layers, chosen
-
-
-def _read_names(values: list[object] | tuple[object, ...]) -> list[Name]:
-    names = []
-    for index, value in enumerate(values):
-        with at(f"[{index}]"):
-            names.append(_read_name(value))
-    return names
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,17 +22,14 @@ class Block(Protocol):
     @property
     def taps(self) -> Sequence[Tap]:
         """The taps, in the order within a record."""
-        ...
 
     @property
     def chunks(self) -> Sequence[Chunk]:
         """[positions, taps, bytes of a row] each, one after the other."""
-        ...
 
     @property
     def is_leased(self) -> bool:
         """Whether the chunks are in a worker's memory, which they keep in use."""
-        ...
 
 
 class RowGroup:
@@ -82,15 +80,7 @@ class RowGroup:
         for block in self.blocks:
             chunks += block.chunks
             places += [block.taps.index(tap)] * len(block.chunks)
-        nothing = self.nothing
-        return Rows(
-            nothing.codec,
-            nothing.hidden,
-            nothing.dtype,
-            tuple(chunks),
-            tuple(places),
-            self.chosen,
-        )
+        return replace(self.nothing, chunks=tuple(chunks), places=tuple(places), chosen=self.chosen)
 
     def decoded(self) -> Sequence[Tensor] | None:
         """Return each tap's decoded rows as views of one tensor; None: not raw, or in pieces."""

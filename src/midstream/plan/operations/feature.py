@@ -32,7 +32,7 @@ from midstream.plan.operation import (
 from midstream.plan.sink_target import read_name
 from midstream.plan.vectors.algebra import wide
 from midstream.plan.vectors.matrix import MAX_RANK, read_rows
-from midstream.plan.vectors.named_lookup import Lookup, SaeName
+from midstream.plan.vectors.named_lookup import FeatureSource, Lookup, SaeName
 from midstream.plan.vectors.vector import Vector
 from midstream.validation import (
     INT_LIMIT,
@@ -165,18 +165,12 @@ class Feature(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"mode": self.mode, "value": short(self.value)}
-        if self.sae is None:
-            rows = {"encoder": self.encoder, "decoder": self.decoder}
-            arguments = {
-                **rows,
-                **arguments,
-                "bias": short(self.bias),
-                "threshold": short(self.threshold),
-            }
-        else:
-            arguments = {"sae": self.sae, "index": list(self.index), **arguments}
-        return with_norm(arguments, self.norm)
+        change: dict[str, Any] = {"mode": self.mode, "value": short(self.value)}
+        if self.sae is not None:
+            return with_norm({"sae": self.sae, "index": list(self.index), **change}, self.norm)
+        rows = {"encoder": self.encoder, "decoder": self.decoder}
+        biases = {"bias": short(self.bias), "threshold": short(self.threshold)}
+        return with_norm({**rows, **change, **biases}, self.norm)
 
     def names(self) -> tuple[str, ...]:
         """Return the name of the SAE, if there is one."""
@@ -188,13 +182,7 @@ class Feature(Operation):
             return (self,)
         with at("sae"):
             source = lookup(SaeName(self.sae))
-            place: dict[str, Any] = {"layer": self.layers, "site": self.sites}
-            if self.left:
-                tap = source.tap
-                if tap is None:
-                    problem = "the SAE has no hook point; give both `layer` and `site`"
-                    raise SpecError("", problem)
-                place |= {name: tap[name == "layer"] for name in self.left}
+            place = place_by_sae(self, source)
         arguments: dict[str, Any] = {**source.weights_of(self.index, self.mode), **place}
         value = list(self.value) or None
         return (
@@ -268,6 +256,16 @@ class Feature(Operation):
         *rows, shift = wide([*self.encoder, decoder_bias])
         pairs = zip(self.bias, rows, strict=True)
         return tuple(read_scalar(bias - float(row @ shift)) for bias, row in pairs)
+
+
+def place_by_sae(edit: Operation, source: FeatureSource) -> dict[str, Any]:
+    """Return the layer and site of an edit: where they were omitted, those of its SAE."""
+    place: dict[str, Any] = {"layer": edit.layers, "site": edit.sites}
+    if not edit.left:
+        return place
+    if source.tap is None:
+        raise SpecError("", "the SAE has no hook point; give both `layer` and `site`")
+    return place | {name: source.tap[name == "layer"] for name in edit.left}
 
 
 def read_changes(index: object, mode: object, value: object) -> dict[str, Any]:

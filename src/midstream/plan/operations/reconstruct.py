@@ -21,6 +21,7 @@ from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, one_edit, read_norm, with_norm
 from midstream.plan.operations.feature import (
     FeaturesLike,
+    place_by_sae,
     read_changes,
     read_sae,
     short,
@@ -142,15 +143,10 @@ class Reconstruct(Operation):
         with at("sae"):
             source = lookup(SaeName(self.sae))
             code = source.reconstructs()
-            tap = source.tap if self.left else None
-            if self.left and tap is None:
-                raise SpecError("", "the SAE has no hook point; give both `layer` and `site`")
+            place = place_by_sae(self, source)
         for feature in self.index:
             if feature >= code.features:
                 raise SpecError("index", f"expected 0 to {code.features - 1}, got {feature}")
-        place: dict[str, Any] = {"layer": self.layers, "site": self.sites}
-        if tap is not None:
-            place |= {name: tap[name == "layer"] for name in self.left}
         edit = Reconstruct(**{**self.own(), **place, "positions": self.positions})
         if code.transcodes:
             if edit.sites.names != (READS,):

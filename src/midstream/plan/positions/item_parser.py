@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from midstream.errors import SpecError
@@ -130,14 +131,6 @@ def _value_of_dict(value: Mapping[Any, Any]) -> Value:
     )
 
 
-def _span(value: Mapping[Any, Any]) -> Span:
-    return _read_bounds(value, "slice", min_parts=1, make=Span)
-
-
-def _window(value: Mapping[Any, Any]) -> Window:
-    return _read_bounds(value, "window", min_parts=2, make=Window)
-
-
 def _read_bounds(
     value: Mapping[Any, Any], name: str, min_parts: int, make: Callable[..., Made]
 ) -> Made:
@@ -171,8 +164,8 @@ def _role(value: Mapping[Any, Any]) -> Role:
 
 
 _FORMS: dict[str, Callable[[Mapping[Any, Any]], Value]] = {
-    "slice": _span,
-    "window": _window,
+    "slice": partial(_read_bounds, name="slice", min_parts=1, make=Span),
+    "window": partial(_read_bounds, name="window", min_parts=2, make=Window),
     "tokens": _tokens,
     "text": _text,
     "role": _role,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import FrozenFields
 from midstream.plan.positions.item_parser import read_item, read_items
 from midstream.plan.positions.items import Item, Role, Span, Text, TokenIds, Window
 from midstream.validation import as_list, at, read_word
@@ -24,7 +25,7 @@ PHASES = ("all", "prompt", "generated")
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Positions:
+class Positions(FrozenFields):
     """The union of the included items minus the union of the excluded ones, within one phase.
 
     Rows that a request returns are in the order of their positions, whatever the order of the
@@ -74,9 +75,7 @@ class Positions:
             left_out = _read_exclude(exclude, word)
             if left_out and "last" in items:
                 raise SpecError("", _LAST_WITH_EXCLUDE)
-        object.__setattr__(self, "include", items)
-        object.__setattr__(self, "phase", word)
-        object.__setattr__(self, "exclude", left_out)
+        self._set(include=items, phase=word, exclude=left_out)
 
     @staticmethod
     def parse(value: object) -> Positions:

@@ -29,7 +29,8 @@ def bias_of(edit: Edit) -> Bias | None:
 
 def check_sampled(where: Where, prompt_len: int) -> None:
     """Check that a token is sampled from each of the positions."""
-    first = min(start for ranges in _ranges(where) for start, _ in ranges)
+    parts = (where.ranges, *(match.ranges for match in where.matches))
+    first = min(start for ranges in parts for start, _ in ranges)
     if first < prompt_len - 1:
         raise SpecError(
             "positions",
@@ -47,9 +48,3 @@ def with_switch(steps: tuple[Instruction, ...], index: int, width: int) -> tuple
         replace(step, write=(switch(index, width),)) if step.op is Op.ADD else step
         for step in steps
     )
-
-
-def _ranges(where: Where) -> list[tuple[tuple[int, int | None], ...]]:
-    return [
-        ranges for ranges in (where.ranges, *(match.ranges for match in where.matches)) if ranges
-    ]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op, limit_of
-from midstream.plan.control.act import Switch
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import refreshed
 from midstream.plan.operations import Bias, Edit, Gate, Local, Reconstruct, Route, Steer
@@ -23,8 +22,8 @@ from midstream.plan.positions.select import MAX_RANGES, PromptSelections
 from midstream.plan.positions.work import check_overlaps, check_taps
 from midstream.plan.probe import Probe
 from midstream.plan.readouts import KINDS, Capture, ReadOut
+from midstream.plan.readouts.attention import ATTENTION, layers_of, pattern_of, reduction_of
 from midstream.plan.readouts.base import Context
-from midstream.plan.resolve.attention_probe import resolve_attention_probe
 from midstream.plan.resolve.biases import bias_of, check_sampled, with_switch
 from midstream.plan.resolve.gates import (
     check_order,
@@ -41,6 +40,7 @@ from midstream.plan.resolved import (
     ResolvedFunction,
     ResolvedPlan,
     ResolvedProbe,
+    SlottedPattern,
     Steps,
 )
 from midstream.plan.shape import ModelShape, VectorSize
@@ -62,24 +62,7 @@ def resolve(
     `before` are server-wide edits, applied before the plan's, and probes; `also` such captures.
     Those that select nothing in this request are skipped. `max_tokens` None: unknown.
     """
-    return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before, also)
-
-
-@dataclass(frozen=True, slots=True)
-class Nothing:
-    """The empty plan of a request without one (a Plan cannot be empty)."""
-
-    captures: tuple[ReadOut, ...] = ()
-    edits: tuple[Edit, ...] = ()
-    probes: tuple[Probe, ...] = ()
-    switches: tuple[Switch, ...] = ()
-
-    def origin(self, index: int) -> int:
-        """Return `index`; see `Plan.origin`."""
-        return index
-
-
-NOTHING = Nothing()
+    return _Resolver(shape, prompt, max_tokens).resolve(plan or Plan(), before, also)
 
 
 class _Resolver:
@@ -103,7 +86,7 @@ class _Resolver:
         self._gate_slots: dict[tuple[Tap, Instruction, Where], int] = {}
 
     def resolve(
-        self, plan: Plan | Nothing, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
+        self, plan: Plan, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
     ) -> ResolvedPlan:
         check_taps(_num_taps(plan, (*before, *also), self._shape.num_layers))
         captures: list[ResolvedCapture] = []
@@ -181,8 +164,13 @@ class _Resolver:
         """Return one probe without a name for each layer, in the order of a forward pass."""
         where = self._select(probe.positions)
         if probe.attention is not None:
-            args = (where, self._shape, self._selections)
-            return [resolve_attention_probe(probe, self._new_slot(), *args)]
+            layers = layers_of(probe.layers, self._shape, "layer")
+            with at("attention"):
+                reduced = reduction_of(probe.attention, where, self._selections)
+            pattern = pattern_of(layers, probe.heads, reduced, self._shape, ("layer", "head"))
+            num_heads = self._shape.num_heads(pattern.reads[0])
+            slotted = SlottedPattern(self._new_slot(), pattern, num_heads)
+            return [ResolvedProbe("", ATTENTION, layers[0], Steps(()), where, slotted)]
         taps = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
         slot = self._new_slot()
         probes: list[ResolvedProbe] = []
@@ -315,7 +303,7 @@ class _Resolver:
         return self._slots - 1
 
 
-def _num_taps(plan: Plan | Nothing, others: Sequence[Any], num_layers: int) -> int:
+def _num_taps(plan: Plan, others: Sequence[Any], num_layers: int) -> int:
     """Return the number of taps of a plan with the versions that its probes switch to."""
 
     def taps(parts: Sequence[Any]) -> int:

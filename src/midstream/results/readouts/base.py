@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from midstream.validation import as_number, is_int
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from midstream.plan.resolved import ResolvedCapture
+    from midstream.results.activations import Activations
 
 
 class ReadOutRows(Protocol):
@@ -59,6 +65,34 @@ class KeyedRows(Mapping[K, R]):
     def _short_key(self, key: Any) -> Any:
         """Return the shortest key that names the same rows."""
         return key
+
+
+class NamedRows(KeyedRows[str, R]):
+    """Rows by the names of the read-outs."""
+
+    # Has `of(rows, capture, readout)`, `to_json` and `from_json`.
+    kind: ClassVar[Any]
+
+    @classmethod
+    def decode(
+        cls, rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Any]]
+    ) -> Self | None:
+        """Return what read-outs have among the rows of a completion; None: they have none."""
+        results = {
+            readout.name: cls.kind.of(rows, capture, readout)
+            for capture, readout in readouts
+            if capture.taps[0] in rows.counts()
+        }
+        return cls(results) if results else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form of the rows by name."""
+        return {name: self.kind.to_json(rows) for name, rows in self.items()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned."""
+        return cls({name: cls.kind.from_json(rows) for name, rows in value.items()})
 
 
 class LayerRows(KeyedRows[tuple[str, int], R]):

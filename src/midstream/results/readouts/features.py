@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.results.arrays import array_of, from_base64, to_base64
-from midstream.results.readouts.base import KeyedRows
+from midstream.results.readouts.base import NamedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,6 +136,28 @@ class FeatureRows:
             pairs = zip(self.ids[row, :top].tolist(), self.values[row, :top].tolist(), strict=True)
             yield row, [pair for pair in pairs if pair[0] >= 0]
 
+    @staticmethod
+    def of(rows: Activations, capture: ResolvedCapture, asked: Features) -> FeatureRows:
+        """Return the rows of an SAE, in memory of their own."""
+        import torch
+
+        pattern = capture.pattern
+        assert pattern is not None
+        (tap,) = capture.taps
+        features = tuple(feature for feature, _ in pattern.keys)
+        every = rows[tap].as_subclass(torch.Tensor)
+        sizes = [asked.top, asked.top, len(features), 1]
+        ids, values, chosen, number = every.split(sizes, -1)
+        return FeatureRows(
+            ids.contiguous().view(torch.int32).long(),
+            values.clone(),
+            features,
+            chosen.clone(),
+            number.contiguous().view(torch.int32).long()[:, 0],
+            rows.positions_of(*tap).clone(),
+            *pattern.reads[0],
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of the JSON form's numbers, before base64."""
@@ -169,7 +191,7 @@ class FeatureRows:
         return FeatureRows(**arrays, features=features, positions=positions, **where)
 
 
-class FeatureResults(KeyedRows[str, FeatureRows]):
+class FeatureResults(NamedRows[FeatureRows]):
     """What SAEs returned for one completion, by the names of the `Features`."""
 
     rows_field: ClassVar[str] = "feature_rows"
@@ -177,49 +199,8 @@ class FeatureResults(KeyedRows[str, FeatureRows]):
     json_type: ClassVar[str] = "object"
     fewer: ClassVar[str] = "fewer positions, or a smaller `top`"
     unknown = "there are no features {}; there are {}"
-
-    @staticmethod
-    def decode(
-        rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Features]]
-    ) -> FeatureResults | None:
-        """Return what read-outs have among the rows of a completion; None: they have none."""
-        results = {
-            asked.name: _features_of(rows, capture, asked.top)
-            for capture, asked in readouts
-            if capture.taps[0] in rows.counts()
-        }
-        return FeatureResults(results) if results else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return `FeatureRows.to_json` of each, by name."""
-        return {name: rows.to_json() for name, rows in self.items()}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> FeatureResults:
-        """Read what `to_json` returned."""
-        return FeatureResults({name: FeatureRows.from_json(rows) for name, rows in value.items()})
+    kind = FeatureRows
 
 
 def _padded(pairs: list[tuple[int, float]], width: int) -> list[tuple[int, float]]:
     return pairs + [(-1, float("nan"))] * (width - len(pairs))
-
-
-def _features_of(rows: Activations, capture: ResolvedCapture, top: int) -> FeatureRows:
-    """Return the rows of an SAE, in memory of their own."""
-    import torch
-
-    pattern = capture.pattern
-    assert pattern is not None
-    (tap,) = capture.taps
-    features = tuple(feature for feature, _ in pattern.keys)
-    every = rows[tap].as_subclass(torch.Tensor)
-    ids, values, chosen, number = every.split([top, top, len(features), 1], -1)
-    return FeatureRows(
-        ids.contiguous().view(torch.int32).long(),
-        values.clone(),
-        features,
-        chosen.clone(),
-        number.contiguous().view(torch.int32).long()[:, 0],
-        rows.positions_of(*tap).clone(),
-        *pattern.reads[0],
-    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.results.arrays import array_of, from_base64, to_base64
-from midstream.results.readouts.base import KeyedRows
+from midstream.results.readouts.base import NamedRows
 from midstream.results.readouts.lens_table import LensCell, LensTable, shown_by, token_cell
 
 if TYPE_CHECKING:
@@ -114,6 +114,29 @@ class LensRows:
     def _repr_html_(self) -> str:
         return self.grid()._repr_html_()
 
+    @staticmethod
+    def of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:
+        """Return the rows of a lens, in memory of their own, with the layers as they are listed."""
+        import torch
+
+        assert capture.pattern is not None
+        tokens, top = tuple(token for token, _ in capture.pattern.keys), asked.top
+        taps = {tap[1]: tap for tap in capture.taps}
+        layers = _as_listed(sorted(taps), asked.layers)
+        every = torch.stack([rows[taps[layer]].as_subclass(torch.Tensor) for layer in layers], 1)
+        sizes = [top, top, len(tokens), len(tokens), 1]
+        ids, values, chosen, ranks, total = every.split(sizes, -1)
+        return LensRows(
+            values.clone(),
+            ids.contiguous().view(torch.int32).long(),
+            tokens,
+            chosen.clone(),
+            ranks.contiguous().view(torch.int32).long(),
+            total[..., 0].clone(),
+            rows.positions_of(*capture.taps[0]).clone(),
+            layers,
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of the JSON form's numbers, before base64."""
@@ -148,7 +171,7 @@ class LensRows:
         return LensRows(**arrays, tokens=tokens, positions=positions, layers=tuple(value["layers"]))
 
 
-class LensResults(KeyedRows[str, LensRows]):
+class LensResults(NamedRows[LensRows]):
     """What lenses returned for one completion, by their names, as "logit"."""
 
     rows_field: ClassVar[str] = "lens_rows"
@@ -156,54 +179,12 @@ class LensResults(KeyedRows[str, LensRows]):
     json_type: ClassVar[str] = "object"
     fewer: ClassVar[str] = "fewer positions, layers or tokens"
     unknown = "there is no lens {}; there is {}"
-
-    @staticmethod
-    def decode(
-        rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Lens]]
-    ) -> LensResults | None:
-        """Return what read-outs have among the rows of a completion; None: they have none."""
-        results = {
-            asked.name: _lens_of(rows, capture, asked)
-            for capture, asked in readouts
-            if capture.taps[0] in rows.counts()
-        }
-        return LensResults(results) if results else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return `LensRows.to_json` of each, by name."""
-        return {name: rows.to_json() for name, rows in self.items()}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> LensResults:
-        """Read what `to_json` returned."""
-        return LensResults({name: LensRows.from_json(rows) for name, rows in value.items()})
+    kind = LensRows
 
 
 def _from_last(layers: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return (index, layer) of layers, the last layer first."""
     return sorted(enumerate(layers), key=lambda pair: -pair[1])
-
-
-def _lens_of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:
-    """Return the rows of a lens, in memory of their own, with the layers as they are listed."""
-    import torch
-
-    assert capture.pattern is not None
-    tokens, top = tuple(token for token, _ in capture.pattern.keys), asked.top
-    taps = {tap[1]: tap for tap in capture.taps}
-    layers = _as_listed(sorted(taps), asked.layers)
-    every = torch.stack([rows[taps[layer]].as_subclass(torch.Tensor) for layer in layers], 1)
-    ids, values, chosen, ranks, total = every.split([top, top, len(tokens), len(tokens), 1], -1)
-    return LensRows(
-        values.clone(),
-        ids.contiguous().view(torch.int32).long(),
-        tokens,
-        chosen.clone(),
-        ranks.contiguous().view(torch.int32).long(),
-        total[..., 0].clone(),
-        rows.positions_of(*capture.taps[0]).clone(),
-        layers,
-    )
 
 
 def _as_listed(layers: list[int], asked: Layers) -> tuple[int, ...]:
