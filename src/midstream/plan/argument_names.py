@@ -126,10 +126,11 @@ def parameters_of(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def accept_spellings(init: Made) -> Made:
     """Decorate a constructor: other spellings of its arguments are accepted, or are SpecErrors."""
     known = tuple(inspect.signature(init).parameters)[1:]
+    known_names = frozenset(known)
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.keys() <= _as_set(known):
+        if not kwargs.keys() <= known_names:
             positional = dict.fromkeys(known[: len(args)])
             named = one_spelling({**positional, **kwargs}, known)
             for name in named:
@@ -139,11 +140,6 @@ def accept_spellings(init: Made) -> Made:
         init(self, *args, **kwargs)
 
     return cast(Made, checked)
-
-
-@functools.cache
-def _as_set(known: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(known)
 
 
 def _meant(name: str, known: Sequence[str]) -> str | None:

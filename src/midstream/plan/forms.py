@@ -37,6 +37,10 @@ MatrixOrName = Sequence[VectorLike] | SupportsArray | Mapping[str, Any] | Named 
 LayersLike = SupportsIndex | Literal["all"] | Sequence[SupportsIndex] | SupportsArray | Layers
 SitesLike = SiteName | str | Sequence[SiteName | str] | Sites
 IndicesLike = SupportsIndex | Sequence[SupportsIndex] | SupportsArray
+# The id of a feature, several ids, or {id: value}.
+FeaturesLike = (
+    SupportsIndex | Sequence[SupportsIndex] | Mapping[int, NumberLike] | Mapping[str, NumberLike]
+)
 PhaseLike = Literal["all", "prompt", "generated"]
 PositionWord = Literal["all", "prompt", "generated", "last_prompt", "last"]
 PositionItem = PositionWord | SupportsIndex | slice | range | Value | Mapping[str, Any]

@@ -185,7 +185,10 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
         if self._names is None:
-            object.__setattr__(self, "_names", _names_of(self))
+            own = () if self.controller is None else (self.controller,)
+            parts = (*self.edits, *self.probes, *self.switches, *own)
+            names = tuple(dict.fromkeys(name for part in parts for name in part.names()))
+            object.__setattr__(self, "_names", names)
         return self._names or ()
 
     @property
@@ -282,13 +285,6 @@ def check_law(plan: Plan, controller: Controller) -> None:
         raise SpecError(
             "controller", "a Threshold changes the strength of the request's edits: give it `edits`"
         )
-
-
-def _names_of(plan: Plan) -> tuple[str, ...]:
-    """Return the names that a plan uses. Takes a while where there are many edits."""
-    own = () if plan.controller is None else (plan.controller,)
-    parts = (*plan.edits, *plan.probes, *plan.switches, *own)
-    return tuple(dict.fromkeys(name for part in parts for name in part.names()))
 
 
 def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[T, ...]:

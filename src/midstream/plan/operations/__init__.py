@@ -8,13 +8,17 @@ from midstream.errors import SpecError
 from midstream.plan.operations.ablate import Ablate
 from midstream.plan.operations.affine import Affine, LoReFT
 from midstream.plan.operations.bias import Bias
-from midstream.plan.operations.captured_edits import fill_edit, has_captured
 from midstream.plan.operations.clamp import Clamp
 from midstream.plan.operations.feature import Feature
 from midstream.plan.operations.gate import Gate
 from midstream.plan.operations.gate_probe import Reading
 from midstream.plan.operations.local import Edit, Local
-from midstream.plan.operations.named_edits import bind_edit, expand_edits
+from midstream.plan.operations.named_edits import (
+    bind_edit,
+    expand_edits,
+    fill_edit,
+    has_captured,
+)
 from midstream.plan.operations.plain import PLAIN, PlainEdit, read_kind
 from midstream.plan.operations.reconstruct import Reconstruct
 from midstream.plan.operations.replace import Replace

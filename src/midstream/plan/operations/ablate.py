@@ -8,16 +8,8 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsOrNames,
-    SitesLike,
-)
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import (
     Operation,
@@ -62,16 +54,16 @@ class Ablate(Operation):
     @accept_spellings
     def __init__(
         self,
-        directions: RowsOrNames,
-        layer: LayersLike | None = None,
-        strength: NumberLike = 1.0,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        directions: forms.RowsOrNames,
+        layer: forms.LayersLike | None = None,
+        strength: forms.NumberLike = 1.0,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         subspace: bool | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
+        head: forms.IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

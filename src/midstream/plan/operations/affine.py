@@ -8,19 +8,8 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    MatrixOrName,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsLike,
-    SitesLike,
-    VectorLike,
-    VectorOrName,
-)
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import (
     Operation,
@@ -69,18 +58,18 @@ class Affine(Operation):
     @accept_spellings
     def __init__(
         self,
-        read: RowsLike | None = None,
-        write: RowsLike | None = None,
-        layer: LayersLike | None = None,
-        bias: NumberLike | VectorOrName = 0.0,
-        scale: NumberLike = 1.0,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        read: forms.RowsLike | None = None,
+        write: forms.RowsLike | None = None,
+        layer: forms.LayersLike | None = None,
+        bias: forms.NumberLike | forms.VectorOrName = 0.0,
+        scale: forms.NumberLike = 1.0,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
-        matrix: MatrixOrName | None = None,
+        head: forms.IndicesLike | None = None,
+        matrix: forms.MatrixOrName | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -172,16 +161,16 @@ class LoReFT(Operation):
     @accept_spellings
     def __init__(
         self,
-        rotation: RowsLike,
-        weight: RowsLike,
-        bias: NumberLike | VectorLike,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        rotation: forms.RowsLike,
+        weight: forms.RowsLike,
+        bias: forms.NumberLike | forms.VectorLike,
+        layer: forms.LayersLike | None = None,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
+        head: forms.IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

@@ -7,16 +7,8 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    SitesLike,
-    VectorOrName,
-)
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import (
     Operation,
@@ -58,18 +50,18 @@ class Clamp(Operation):
     @accept_spellings
     def __init__(
         self,
-        direction: VectorOrName,
-        layer: LayersLike | None = None,
-        value: NumberLike | None = None,
-        low: NumberLike | None = None,
-        high: NumberLike | None = None,
-        strength: NumberLike = 1.0,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        direction: forms.VectorOrName,
+        layer: forms.LayersLike | None = None,
+        value: forms.NumberLike | None = None,
+        low: forms.NumberLike | None = None,
+        high: forms.NumberLike | None = None,
+        strength: forms.NumberLike = 1.0,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
+        head: forms.IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsLike,
-    SitesLike,
-    VectorLike,
-)
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import (
     Operation,
@@ -49,10 +40,6 @@ from midstream.validation import (
 
 MODES = ("set", "add", "scale", "ablate")
 _ABLATE = 'mode "ablate" takes no value; use "set" or "scale"'
-# The id of a feature, several ids, or {id: value}.
-FeaturesLike = (
-    SupportsIndex | Sequence[SupportsIndex] | Mapping[int, NumberLike] | Mapping[str, NumberLike]
-)
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -101,22 +88,22 @@ class Feature(Operation):
     @accept_spellings
     def __init__(
         self,
-        encoder: RowsLike | None = None,
-        decoder: RowsLike | None = None,
-        layer: LayersLike | None = None,
+        encoder: forms.RowsLike | None = None,
+        decoder: forms.RowsLike | None = None,
+        layer: forms.LayersLike | None = None,
         mode: Literal["set", "add", "scale", "ablate"] = "set",
-        value: NumberLike | VectorLike | None = None,
-        bias: NumberLike | VectorLike | None = None,
-        threshold: NumberLike | VectorLike | None = None,
-        decoder_bias: VectorLike | None = None,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        value: forms.NumberLike | forms.VectorLike | None = None,
+        bias: forms.NumberLike | forms.VectorLike | None = None,
+        threshold: forms.NumberLike | forms.VectorLike | None = None,
+        decoder_bias: forms.VectorLike | None = None,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
+        head: forms.IndicesLike | None = None,
         sae: str | None = None,
-        index: FeaturesLike | None = None,
+        index: forms.FeaturesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

@@ -8,19 +8,11 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.ops.sae import layout
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    SitesLike,
-    VectorLike,
-)
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, one_edit, read_norm, with_norm
 from midstream.plan.operations.feature import (
-    FeaturesLike,
     place_by_sae,
     read_changes,
     read_sae,
@@ -72,15 +64,15 @@ class Reconstruct(Operation):
     def __init__(
         self,
         sae: str,
-        index: FeaturesLike | None = None,
+        index: forms.FeaturesLike | None = None,
         mode: Literal["set", "add", "scale", "ablate"] = "set",
-        value: NumberLike | VectorLike | None = None,
+        value: forms.NumberLike | forms.VectorLike | None = None,
         error: bool = False,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        layer: forms.LayersLike | None = None,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.

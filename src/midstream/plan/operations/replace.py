@@ -7,17 +7,9 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
 from midstream.plan.captured_rows import CapturedRows, is_captured
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsOrNames,
-    SitesLike,
-)
 from midstream.plan.heads import read_indices, with_dims
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import (
@@ -59,16 +51,16 @@ class Replace(Operation):
     @accept_spellings
     def __init__(
         self,
-        rows: RowsOrNames | CapturedRows,
-        layer: LayersLike | None = None,
-        alpha: NumberLike = 1.0,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        rows: forms.RowsOrNames | CapturedRows,
+        layer: forms.LayersLike | None = None,
+        alpha: forms.NumberLike = 1.0,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
-        dims: IndicesLike | None = None,
+        head: forms.IndicesLike | None = None,
+        dims: forms.IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

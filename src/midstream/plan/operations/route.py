@@ -8,15 +8,8 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    SitesLike,
-)
 from midstream.plan.heads import mask_of, read_indices
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, one_edit, read_scalar
@@ -59,14 +52,14 @@ class Route(Operation):
     @accept_spellings
     def __init__(
         self,
-        activate: IndicesLike | None = None,
-        deactivate: IndicesLike | None = None,
-        bias: Mapping[int, NumberLike] | Mapping[str, NumberLike] | None = None,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        activate: forms.IndicesLike | None = None,
+        deactivate: forms.IndicesLike | None = None,
+        bias: Mapping[int, forms.NumberLike] | Mapping[str, forms.NumberLike] | None = None,
+        layer: forms.LayersLike | None = None,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.ops.layout import Op
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    SitesLike,
-    VectorLike,
-)
 from midstream.plan.heads import read_indices, with_dims
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, one_edit, read_scalar
@@ -48,15 +40,15 @@ class Scale(Operation):
     @accept_spellings
     def __init__(
         self,
-        factor: NumberLike | VectorLike,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
-        head: IndicesLike | None = None,
-        dims: IndicesLike | None = None,
-        shift: VectorLike | None = None,
+        factor: forms.NumberLike | forms.VectorLike,
+        layer: forms.LayersLike | None = None,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
+        head: forms.IndicesLike | None = None,
+        dims: forms.IndicesLike | None = None,
+        shift: forms.VectorLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

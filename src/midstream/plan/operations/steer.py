@@ -9,17 +9,8 @@ from typing import Any, Literal, SupportsIndex
 
 from midstream.errors import ScaleWarning, SpecError
 from midstream.ops.layout import Flags, Op
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsLike,
-    RowsOrNames,
-    SitesLike,
-)
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, one_edit, read_scalar, rows_by_value
 from midstream.plan.tokens import LOGIT, STREAM, read_kind, read_token
@@ -81,16 +72,16 @@ class Steer(Operation):
     @accept_spellings
     def __init__(
         self,
-        vector: RowsOrNames | None = None,
-        layer: LayersLike | None = None,
-        scale: NumberLike = 1.0,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
+        vector: forms.RowsOrNames | None = None,
+        layer: forms.LayersLike | None = None,
+        scale: forms.NumberLike = 1.0,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
         norm: Literal["match", "keep"] | None = None,
-        exclude: PositionsLike | None = None,
-        rows: RowsLike | None = None,
-        head: IndicesLike | None = None,
+        exclude: forms.PositionsLike | None = None,
+        rows: forms.RowsLike | None = None,
+        head: forms.IndicesLike | None = None,
         *,
         token: SupportsIndex | str | None = None,
         lens: str | None = None,

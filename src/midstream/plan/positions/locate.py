@@ -59,7 +59,14 @@ class Locator:
     def find(self, item: Item, max_ranges: int) -> Found:
         """Return the ranges of an item, at most so many."""
         if isinstance(item, str):
-            return Found((self._word(item),))
+            end = self.prompt.length
+            words = {
+                "all": (0, None),
+                "prompt": (0, end),
+                "generated": (end, None),
+                "last_prompt": (end - 1, end),
+            }
+            return Found((words[item],))
         if isinstance(item, int):
             return self._int(item)
         if isinstance(item, (Span, Window)):
@@ -82,15 +89,6 @@ class Locator:
         """Return the positions of the prompt's tokens with one of these ids."""
         index = self.prompt.token_index
         return () if index is None else index.find(ids, self.budget)
-
-    def _word(self, word: str) -> Range:
-        end = self.prompt.length
-        return {
-            "all": (0, None),
-            "prompt": (0, end),
-            "generated": (end, None),
-            "last_prompt": (end - 1, end),
-        }[word]
 
     def _int(self, position: int) -> Found:
         length, rows = self.prompt.length, self.rows

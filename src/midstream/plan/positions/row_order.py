@@ -19,7 +19,9 @@ def check_row_order(positions: Positions, prompt_len: int | None) -> None:
     counted from the same end are compared.
     """
     items = positions.include
-    if len(items) < 2 or not all(map(_is_single, items)):
+    if len(items) < 2:
+        return
+    if not all(isinstance(item, int) or item in ("last_prompt", "last") for item in items):
         return
     if prompt_len is None:
         for from_end in (False, True):
@@ -49,10 +51,6 @@ def _check(positions: Positions, chosen: range | list[int], prompt_len: int) -> 
             "which is listed first; list positions in ascending order, and find the row of each "
             "by the `positions` of the result",
         )
-
-
-def _is_single(item: Item) -> bool:
-    return isinstance(item, int) or item in ("last_prompt", "last")
 
 
 def _is_from_end(item: Item) -> bool:

@@ -71,10 +71,7 @@ class ReadOutEngine(Protocol):
 
 
 class ReadOut(FrozenFields, ABC):
-    """What a request returns of some positions; `KINDS` has all kinds.
-
-    The properties here are what the kinds without such a field have.
-    """
+    """What a request returns of some positions; `KINDS` has all kinds."""
 
     __slots__ = ()
 
@@ -86,6 +83,16 @@ class ReadOut(FrozenFields, ABC):
     layers: Layers
     sites: Sites
     positions: Positions
+
+    # What the kinds without such a field have.
+    stream: bool = False  # whether intermediate outputs have the rows so far
+    reuse: bool = False  # whether rows may come from earlier requests
+    heads: tuple[int, ...] | None = None  # the attention heads that are returned; None: all
+    sink: str = MEMORY
+    tag: str = ""
+    request_id: str = ""
+    metadata: Metadata = NO_METADATA
+    layout: str = ""
 
     @staticmethod
     @abstractmethod
@@ -151,46 +158,6 @@ class ReadOut(FrozenFields, ABC):
     def named_positions(self) -> AbstractContextManager[None]:
         """Name the field of the positions in the path of a SpecError in the `with` block."""
         return nullcontext()
-
-    @property
-    def stream(self) -> bool:
-        """Whether intermediate outputs have the rows so far."""
-        return False
-
-    @property
-    def reuse(self) -> bool:
-        """Whether rows may come from earlier requests."""
-        return False
-
-    @property
-    def heads(self) -> tuple[int, ...] | None:
-        """The attention heads that are returned; None: all."""
-        return None
-
-    @property
-    def sink(self) -> str:
-        """Where the rows go."""
-        return MEMORY
-
-    @property
-    def tag(self) -> str:
-        """Name under which a sink stores them."""
-        return ""
-
-    @property
-    def request_id(self) -> str:
-        """Unique name under which a sink stores them."""
-        return ""
-
-    @property
-    def metadata(self) -> Metadata:
-        """JSON values that a sink stores with them."""
-        return NO_METADATA
-
-    @property
-    def layout(self) -> str:
-        """Layout of a sink's files."""
-        return ""
 
     @property
     def place(self) -> tuple[str, str, str]:
