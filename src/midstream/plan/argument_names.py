@@ -12,38 +12,19 @@ from midstream.errors import SpecError
 from midstream.validation import at, hint, listed, read_fields, show
 
 # Each is accepted where the constructor has the other.
-_PAIRS = (
-    ("layers", "layer"),
-    ("layer", "layers"),
-    ("sites", "site"),
-    ("site", "sites"),
-    ("heads", "head"),
-    ("head", "heads"),
-)
+_WORDS = ("layer", "site", "head")
+_PAIRS = [pair for word in _WORDS for pair in ((f"{word}s", word), (word, f"{word}s"))]
 
 # Arguments of other tools, and what they may be called here.
 _MEANT: dict[str, tuple[str, ...]] = {
-    "alpha": ("scale", "strength"),
-    "coef": ("scale", "strength"),
-    "coeff": ("scale", "strength"),
-    "coefficient": ("scale", "strength"),
-    "multiplier": ("scale", "factor"),
+    **dict.fromkeys(("alpha", "coef", "coeff", "coefficient"), ("scale", "strength")),
+    **dict.fromkeys(("multiplier", "strength"), ("scale", "factor")),
     "scale": ("strength", "factor"),
-    "strength": ("scale", "factor"),
-    "hook": ("site", "sites"),
-    "hook_name": ("site", "sites"),
-    "hook_point": ("site", "sites"),
-    "module": ("site", "sites"),
-    "layer_idx": ("layer", "layers"),
-    "layer_ids": ("layer", "layers"),
-    "layer_indices": ("layer", "layers"),
+    **dict.fromkeys(("hook", "hook_name", "hook_point", "module"), ("site", "sites")),
+    **dict.fromkeys(("layer_idx", "layer_ids", "layer_indices"), ("layer", "layers")),
     "target_layers": ("layer", "layers"),
-    "norm_match": ("norm",),
-    "normalize": ("norm",),
-    "pos": ("positions",),
-    "position": ("positions",),
-    "position_indices": ("positions",),
-    "token_positions": ("positions",),
+    **dict.fromkeys(("norm_match", "normalize"), ("norm",)),
+    **dict.fromkeys(("pos", "position", "position_indices", "token_positions"), ("positions",)),
     "tokens": ("positions",),
     "dtype": ("codec",),
 }

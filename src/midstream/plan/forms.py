@@ -1,7 +1,4 @@
-"""Types of the values that constructors accept, for type checkers and editors.
-
-NumPy and torch are not imported. Sites are any `str`: hook names of other tools are accepted.
-"""
+"""Types of what constructors accept, without NumPy and torch; a site is any `str`, for aliases."""
 
 from __future__ import annotations
 

@@ -85,10 +85,7 @@ PatternKind = Literal[
 class LensMap(NamedTuple):
     """An affine map of the stream in the memory that the workers have for lenses.
 
-    Attributes:
-        matrix: number of the first element of its matrix; −1: the stream is decoded as it is.
-        bias: the same of its bias; −1: it has none.
-        adds: whether the stream is added to its image.
+    Matrix and bias are numbers of first elements; −1: none. With `adds` the stream is added.
     """
 
     matrix: int = -1
@@ -101,11 +98,9 @@ class SaeEncoder(NamedTuple):
 
     Attributes:
         matrix: number of the first element of W_enc, [width, features].
-        bias, threshold: of the first element of what is added to x W_enc, and of what an activation
-            must exceed, [features] each.
+        bias, threshold: of what is added to x W_enc, and of what an activation must exceed.
         top_k: number of the largest activations that are kept; 0: all.
-        normalize: what is done to x before; see `SAE`.
-        centered: whether the mean of x is subtracted before that.
+        normalize, centered: what is done to x before, see `SAE`; whether its mean is subtracted.
     """
 
     matrix: int
@@ -119,28 +114,22 @@ class SaeEncoder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What the rows of an `Attention` have for each query and head, those of a `Logits`, a
-    `Features` or of a layer of a `Lens`, or what a `Capture` reduces rows to: numbers of 4 bytes.
+    """What rows are made of vectors without being these: numbers of 4 bytes.
 
     Attributes:
-        kind: the reduction, or which logits.
         size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full` and
-            `scores`, those of so many keys; of `mass` and `entropy` 1. Of logits, all numbers:
-            those of `logits_top` are k token ids as int32, and k logits; the last is
-            ln Σ exp(logit). Those of `lens` are k token ids and k logits, the logits of the tokens
-            and their ranks as int32, and likewise the last. Those of `features` are k ids as int32
-            and k activations, those of the chosen features, and the number of active features as
-            int32. Of `norm` 1; of `mean` and `max`, those of one part of a row: the number of rows
-            as int32, and then the components; of `moments` likewise, the means and then the
-            variances.
-        keys: of `mass`, the positions of the keys; of `logits_of` and `lens`, each token by itself,
-            in the order of the request; of `features`, likewise the features.
+            `scores`, those of so many keys; else 1. Of logits, all numbers: of `logits_top`, k
+            token ids as int32 and k logits; the last is ln Σ exp(logit). Of `lens`, k ids and k logits,
+            the logits of the tokens, their ranks as int32, and the same last. Of `features`, k ids
+            as int32 and k activations, those of the chosen features, and the number of active ones
+            as int32. Of reduced rows, of one part: the number of rows as int32 and the components;
+            of `moments` the means and then the variances.
+        keys: of `mass`, the positions of the keys; of `logits_of`, `lens` and `features`, each
+            token or feature by itself, in the order of the request.
         heads: the query heads that are computed, ascending; empty: all.
-        reads: for each tap of the capture, the tap at which its queries are read; of logits,
-            `final_norm`; of a lens, the stream; of features, what the SAE reads; of reduced rows,
-            where these are captured.
-        counts: for each of these, the number of heads that are computed, over all ranks; of reduced
-            rows, the number of parts in which the ranks have a row.
+        reads: for each tap of the capture, the tap whose vectors are read.
+        counts: for each of these, the number of heads that are computed, over all ranks; of
+            reduced rows, the number of parts in which the ranks have a row.
         maps: of a lens that was registered, the map of each of these; else empty.
     """
 
@@ -169,10 +158,7 @@ class Pattern:
 
 
 class SlottedPattern(NamedTuple):
-    """Attention of one tap, a number for each head, whose mean over heads is a score.
-
-    `slot` is the column of the scores, unique in the plan.
-    """
+    """Attention of one tap, a number a head, whose mean is the score in a column of its own."""
 
     slot: int
     pattern: Pattern
@@ -385,11 +371,7 @@ class ResolvedPlan(FrozenFields):
         return tuple(taps)
 
     def remember(self, what: Hashable, length: int, make: Callable[[], T]) -> T:
-        """Return what follows from the plan and the number of rows alone, made once.
-
-        It is not remembered of long requests, or if positions depend on the generated tokens. It
-        must not be changed.
-        """
+        """Return what the plan and the number of rows determine; made once for short requests."""
         if self.reads_tokens or length > _SHORT:
             return make()
         key = (what, length)

@@ -15,10 +15,7 @@ from midstream.validation import at
 def find_taps(
     layers: Layers, sites: Sites, shape: ModelShape, layer_field: str, site_field: str
 ) -> tuple[Tap, ...]:
-    """Return the selected taps, in the order of a forward pass; the fields are for error paths.
-
-    Layers of "all" are those at which the site is tapped.
-    """
+    """Return the selected taps, in the order of a forward pass; the fields are for error paths."""
     names = sites.names
     taps: list[Tap] = []
     for place, site in enumerate(names):

@@ -90,10 +90,7 @@ def save_tensors(
 
 
 def encode_blocks(rows: Mapping[str, Any], codec: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Encode rows [n, width] as uint8 [width, 8 + n], with a scale per dimension.
-
-    Returned with the file's metadata that decoding needs; `hidden` is the width of the first.
-    """
+    """Encode rows [n, width] as uint8 [width, 8 + n]; return the metadata for decoding too."""
     if codec != PER_DIM:
         raise SpecError("codec", f'expected None or "{PER_DIM}", got {codec!r}')
     if any(isinstance(tensor, np.ndarray) for tensor in rows.values()):

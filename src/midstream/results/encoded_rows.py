@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scattered:
-    """Records at arbitrary offsets of a buffer, in bytes: those of other requests lie between.
-
-    A record has `taps` rows of `width` bytes.
-    """
+    """Records of `taps` rows of `width` bytes, at offsets in bytes of a buffer with others."""
 
     memory: NDArray[np.uint8]
     offsets: NDArray[np.int64]

@@ -131,10 +131,7 @@ def _arrays(chunks: Sequence[Chunk]) -> list[NDArray[np.uint8]]:
 
 
 class GatheredRows(Mapping[Tap, Rows]):
-    """Rows of each tap, made when they are looked at: few callers read those of all layers.
-
-    No tap is in two groups.
-    """
+    """Rows of each tap, made when they are looked at: few callers read those of all layers."""
 
     def __init__(
         self,

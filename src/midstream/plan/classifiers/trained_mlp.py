@@ -19,10 +19,7 @@ def is_network(classifier: object) -> bool:
 
 
 def read_network(classifier: object) -> tuple[MLP, float]:
-    """Return a fitted binary `MLPClassifier` and the bias of its output, scalers folded in.
-
-    Together they compute log(p / (1 − p)) of the second class.
-    """
+    """Return a fitted binary `MLPClassifier`, scalers folded in, and the bias of its log odds."""
     import numpy as np
 
     *scalers, last = steps_of(classifier)

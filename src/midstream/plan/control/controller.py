@@ -27,10 +27,7 @@ Answer = float | Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class EditSet:
-    """A set of edits that a controller in the engine core may choose by name.
-
-    After `Controller.bind`, `origins` has each edit's index before binding; empty: unchanged.
-    """
+    """A set of edits that a controller in the engine core may choose; `origins` as in `Plan`."""
 
     name: str
     edits: tuple[Edit, ...]

@@ -26,10 +26,7 @@ E = TypeVar("E", bound=Edit)
 def expand_edits(
     edits: Sequence[Edit], known: Sequence[int], expand: Callable[[Edit], tuple[Edit, ...]]
 ) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
-    """Return the edits that each edit becomes, and each one's index before any expansion.
-
-    `known` has their indices before an earlier one; empty: there was none.
-    """
+    """Return what each edit becomes, and each one's index before this and an earlier expansion."""
     expanded: list[Edit] = []
     origins: list[int] = []
     for index, edit in enumerate(edits):

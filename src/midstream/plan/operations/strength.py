@@ -27,8 +27,7 @@ _FIELDS: dict[type, str] = {
 
 
 def with_strength(edits: Sequence[Edit], factor: float) -> tuple[Edit, ...]:
-    """Return edits with a multiple of their strength: `scale`, `strength`, `alpha`, values of a
-    Bias.
+    """Return edits with a multiple of their `scale`, `strength` or `alpha`, or values of a Bias.
 
     Of factor 0 none are left, unless one is a Gate with memory, which goes on to read its tokens.
     """

@@ -11,10 +11,7 @@ from midstream.plan.positions.ranges import Range, Ranges, clip, merge
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Generated tokens at candidate positions, selected by their ids, which ascend.
-
-    With `others`, the tokens whose id is *not* in `ids` are selected.
-    """
+    """Generated tokens at some positions with one of some ids, ascending, or none (`others`)."""
 
     ranges: Ranges
     ids: tuple[int, ...]
@@ -95,9 +92,8 @@ class Where:
         return sorted(positions)
 
     def final(self, length: int, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Return the selected positions of a request that has ended, of P + G − 1 rows.
-
-        Of `tokens`, only those of generated tokens are read, and only for `matches`.
+        """Return the selected positions of an ended request; of `tokens` those of `matches` are
+        read.
         """
         ranges: list[Range] = list(self.ranges)
         for match in self.matches:

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A chat message, and the positions [start, stop) of its content in the prompt.
-
-    If there is a `problem`, the tokens are unknown.
-    """
+    """A chat message; its content is at [start, stop) of the prompt, unless there is a problem."""
 
     role: str
     index: int

@@ -48,10 +48,7 @@ def least(end: int | None, other: int | None) -> int | None:
 
 
 def overlay(parts: Sequence[Ranges]) -> Iterator[tuple[int, int | None, tuple[int, ...]]]:
-    """Yield (start, stop, indices of the sets with [start, stop)) at every bound of several sets.
-
-    From position 0 on; the last stop is None.
-    """
+    """Yield (start, stop, indices of the sets with [start, stop)), split at every bound, from 0."""
     # Sweep line: the sets that start or stop at each bound.
     bounds: dict[int, list[int]] = {0: []}
     for index, ranges in enumerate(parts):

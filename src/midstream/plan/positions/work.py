@@ -1,8 +1,6 @@
 """`WorkBudget`: what resolving the plan of one request may cost, counted before it is done.
 
-A client chooses how many items a plan has, how many layers and sites each of them has, and how long
-the prompt is. What is linear in the plan and in the prompt is never refused; the limits are for
-products of these lengths.
+What is linear in the plan and in the prompt is never refused; the limits are for products.
 """
 
 from __future__ import annotations
@@ -68,10 +66,7 @@ def check_called(prompts: int, size: int) -> None:
 
 
 def check_overlaps(parts: Sequence[tuple[Ranges, int]], versions: int) -> None:
-    """Check in how many segments and combinations the parts of a plan's versions apply.
-
-    Of each part, the positions, and the weight of its work in a combination, at least 1.
-    """
+    """Check in how many segments and combinations parts apply; of each, positions and weight."""
     bounds = sorted({bound for ranges, _ in parts for bound in _bounds(ranges)})
     count = versions * sum(
         (len(bounds) if stop is None else bisect_left(bounds, stop)) - bisect_left(bounds, start)

@@ -24,14 +24,8 @@ from midstream.plan.probe import Probe
 from midstream.plan.readouts import KINDS, Capture, ReadOut
 from midstream.plan.readouts.attention import ATTENTION, layers_of, pattern_of, reduction_of
 from midstream.plan.readouts.base import Context
+from midstream.plan.resolve import gates
 from midstream.plan.resolve.biases import bias_of, check_sampled, with_switch
-from midstream.plan.resolve.gates import (
-    check_order,
-    gate_taps,
-    gated_steps,
-    place_of,
-    row_of,
-)
 from midstream.plan.resolve.row_placement import RowPlacement
 from midstream.plan.resolved import (
     ResolvedBias,
@@ -177,7 +171,7 @@ class _Resolver:
         for tap in taps:
             steps = probe.steps(self._shape.size(tap))
             if isinstance(probe.direction, tuple):
-                steps = (steps[place_of(self._shape, tap, probe.layers)],)
+                steps = (steps[gates.place_of(self._shape, tap, probe.layers)],)
             probes.append(ResolvedProbe("", *tap, _scored(steps, slot, bool(probes)), where))
         return probes
 
@@ -195,7 +189,7 @@ class _Resolver:
             check_sampled(where, self._prompt.length)
         reads: list[Tap | None] = [None]
         if isinstance(edit, Gate):
-            reads = gate_taps(self._shape, edit)
+            reads = gates.gate_taps(self._shape, edit)
         *before, read = reads
         slot, placed = None, False
         if isinstance(edit, Gate) and read is not None:
@@ -204,7 +198,7 @@ class _Resolver:
         for size, mine in self._by_size(taps):
             if isinstance(edit, Gate) and read is not None:
                 instructions = edit.steps(
-                    size, self._shape.size(read), row_of(self._shape, edit, read)
+                    size, self._shape.size(read), gates.row_of(self._shape, edit, read)
                 )
             else:
                 instructions = edit.steps(size)
@@ -217,7 +211,7 @@ class _Resolver:
                 if max(len(step.write) for step in instructions) > 1:
                     parts = self._rows.place(instructions, edit.positions, where)
             if isinstance(edit, Gate) and edit.memory:
-                check_order(taps, read)
+                gates.check_order(taps, read)
             elif read is not None and not placed:
                 slot, placed = self._gate_slot(read, taps, instructions[0], where, slot), True
             for steps, part in parts:
@@ -226,7 +220,7 @@ class _Resolver:
                 elif read is None:
                     shared = [Steps(steps)] * len(mine)
                 else:
-                    shared = gated_steps(steps, mine, read, slot, bool(before))
+                    shared = gates.gated_steps(steps, mine, read, slot, bool(before))
                 resolved += [
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
@@ -251,7 +245,7 @@ class _Resolver:
             assert tap is not None
             assert slot is not None
             with at("probe"):
-                row = edit.probe.vector(self._shape.size(tap), row_of(self._shape, edit, tap))
+                row = edit.probe.vector(self._shape.size(tap), gates.row_of(self._shape, edit, tap))
             probe = Instruction(Op.PROBE, row, flags=Flags.FRESH)
             self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, index > 0), where))
         return slot
@@ -263,7 +257,7 @@ class _Resolver:
 
         None: the gate reads and applies at `tap` only.
         """
-        check_order(taps, tap)
+        gates.check_order(taps, tap)
         if taps == (tap,):
             return slot
         if tap in taps:

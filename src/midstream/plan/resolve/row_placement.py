@@ -20,10 +20,7 @@ Instructions = tuple[Instruction, ...]
 
 @dataclass(frozen=True, slots=True)
 class RowPlacement:
-    """Places the rows of edits of one prompt.
-
-    `order` has, for listed positions, the indices of their items by ascending position.
-    """
+    """Places the rows of edits of one prompt; `order` is of positions that were listed."""
 
     prompt: Prompt
     max_tokens: int | None
