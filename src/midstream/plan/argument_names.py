@@ -61,6 +61,12 @@ class FrozenFields:
         return clone
 
 
+def only_set(**fields: object) -> dict[str, object]:
+    """Return the fields of a JSON form that are set: not None, False or empty."""
+    unset: tuple[object, ...] = (None, "", [], {})
+    return {name: part for name, part in fields.items() if part is not False and part not in unset}
+
+
 def read_each(name: str, values: Iterable[S], read: Callable[[S], T]) -> tuple[T, ...]:
     """Return what `read` returns for each value of a list; errors have its index in the path."""
     read_values = []

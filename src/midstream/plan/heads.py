@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -110,8 +111,13 @@ def with_dims(step: Instruction, dims: tuple[int, ...], size: int) -> Instructio
 @lru_cache(maxsize=1024)
 def mask_of(columns: tuple[int, ...], size: int) -> Vector:
     """Return the vector with ones at some components and zeros at the others."""
+    return vector_of(dict.fromkeys(columns, 1.0), size)
+
+
+def vector_of(components: Mapping[int, float], size: int) -> Vector:
+    """Return the vector with some components, zero elsewhere."""
     import numpy as np
 
     values = np.zeros(size, np.float32)
-    values[list(columns)] = 1.0
+    values[list(components)] = list(components.values())
     return Vector.parse(values)

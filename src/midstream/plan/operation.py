@@ -244,11 +244,6 @@ def read_norm(value: object) -> str | None:
         return None if value is None else read_word(value, ("keep",))
 
 
-def with_norm(arguments: dict[str, Any], norm: str | None) -> dict[str, Any]:
-    """Return arguments with `norm`, if it is not the default."""
-    return arguments if norm is None else {**arguments, "norm": norm}
-
-
 def one_edit(
     steps: list[Instruction], norm: str | None = None, in_turn: bool = False
 ) -> tuple[Instruction, ...]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import read_each
+from midstream.plan.argument_names import only_set, read_each
 from midstream.plan.captured_rows import OpenRows
 from midstream.plan.consumers import names_consumers, read_consumers
 from midstream.plan.control.act import Switch
@@ -81,24 +81,16 @@ class Plan:
         for index, capture in enumerate(self.captures):
             if first.setdefault(capture, index) != index:
                 raise SpecError(f"capture[{index}]", f"duplicate of capture[{first[capture]}]")
-        described: dict[tuple[str, str, str], int] = {}
-        laid_out: dict[tuple[str, str, str], int] = {}
+        described: dict[tuple[str, ...], int] = {}
         for index, capture in enumerate(self.captures):
-            if capture.metadata:
-                other = described.setdefault(capture.place, index)
-                if self.captures[other].metadata != capture.metadata:
+            for name in ("metadata", "layout") if capture.metadata else ("layout",):
+                other = described.setdefault((name, *capture.place), index)
+                if getattr(self.captures[other], name) != getattr(capture, name):
                     raise SpecError(
-                        f"capture[{index}].metadata",
-                        f"differs from the metadata of capture[{other}], which has the same "
-                        "sink, tag and request_id",
+                        f"capture[{index}].{name}",
+                        f"differs from the {name} of capture[{other}], which has the same sink, "
+                        "tag and request_id",
                     )
-            other = laid_out.setdefault(capture.place, index)
-            if self.captures[other].layout != capture.layout:
-                raise SpecError(
-                    f"capture[{index}].layout",
-                    f"differs from the layout of capture[{other}], which has the same sink, tag "
-                    "and request_id",
-                )
         owner: dict[str, int] = {}
         for index, probe in enumerate(self.probes):
             if owner.setdefault(probe.name, index) != index:
@@ -167,15 +159,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads as an equal plan."""
-        fields: dict[str, object] = {}
-        if self.captures:
-            fields["capture"] = [capture.to_dict() for capture in self.captures]
-        if self.edits:
-            fields["edits"] = [edit.to_dict() for edit in self.edits]
-        if self.probes:
-            fields["probes"] = [probe.to_dict() for probe in self.probes]
-        if self.controller is not None:
-            fields["controller"] = self.controller.to_dict()
+        fields = only_set(
+            capture=[capture.to_dict() for capture in self.captures],
+            edits=[edit.to_dict() for edit in self.edits],
+            probes=[probe.to_dict() for probe in self.probes],
+            controller=None if self.controller is None else self.controller.to_dict(),
+        )
         return fields or {"edits": []}
 
     def to_json(self) -> str:

@@ -119,11 +119,11 @@ class Pattern:
     Attributes:
         size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full` and
             `scores`, those of so many keys; else 1. Of logits, all numbers: of `logits_top`, k
-            token ids as int32 and k logits; the last is ln Σ exp(logit). Of `lens`, k ids and k logits,
-            the logits of the tokens, their ranks as int32, and the same last. Of `features`, k ids
-            as int32 and k activations, those of the chosen features, and the number of active ones
-            as int32. Of reduced rows, of one part: the number of rows as int32 and the components;
-            of `moments` the means and then the variances.
+            token ids as int32 and k logits; the last is ln Σ exp(logit). Of `lens`, k ids and k
+            logits, the logits of the tokens, their ranks as int32, and the same last. Of
+            `features`, k ids as int32 and k activations, those of the chosen features, and the
+            number of active ones as int32. Of reduced rows, of one part: the number of rows as
+            int32 and the components; of `moments` the means and then the variances.
         keys: of `mass`, the positions of the keys; of `logits_of`, `lens` and `features`, each
             token or feature by itself, in the order of the request.
         heads: the query heads that are computed, ascending; empty: all.

@@ -9,17 +9,7 @@ from typing import Literal
 from midstream.errors import SpecError
 from midstream.plan.argument_names import read_each
 from midstream.sites import ENDS, NAMES, is_elsewhere, parse
-from midstream.validation import (
-    MAX_ITEMS,
-    as_list,
-    at,
-    hint,
-    is_int,
-    kind,
-    listed,
-    read_int,
-    show,
-)
+from midstream.validation import MAX_ITEMS, as_list, at, hint, is_int, kind, listed, read_int, show
 
 LOGITS = (
     "logits are returned by Logits(top=…) or Logits(tokens=…), edited by Bias alone, and read by "

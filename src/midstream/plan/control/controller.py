@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import FrozenFields
+from midstream.plan.argument_names import FrozenFields, only_set
 from midstream.plan.control.act import read_later_edits
 from midstream.plan.control.control_laws import Observed, Threshold
 from midstream.plan.operations import Edit, bind_edit, expand_edits
@@ -165,19 +165,12 @@ class Controller(FrozenFields):
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of a controller of `mode="sync"`, which `parse` reads again."""
         law = self.law
-        fields: dict[str, Any] = (
-            {"declared": self.decide} if law is None else {law.word: law.to_dict()}
-        )
-        if self.name != (self.decide if law is None else law.word):
-            fields["name"] = self.name
-        if self.on_error is not None:
-            fields["on_error"] = self.on_error
-        if self.edits:
-            fields["edits"] = {
-                edit_set.name: [edit.to_dict() for edit in edit_set.edits]
-                for edit_set in self.edits
-            }
-        return fields
+        what = {"declared": self.decide} if law is None else {law.word: law.to_dict()}
+        name = "" if self.name == (self.decide if law is None else law.word) else self.name
+        edits = {
+            edit_set.name: [edit.to_dict() for edit in edit_set.edits] for edit_set in self.edits
+        }
+        return {**what, **only_set(name=name, on_error=self.on_error, edits=edits)}
 
     @property
     def law(self) -> Threshold | None:

@@ -13,12 +13,7 @@ from midstream.plan.operations.feature import Feature
 from midstream.plan.operations.gate import Gate
 from midstream.plan.operations.gate_probe import Reading
 from midstream.plan.operations.local import Edit, Local
-from midstream.plan.operations.named_edits import (
-    bind_edit,
-    expand_edits,
-    fill_edit,
-    has_captured,
-)
+from midstream.plan.operations.named_edits import bind_edit, expand_edits, fill_edit, has_captured
 from midstream.plan.operations.plain import PLAIN, PlainEdit, read_kind
 from midstream.plan.operations.reconstruct import Reconstruct
 from midstream.plan.operations.replace import Replace

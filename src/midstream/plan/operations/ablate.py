@@ -9,16 +9,9 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.plan import forms
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.instructions import Instruction
-from midstream.plan.operation import (
-    Operation,
-    one_edit,
-    read_norm,
-    read_scalar,
-    rows_by_value,
-    with_norm,
-)
+from midstream.plan.operation import Operation, one_edit, read_norm, read_scalar, rows_by_value
 from midstream.plan.vectors.algebra import orthonormal
 from midstream.plan.vectors.matrix import read_directions
 from midstream.plan.vectors.named_vector import Named
@@ -103,8 +96,9 @@ class Ablate(Operation):
 
     def own(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {"directions": self.directions, "strength": self.strength}
-        arguments = arguments if self.subspace is None else {**arguments, "subspace": self.subspace}
-        return with_norm(arguments, self.norm)
+        if self.subspace is not None:
+            arguments["subspace"] = self.subspace
+        return arguments | only_set(norm=self.norm)
 
     def per_layer(self) -> tuple[Ablate, ...]:
         if self.subspace is not False:

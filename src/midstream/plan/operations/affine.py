@@ -9,7 +9,7 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.plan import forms
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import (
     Operation,
@@ -18,7 +18,6 @@ from midstream.plan.operation import (
     read_norm,
     read_scalar,
     rows_by_value,
-    with_norm,
 )
 from midstream.plan.vectors.algebra import gram_error, wide
 from midstream.plan.vectors.matrix import Matrix, matrix_by_value, read_matrix, read_rows
@@ -116,7 +115,7 @@ class Affine(Operation):
         what: dict[str, Any] = {"matrix": self.matrix}
         if self.matrix is None:
             what = {"read": self.read, "write": self.write}
-        return with_norm({**what, "bias": self.bias, "scale": self.scale}, self.norm)
+        return {**what, "bias": self.bias, "scale": self.scale, **only_set(norm=self.norm)}
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         if self.matrix is not None:
@@ -203,7 +202,7 @@ class LoReFT(Operation):
 
     def own(self) -> dict[str, Any]:
         arguments = {"rotation": self.rotation, "weight": self.weight, "bias": self.bias}
-        return with_norm(arguments, self.norm)
+        return {**arguments, **only_set(norm=self.norm)}
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         rotation = rows_by_value("rotation", self.rotation, width)

@@ -8,16 +8,9 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.plan import forms
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.instructions import Instruction
-from midstream.plan.operation import (
-    Operation,
-    by_value,
-    one_edit,
-    read_norm,
-    read_scalar,
-    with_norm,
-)
+from midstream.plan.operation import Operation, by_value, one_edit, read_norm, read_scalar
 from midstream.plan.vectors.algebra import check_nonzero, unit
 from midstream.plan.vectors.named_vector import Named, read_direction
 from midstream.plan.vectors.vector import Vector
@@ -99,13 +92,13 @@ class Clamp(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        arguments = {
+        return {
             "direction": self.direction,
             "low": self.low,
             "high": self.high,
             "strength": self.strength,
+            **only_set(norm=self.norm),
         }
-        return with_norm(arguments, self.norm)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         with at("direction"):

@@ -10,16 +10,9 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.plan import forms
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.instructions import Instruction
-from midstream.plan.operation import (
-    Operation,
-    one_edit,
-    read_norm,
-    read_scalar,
-    rows_by_value,
-    with_norm,
-)
+from midstream.plan.operation import Operation, one_edit, read_norm, read_scalar, rows_by_value
 from midstream.plan.sink_target import read_name
 from midstream.plan.vectors.algebra import wide
 from midstream.plan.vectors.matrix import MAX_RANK, read_rows
@@ -153,11 +146,12 @@ class Feature(Operation):
 
     def own(self) -> dict[str, Any]:
         change: dict[str, Any] = {"mode": self.mode, "value": short(self.value)}
+        norm = only_set(norm=self.norm)
         if self.sae is not None:
-            return with_norm({"sae": self.sae, "index": list(self.index), **change}, self.norm)
+            return {"sae": self.sae, "index": list(self.index), **change, **norm}
         rows = {"encoder": self.encoder, "decoder": self.decoder}
         biases = {"bias": short(self.bias), "threshold": short(self.threshold)}
-        return with_norm({**rows, **change, **biases}, self.norm)
+        return {**rows, **change, **biases, **norm}
 
     def names(self) -> tuple[str, ...]:
         """Return the name of the SAE, if there is one."""

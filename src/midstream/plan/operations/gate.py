@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.plan.argument_names import FrozenFields, accept_spellings
+from midstream.plan.argument_names import FrozenFields, accept_spellings, parameters_of
 from midstream.plan.forms import NumberLike, VectorOrName
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, read_scalar
@@ -147,11 +147,8 @@ class Gate(FrozenFields):
         """Read a Gate, or a dict of the constructor's arguments and optionally `"op": "gate"`."""
         if isinstance(value, Gate):
             return value
-        fields = read_fields(
-            value,
-            required=("edit", "probe"),
-            optional=("threshold", "sharpness", "hold", "smooth", "release", "op"),
-        )
+        required, optional = parameters_of(Gate)
+        fields = read_fields(value, required, (*optional, "op"))
         with at("op"):
             read_word(fields.pop("op", Gate.op), (Gate.op,))
         return Gate(**fields)

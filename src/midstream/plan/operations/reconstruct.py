@@ -9,15 +9,10 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.ops.sae import layout
 from midstream.plan import forms
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.instructions import Instruction
-from midstream.plan.operation import Operation, one_edit, read_norm, with_norm
-from midstream.plan.operations.feature import (
-    place_by_sae,
-    read_changes,
-    read_sae,
-    short,
-)
+from midstream.plan.operation import Operation, one_edit, read_norm
+from midstream.plan.operations.feature import place_by_sae, read_changes, read_sae, short
 from midstream.plan.selection import WIDE
 from midstream.plan.vectors.named_lookup import Lookup, SaeCode, SaeName
 from midstream.plan.vectors.vector import Vector
@@ -116,7 +111,7 @@ class Reconstruct(Operation):
         arguments: dict[str, Any] = {"sae": self.sae}
         if self.index:
             arguments |= {"index": list(self.index), "mode": self.mode, "value": short(self.value)}
-        return with_norm({**arguments, "error": self.error}, self.norm)
+        return {**arguments, "error": self.error, **only_set(norm=self.norm)}
 
     def names(self) -> tuple[str, ...]:
         """Return the name of the SAE, if the edit is not bound."""

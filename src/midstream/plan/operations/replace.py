@@ -8,18 +8,11 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.plan import forms
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.captured_rows import CapturedRows, is_captured
 from midstream.plan.heads import read_indices, with_dims
 from midstream.plan.instructions import Instruction
-from midstream.plan.operation import (
-    Operation,
-    one_edit,
-    read_norm,
-    read_scalar,
-    rows_by_value,
-    with_norm,
-)
+from midstream.plan.operation import Operation, one_edit, read_norm, read_scalar, rows_by_value
 from midstream.plan.vectors.matrix import read_rows_or_names
 from midstream.plan.vectors.named_vector import Named
 from midstream.plan.vectors.vector import Vector
@@ -92,8 +85,8 @@ class Replace(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        arguments = with_norm({"rows": self.rows, "alpha": self.alpha}, self.norm)
-        return {**arguments, "dims": list(self.dims)} if self.dims else arguments
+        settings = only_set(norm=self.norm, dims=list(self.dims))
+        return {"rows": self.rows, "alpha": self.alpha, **settings}
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         if isinstance(self.rows, CapturedRows):

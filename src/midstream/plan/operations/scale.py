@@ -8,7 +8,7 @@ from typing import Any
 
 from midstream.ops.layout import Op
 from midstream.plan import forms
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.heads import read_indices, with_dims
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, one_edit, read_scalar
@@ -68,10 +68,7 @@ class Scale(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"factor": self.factor}
-        if self.shift is not None:
-            arguments["shift"] = self.shift
-        return {**arguments, "dims": list(self.dims)} if self.dims else arguments
+        return {"factor": self.factor, **only_set(shift=self.shift, dims=list(self.dims))}
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         if isinstance(self.factor, Vector):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import parameters_of
 from midstream.plan.positions.items import (
     MAX_IDS,
     VALUES,
@@ -155,18 +156,14 @@ def _tokens(value: Mapping[Any, Any]) -> TokenIds:
         return TokenIds(ids)
 
 
-def _text(value: Mapping[Any, Any]) -> Text:
-    return Text(**read_fields(value, required=("text",), optional=("occurrence",)))
-
-
-def _role(value: Mapping[Any, Any]) -> Role:
-    return Role(**read_fields(value, required=("role",), optional=("message",)))
+def _of_fields(value: Mapping[Any, Any], make: Any) -> Any:
+    return make(**read_fields(value, *parameters_of(make)))
 
 
 _FORMS: dict[str, Callable[[Mapping[Any, Any]], Value]] = {
     "slice": partial(_read_bounds, name="slice", min_parts=1, make=Span),
     "window": partial(_read_bounds, name="window", min_parts=2, make=Window),
     "tokens": _tokens,
-    "text": _text,
-    "role": _role,
+    "text": partial(_of_fields, make=Text),
+    "role": partial(_of_fields, make=Role),
 }

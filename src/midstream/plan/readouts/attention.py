@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.argument_names import accept_spellings, only_set, read_named
 from midstream.plan.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
 from midstream.plan.heads import head_size, read_ordered_indices
 from midstream.plan.positions.position_set import Where
@@ -213,16 +213,16 @@ class Attention(ReadOut):
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        fields: dict[str, object] = {"layers": self.layers.emit()}
-        if self.heads:
-            fields["heads"] = list(self.heads)
         queries = self.positions.to_dict()
-        fields["queries"] = queries.pop("positions")
-        fields |= queries
-        fields["reduce"] = self.reduce if isinstance(self.reduce, str) else self.reduce.emit()
-        if self.name:
-            fields["name"] = self.name
-        return fields | self._destination()
+        return {
+            "layers": self.layers.emit(),
+            **only_set(heads=list(self.heads or ())),
+            "queries": queries.pop("positions"),
+            **queries,
+            "reduce": self.reduce if isinstance(self.reduce, str) else self.reduce.emit(),
+            **only_set(name=self.name),
+            **self._destination(),
+        }
 
 
 def _reduces_rows(value: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import FrozenFields, parameters_of, read_named
+from midstream.plan.argument_names import FrozenFields, only_set, parameters_of, read_named
 from midstream.plan.positions.position_set import Where
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
@@ -200,15 +200,14 @@ class ReadOut(FrozenFields, ABC):
 
     def _destination(self) -> dict[str, object]:
         """Return the JSON form of the fields of `_set_destination` that are set."""
-        fields = {
-            "sink": "" if self.sink == MEMORY else self.sink,
-            "tag": self.tag,
-            "request_id": self.request_id,
-            "metadata": self.metadata and self.metadata.to_dict(),
-            "stream": self.stream,
-            "layout": self.layout,
-        }
-        return {name: value for name, value in fields.items() if value}
+        return only_set(
+            sink="" if self.sink == MEMORY else self.sink,
+            tag=self.tag,
+            request_id=self.request_id,
+            metadata=self.metadata.to_dict() if self.metadata else None,
+            stream=self.stream,
+            layout=self.layout,
+        )
 
 
 def check_tokens(capture: ResolvedCapture, engine: ReadOutEngine) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings, parameters_of, read_named
+from midstream.plan.argument_names import accept_spellings, only_set, parameters_of, read_named
 from midstream.plan.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.plan.heads import head_size, read_ordered_indices
 from midstream.plan.positions.positions import Positions
@@ -186,25 +186,19 @@ class Capture(ReadOut):
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; destination fields only where set."""
-        fields: dict[str, object] = {
+        return {
             **({"layers": self.layers.emit()} if self.sites.in_layers else {}),
             "sites": self.sites.emit(),
             **self.positions.to_dict(),
+            **only_set(**{"codec": self.codec, "return": self.return_}),
+            **self._destination(),
+            **only_set(
+                heads=list(self.heads or ()),
+                reduce=self.reduce,
+                max_rows=self.max_rows,
+                reuse=self.reuse,
+            ),
         }
-        if self.codec:
-            fields["codec"] = self.codec
-        if self.return_:
-            fields["return"] = self.return_
-        fields |= self._destination()
-        if self.heads:
-            fields["heads"] = list(self.heads)
-        if self.reduce:
-            fields["reduce"] = self.reduce
-        if self.max_rows is not None:
-            fields["max_rows"] = self.max_rows
-        if self.reuse:
-            fields["reuse"] = True
-        return fields
 
     def _check_reduced(self) -> None:
         """Check that the other fields are possible where rows are reduced."""

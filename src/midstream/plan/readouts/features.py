@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.forms import PhaseLike, PositionsLike
 from midstream.plan.positions.positions import Positions
 from midstream.plan.readouts.base import Context, ReadOut, ReadOutEngine, check_names
@@ -162,19 +162,14 @@ class Features(ReadOut):
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        fields: dict[str, object] = {"sae": self.sae, "top": self.top}
-        if self.features:
-            fields["features"] = list(self.features)
-        fields |= self.positions.to_dict()
-        if self.layer is not None:
-            fields["layer"] = self.layer
-        if self.site is not None:
-            fields["site"] = self.site
-        if self.name != self.sae:
-            fields["name"] = self.name
-        if self.stream:
-            fields["stream"] = True
-        return fields
+        name = "" if self.name == self.sae else self.name
+        return {
+            "sae": self.sae,
+            "top": self.top,
+            **only_set(features=list(self.features)),
+            **self.positions.to_dict(),
+            **only_set(layer=self.layer, site=self.site, name=name, stream=self.stream),
+        }
 
 
 def _read_sae(value: object) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.forms import LayersLike, PhaseLike, PositionsLike
 from midstream.plan.positions.positions import Positions
 from midstream.plan.readouts.base import Context, ReadOut, ReadOutEngine, check_names, check_tokens
@@ -165,17 +165,15 @@ class Lens(ReadOut):
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        fields: dict[str, object] = {"layers": self.layers.emit(), "top": self.top}
-        if self.tokens:
-            fields["tokens"] = list(self.tokens)
-        fields |= self.positions.to_dict()
-        fields["kind"] = self.kind
-        fields["site"] = self.sites.names[0]
-        if self.name != self.kind:
-            fields["name"] = self.name
-        if self.stream:
-            fields["stream"] = True
-        return fields
+        return {
+            "layers": self.layers.emit(),
+            "top": self.top,
+            **only_set(tokens=list(self.tokens)),
+            **self.positions.to_dict(),
+            "kind": self.kind,
+            "site": self.sites.names[0],
+            **only_set(name="" if self.name == self.kind else self.name, stream=self.stream),
+        }
 
 
 def read_top(value: object) -> int:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
+from midstream.plan.heads import mask_of
 from midstream.plan.instructions import Instruction
 from midstream.plan.operations import Bias, Edit, Gate
-from midstream.plan.operations.bias import switch
 from midstream.plan.positions.position_set import Where
 
 
@@ -45,6 +45,6 @@ def with_switch(steps: tuple[Instruction, ...], index: int, width: int) -> tuple
     if index >= width:
         raise SpecError("", f"a request can have at most {width} biases in this model")
     return tuple(
-        replace(step, write=(switch(index, width),)) if step.op is Op.ADD else step
+        replace(step, write=(mask_of((index,), width),)) if step.op is Op.ADD else step
         for step in steps
     )

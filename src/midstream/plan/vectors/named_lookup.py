@@ -139,14 +139,8 @@ def find_taps(
             missing = [tap for tap in chosen[other] if tap not in chosen[lacking]]
             if missing:
                 site, layer = missing[0]
-                raise SpecError(
-                    "layer",
-                    _has_none(
-                        lacking,
-                        registered[lacking],
-                        f"{site} at layer {layer}, where `{other}` has one",
-                    ),
-                )
+                what = f"{site} at layer {layer}, where `{other}` has one"
+                raise SpecError("layer", _has_none(lacking, registered[lacking], what))
     return chosen[first]
 
 

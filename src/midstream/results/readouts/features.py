@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.results.arrays import array_of, from_base64, to_base64
@@ -82,11 +83,7 @@ class FeatureRows:
             lines.append(
                 [str(position), *word, *(f"{feature} {value:.3g}" for feature, value in cells)]
             )
-        columns = max(map(len, lines), default=0)
-        widths = [
-            max(len(line[column]) for line in lines if column < len(line))
-            for column in range(columns)
-        ]
+        widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
     def picture(self, tokens: Any = None, top: int = _SHOWN, rows: slice = slice(None)) -> Picture:
@@ -105,10 +102,8 @@ class FeatureRows:
         every = list(self._cells(top))
         cells = every[rows]
         width = max((len(pairs) for _, pairs in cells), default=0)
-        names = []
-        for row, _ in cells:
-            place = int(self.positions[row])
-            names.append(str(place) if tokens is None else f"{place} {tokens[place]}")
+        places = [int(self.positions[row]) for row, _ in cells]
+        names = [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places]
         values = [value for _, pairs in cells for _, value in pairs]
         left_out = f": {len(cells)} of {len(every)} positions" if len(cells) < len(every) else ""
         return viz.heatmap(
