@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from midstream.ops.layout import Op
-from midstream.plan.argument_names import FrozenFields
 from midstream.plan.instructions import Instruction
 from midstream.plan.positions.position_set import Where
 from midstream.plan.positions.ranges import Ranges, clip, merge
@@ -294,7 +293,7 @@ class Alike(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedPlan(FrozenFields):
+class ResolvedPlan:
     """A plan for one model and one prompt.
 
     In the methods, `length` is the number of rows of the request, P + G − 1 when it has ended,
@@ -351,14 +350,15 @@ class ResolvedPlan(FrozenFields):
         selections = [edit.where for edit in self.edits]
         selections += [capture.where for capture in self.captures]
         selections += [probe.where for probe in self.probes]
-        self._set(
-            taps=taps,
-            pattern_widths=widths,
-            reduced=frozenset(reduced),
-            ops=frozenset(step.op for edit in self.edits for step in edit.steps.instructions),
-            alike=tuple(Alike(captures, tuple(same)) for captures, same in alike.items()),
-            reads_tokens=any(where.matches for where in selections),
-        )
+        for name, value in {
+            "taps": taps,
+            "pattern_widths": widths,
+            "reduced": frozenset(reduced),
+            "ops": frozenset(step.op for edit in self.edits for step in edit.steps.instructions),
+            "alike": tuple(Alike(captures, tuple(same)) for captures, same in alike.items()),
+            "reads_tokens": any(where.matches for where in selections),
+        }.items():
+            object.__setattr__(self, name, value)
 
     @property
     def read_taps(self) -> tuple[Tap, ...]:
