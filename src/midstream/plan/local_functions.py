@@ -7,6 +7,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -66,9 +67,7 @@ def find_function(key: str, path: str) -> Callable[..., Any]:
     if not path:
         raise LookupError("the function is in another process, and cannot be imported")
     module, _, name = path.partition(":")
-    value: Any = importlib.import_module(module)
-    for part in name.split("."):
-        value = getattr(value, part)
+    value = attrgetter(name)(importlib.import_module(module))
     if not callable(value):
         raise LookupError(f"{path} is no function")
     return value  # type: ignore[no-any-return]
