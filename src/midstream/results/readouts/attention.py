@@ -203,32 +203,25 @@ def _draw(
     if rows.keys is not None:
         keys = to_numpy(rows.keys)[:most, at]
         return _top_keys(values, keys, (queries, heads), name, most)
-    if rows.reduce in ("mass", "entropy"):
-        is_mass = rows.reduce == "mass"
-        return viz.heatmap(
-            values,
-            queries,
-            heads,
-            title=f"{rows.reduce} of attention{_part(is_cut)}",
-            row_title="query",
-            column_title="head",
-            unit="" if is_mass else "nats",
-            center=None,
-            limits=(0, 1) if is_mass else None,
-        )
-    mean = values.mean(1)[:, :most]
-    is_full = rows.reduce == "full"
-    of = f"head {heads[0]}" if len(heads) == 1 else f"mean of {len(heads)} heads"
-    is_cut = is_cut or mean.shape[1] < values.shape[2]
+    columns: list[Any] = heads
+    column_title, title = "head", f"{rows.reduce} of attention"
+    if rows.reduce in ("full", "scores"):
+        mean = values.mean(1)[:, :most]
+        is_cut = is_cut or mean.shape[1] < values.shape[2]
+        values = np.where(np.isfinite(mean), mean, np.nan)
+        columns, column_title = [name(key) for key in range(mean.shape[1])], "key"
+        of = f"head {heads[0]}" if len(heads) == 1 else f"mean of {len(heads)} heads"
+        title = f"{'attention' if rows.reduce == 'full' else 'scores'}, {of}"
     return viz.heatmap(
-        np.where(np.isfinite(mean), mean, np.nan),
+        values,
         queries,
-        [name(key) for key in range(mean.shape[1])],
-        title=f"{'attention' if is_full else 'scores'}, {of}{_part(is_cut)}",
+        columns,
+        title=f"{title}{_part(is_cut)}",
         row_title="query",
-        column_title="key",
+        column_title=column_title,
+        unit="nats" if rows.reduce == "entropy" else "",
         center=None,
-        limits=(0, 1) if is_full else None,
+        limits=(0, 1) if rows.reduce in ("mass", "full") else None,
     )
 
 
