@@ -28,10 +28,7 @@ def names_consumers(value: object) -> TypeGuard[Mapping[object, object]]:
 
 
 def read_consumers(value: Mapping[object, object]) -> tuple[Capture, ...]:
-    """Return one Capture per sink and hook point, of requests by the sink's name.
-
-    A request is a dict, or a dataclass such as FilesystemCaptureRequest.
-    """
+    """Return one Capture per sink and hook point, of a dict or dataclass for each sink."""
     captures: list[Capture] = []
     for sink, request in value.items():
         with at(f"[{json.dumps(sink) if isinstance(sink, str) else kind(sink)}]"):

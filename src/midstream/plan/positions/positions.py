@@ -1,7 +1,6 @@
 """`Positions`: a selection of token positions, before the prompt is known.
 
-A position is the index of a token in its request, from 0, prompt tokens first. A request with P
-prompt and G generated tokens has rows at 0 … P + G − 2: the last sampled token is never fed back.
+A position is the index of a token in its request, from 0. The last sampled token has none.
 """
 
 from __future__ import annotations
