@@ -120,8 +120,8 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "The layers of a probe have each other's vectors, if they are not listed in their order",
         "_Resolver._resolve_probe",
-        "steps = (steps[place_of(self._shape, tap, probe.layers)],)",
-        "steps = (steps[len(found)],)",
+        "steps = (steps[gates.place_of(self._shape, tap, probe.layers)],)",
+        "steps = (steps[len(probes)],)",
         FORMS + "::test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once",
     ),
     Fault(

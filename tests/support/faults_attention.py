@@ -28,9 +28,9 @@ ATTENTION = (
     ),
     Fault(
         "A capture for files keeps their layout where no sink is asked for, and is rejected",
-        "Capture.without_place",
-        '{"sink": MEMORY, "tag": "", "request_id": "", "layout": ""}',
-        '{"sink": MEMORY, "tag": "", "request_id": ""}',
+        "ReadOut.without_place",
+        "name in self.__slots__",
+        'name in self.__slots__ and name != "layout"',
         "tests/unit/plan/test_capture.py"
         "::test_where_its_files_are_laid_out_is_no_part_of_what_is_read",
     ),

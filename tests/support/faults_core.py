@@ -196,9 +196,9 @@ CORE: tuple[Fault, ...] = (
     ),
     Fault(
         "A named and an inline vector at one site: one of them is dropped",
-        "Plan._expanded",
-        "edits.extend(expand(edit))",
-        "edits[:] = list(expand(edit))",
+        "named_edits:expand_edits",
+        "expanded.extend(expand(edit))",
+        "expanded[:] = list(expand(edit))",
         ENGINE + "test_tiers.py::test_named_and_inline_and_server_wide_vectors_add_up_at_one_site",
     ),
     Fault(

@@ -396,7 +396,7 @@ KEPT: tuple[Fault, ...] = (
     ),
     Fault(
         "Each head is patched with the first head's captured part",
-        "captured_edits:_columns",
+        "named_edits:_columns",
         "[head * width + dim for head in edit.heads for dim in dims]",
         "[dim for head in edit.heads[:1] for dim in dims]",
         "tests/unit/plan/test_captured_rows.py::test_each_head_gets_its_own_part_of_the_rows",

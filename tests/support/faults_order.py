@@ -68,7 +68,7 @@ ORDER: tuple[Fault, ...] = (
     ),
     Fault(
         "A lens returns its layers in ascending order, whatever their list says",
-        "_lens_of",
+        "LensRows.of",
         "layers = _as_listed(sorted(taps), asked.layers)",
         "layers = tuple(sorted(taps))",
         _LISTS,

@@ -1,7 +1,4 @@
-"""Plans: the captures, edits and probes of one request, with parsing, JSON and resolution.
-
-Pure Python: importable without torch and without vLLM.
-"""
+"""Plans: the captures, edits and probes of one request. Importable without torch and vLLM."""
 
 from __future__ import annotations
 

@@ -1,59 +1,83 @@
-"""Other spellings of constructors' arguments: accepted pairs, and suggestions for the rest."""
+"""Constructors' arguments: other spellings of them, their names, and the fields read of them."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from midstream.errors import SpecError
-from midstream.validation import hint, listed, read_fields, show
+from midstream.validation import at, hint, listed, read_fields, show
 
 # Each is accepted where the constructor has the other.
-_PAIRS = (
-    ("layers", "layer"),
-    ("layer", "layers"),
-    ("sites", "site"),
-    ("site", "sites"),
-    ("heads", "head"),
-    ("head", "heads"),
-)
+_WORDS = ("layer", "site", "head")
+_PAIRS = [pair for word in _WORDS for pair in ((f"{word}s", word), (word, f"{word}s"))]
 
 # Arguments of other tools, and what they may be called here.
 _MEANT: dict[str, tuple[str, ...]] = {
-    "alpha": ("scale", "strength"),
-    "coef": ("scale", "strength"),
-    "coeff": ("scale", "strength"),
-    "coefficient": ("scale", "strength"),
-    "multiplier": ("scale", "factor"),
+    **dict.fromkeys(("alpha", "coef", "coeff", "coefficient"), ("scale", "strength")),
+    **dict.fromkeys(("multiplier", "strength"), ("scale", "factor")),
     "scale": ("strength", "factor"),
-    "strength": ("scale", "factor"),
-    "hook": ("site", "sites"),
-    "hook_name": ("site", "sites"),
-    "hook_point": ("site", "sites"),
-    "module": ("site", "sites"),
-    "layer_idx": ("layer", "layers"),
-    "layer_ids": ("layer", "layers"),
-    "layer_indices": ("layer", "layers"),
+    **dict.fromkeys(("hook", "hook_name", "hook_point", "module"), ("site", "sites")),
+    **dict.fromkeys(("layer_idx", "layer_ids", "layer_indices"), ("layer", "layers")),
     "target_layers": ("layer", "layers"),
-    "norm_match": ("norm",),
-    "normalize": ("norm",),
-    "pos": ("positions",),
-    "position": ("positions",),
-    "position_indices": ("positions",),
-    "token_positions": ("positions",),
+    **dict.fromkeys(("norm_match", "normalize"), ("norm",)),
+    **dict.fromkeys(("pos", "position", "position_indices", "token_positions"), ("positions",)),
     "tokens": ("positions",),
     "dtype": ("codec",),
 }
 
 Made = TypeVar("Made", bound=Callable[..., None])
+F = TypeVar("F", bound="FrozenFields")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class FrozenFields:
+    """An immutable value whose constructor reads its fields in any of their forms."""
+
+    __slots__ = ()
+
+    def _set(self, **fields: object) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def _read(self, read: Callable[[Any], object], /, **arguments: object) -> None:
+        """Set fields to what `read` returns for their arguments; errors have the field's path."""
+        for name, value in arguments.items():
+            with at(name):
+                object.__setattr__(self, name, read(value))
+
+    def _read_given(self, read: Callable[[Any], object], /, **arguments: object) -> None:
+        """Set fields like `_read`; None stays None."""
+        self._read(lambda value: None if value is None else read(value), **arguments)
+
+    def _changed(self: F, **fields: object) -> F:
+        """Return a copy with other values of some fields, which are not read again."""
+        clone = copy.copy(self)
+        FrozenFields._set(clone, **fields)
+        return clone
+
+
+def only_set(**fields: object) -> dict[str, object]:
+    """Return the fields of a JSON form that are set: not None, False or empty."""
+    unset: tuple[object, ...] = (None, "", [], {})
+    return {name: part for name, part in fields.items() if part is not False and part not in unset}
+
+
+def read_each(name: str, values: Iterable[S], read: Callable[[S], T]) -> tuple[T, ...]:
+    """Return what `read` returns for each value of a list; errors have its index in the path."""
+    read_values = []
+    for index, value in enumerate(values):
+        with at(f"{name}[{index}]"):
+            read_values.append(read(value))
+    return tuple(read_values)
 
 
 def one_spelling(arguments: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Return arguments with `layer`/`layers`, `site`/`sites` and `head`/`heads` named as the
-    constructor does.
-    """
+    """Return arguments with the constructor's spelling of layer(s), site(s) and head(s)."""
     renamed = dict(arguments)
     for theirs, ours in _PAIRS:
         if theirs in renamed and theirs not in known and ours in known:
@@ -78,17 +102,22 @@ def read_named(
     return read_fields(renamed, required, optional)
 
 
-def accept_spellings(init: Made) -> Made:
-    """Decorate a constructor: other spellings of its arguments are accepted or explained.
+@functools.cache
+def parameters_of(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the constructor's required and optional arguments."""
+    parameters = inspect.signature(cls).parameters.values()
+    required = tuple(own.name for own in parameters if own.default is own.empty)
+    return required, tuple(own.name for own in parameters if own.name not in required)
 
-    The decorated constructor raises SpecError for an argument that it does not have, instead of
-    TypeError.
-    """
+
+def accept_spellings(init: Made) -> Made:
+    """Decorate a constructor: other spellings of its arguments are accepted, or are SpecErrors."""
     known = tuple(inspect.signature(init).parameters)[1:]
+    known_names = frozenset(known)
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.keys() <= _as_set(known):
+        if not kwargs.keys() <= known_names:
             positional = dict.fromkeys(known[: len(args)])
             named = one_spelling({**positional, **kwargs}, known)
             for name in named:
@@ -98,11 +127,6 @@ def accept_spellings(init: Made) -> Made:
         init(self, *args, **kwargs)
 
     return cast(Made, checked)
-
-
-@functools.cache
-def _as_set(known: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(known)
 
 
 def _meant(name: str, known: Sequence[str]) -> str | None:

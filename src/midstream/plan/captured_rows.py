@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import FrozenFields
 from midstream.plan.forms import IndicesLike
 from midstream.plan.heads import read_ordered_indices
 from midstream.plan.vectors.vector import Vector
@@ -18,7 +19,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class CapturedRows:
+class CapturedRows(FrozenFields):
     """Rows that a server cached for an earlier request of the same client, by their id.
 
     They are the rows of a `Replace` without being sent: each of its sites and layers gets the rows
@@ -48,17 +49,12 @@ class CapturedRows:
                 raise SpecError("", f"expected the id of cached rows, `str`, got {kind(id)}")
             if not _ID.fullmatch(id):
                 raise SpecError("", f"expected the id of cached rows, got {show(id)}")
-        object.__setattr__(self, "id", id)
         indices = () if positions is None else read_ordered_indices(positions, "positions")
-        object.__setattr__(self, "positions", indices)
+        self._set(id=id, positions=indices)
 
     @staticmethod
     def parse(value: object) -> CapturedRows:
-        """Read a CapturedRows, or `{"captured": id, "positions": [3, 4]}`.
-
-        Raises:
-            SpecError: another form, or a field is unknown, missing or malformed.
-        """
+        """Read a CapturedRows, or `{"captured": id, "positions": [3, 4]}`."""
         if isinstance(value, CapturedRows):
             return value
         fields = read_fields(value, required=("captured",), optional=("positions",))
@@ -85,15 +81,12 @@ class EarlierRows(Protocol):
     @property
     def taps(self) -> tuple[Tap, ...]:
         """The taps at which rows were captured."""
-        ...
 
     def positions(self, tap: Tap) -> tuple[int, ...]:
         """Return the positions of the rows of a tap, ascending."""
-        ...
 
     def read(self, tap: Tap, positions: tuple[int, ...]) -> tuple[Vector, ...]:
         """Return the rows of a tap at some positions, in their order; (): all."""
-        ...
 
 
 # Returns the rows of an id; raises SpecError if there are none.

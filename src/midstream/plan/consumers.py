@@ -28,14 +28,7 @@ def names_consumers(value: object) -> TypeGuard[Mapping[object, object]]:
 
 
 def read_consumers(value: Mapping[object, object]) -> tuple[Capture, ...]:
-    """Return one Capture per sink and hook point.
-
-    Args:
-        value: maps a sink's name to a dict, or to a dataclass such as FilesystemCaptureRequest,
-            with `hooks`: {hook point: layers}; optionally `positions`, `request_id`, `tag`,
-            `metadata`, `codec` and `layout`, as in Capture. Here `"all_prompt"` and
-            `"all_generated"` mean `"prompt"` and `"generated"`.
-    """
+    """Return one Capture per sink and hook point, of a dict or dataclass for each sink."""
     captures: list[Capture] = []
     for sink, request in value.items():
         with at(f"[{json.dumps(sink) if isinstance(sink, str) else kind(sink)}]"):

@@ -1,15 +1,11 @@
-"""Types of the values that constructors accept, for type checkers and editors.
-
-Arrays and tensors are described by what they have, so that neither NumPy nor torch is imported. A
-site is any `str` here, because hook names of other tools are accepted too.
-"""
+"""Types of what constructors accept, without NumPy and torch; a site is any `str`, for aliases."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex
 
-from midstream.plan.positions.items import Role, Span, Text, TokenIds, Window
+from midstream.plan.positions.items import Value
 from midstream.plan.positions.positions import Positions
 from midstream.plan.selection import Layers, Sites
 from midstream.plan.vectors.named_vector import Named
@@ -38,18 +34,11 @@ MatrixOrName = Sequence[VectorLike] | SupportsArray | Mapping[str, Any] | Named 
 LayersLike = SupportsIndex | Literal["all"] | Sequence[SupportsIndex] | SupportsArray | Layers
 SitesLike = SiteName | str | Sequence[SiteName | str] | Sites
 IndicesLike = SupportsIndex | Sequence[SupportsIndex] | SupportsArray
+# The id of a feature, several ids, or {id: value}.
+FeaturesLike = (
+    SupportsIndex | Sequence[SupportsIndex] | Mapping[int, NumberLike] | Mapping[str, NumberLike]
+)
 PhaseLike = Literal["all", "prompt", "generated"]
 PositionWord = Literal["all", "prompt", "generated", "last_prompt", "last"]
-PositionItem = (
-    PositionWord
-    | SupportsIndex
-    | slice
-    | range
-    | Span
-    | Window
-    | TokenIds
-    | Text
-    | Role
-    | Mapping[str, Any]
-)
+PositionItem = PositionWord | SupportsIndex | slice | range | Value | Mapping[str, Any]
 PositionsLike = PositionItem | Sequence[PositionItem] | SupportsArray | Positions

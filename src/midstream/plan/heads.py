@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -17,9 +18,7 @@ _OF_H = (Op.ADD_MATCHED, Op.REPLACE, Op.SCALE, Op.MULTIPLY)
 
 
 def read_indices(value: object, field: str) -> tuple[int, ...]:
-    """Read an index from 0 on, or a list of them, each once, whose order means nothing; return them
-    ascending.
-    """
+    """Read an index from 0 on, or a list of them, each once; return them ascending."""
     return tuple(sorted(read_ordered_indices(value, field)))
 
 
@@ -47,13 +46,7 @@ def read_ordered_indices(value: object, field: str) -> tuple[int, ...]:
 def head_size(
     heads: tuple[int, ...], size: VectorSize, field: str = "head", where: str = "this site"
 ) -> VectorSize:
-    """Return the number of components of one head's vectors.
-
-    Args:
-        size: number of components of all heads.
-        field: name of the field that names the heads, for messages.
-        where: what the vectors are of, for messages.
-    """
+    """Return the number of components of a head; `field` and `where` are for messages."""
     if not size.heads:
         raise SpecError(
             field, f"the vectors of {where} are not of heads; use the sites q, k, v or z"
@@ -70,24 +63,12 @@ def head_size(
 def in_heads(
     steps: tuple[Instruction, ...], heads: tuple[int, ...], size: VectorSize
 ) -> tuple[Instruction, ...]:
-    """Return instructions for the vectors of all heads that do to each of some heads what the given
-    ones do to a vector of one head. They count as one edit.
-
-    Args:
-        steps: instructions of one edit or probe, for vectors of one head.
-        size: number of components of all heads.
-    """
+    """Return, for vectors of all heads, one edit that does `steps` in each of some heads."""
     if all(step.read is None and not step.write and step.mask is None for step in steps):
         mask = mask_of(_columns(heads, size), size)
         return tuple(replace(step, mask=mask) for step in steps)
-    instructions: list[Instruction] = []
-    for head in heads:
-        instructions += [_in_head(step, head, size) for step in steps]
-    for index in range(len(instructions) - 1):
-        instructions[index] = replace(
-            instructions[index], flags=instructions[index].flags & ~Flags.COUNTED
-        )
-    return tuple(instructions)
+    *before, last = [_in_head(step, head, size) for head in heads for step in steps]
+    return *(replace(step, flags=step.flags & ~Flags.COUNTED) for step in before), last
 
 
 def _in_head(step: Instruction, head: int, size: VectorSize) -> Instruction:
@@ -130,8 +111,13 @@ def with_dims(step: Instruction, dims: tuple[int, ...], size: int) -> Instructio
 @lru_cache(maxsize=1024)
 def mask_of(columns: tuple[int, ...], size: int) -> Vector:
     """Return the vector with ones at some components and zeros at the others."""
+    return vector_of(dict.fromkeys(columns, 1.0), size)
+
+
+def vector_of(components: Mapping[int, float], size: int) -> Vector:
+    """Return the vector with some components, zero elsewhere."""
     import numpy as np
 
     values = np.zeros(size, np.float32)
-    values[list(columns)] = 1.0
+    values[list(components)] = list(components.values())
     return Vector.parse(values)

@@ -1,8 +1,4 @@
-"""`Instruction`: one device instruction of an edit or a probe, with its vectors.
-
-Operations compile to instructions (`Operation.instructions`). `midstream.ops.layout` has the
-formulas.
-"""
+"""`Instruction`: one device instruction of an edit or a probe; see `midstream.ops.layout`."""
 
 from __future__ import annotations
 
@@ -20,16 +16,13 @@ class Instruction:
     """One instruction at one site.
 
     Attributes:
-        op: operation code.
         read: the read vector, the matrix of a MAP, or the description of a CODE; None if the op has
             none.
         write: the write vectors; empty if the op has none. More than one only with
             `Flags.ROW_BY_POSITION`: the token at position p uses `write[p - first]`.
-        a, b, c, d: parameters, float32.
-        flags: modifiers.
+        a, b, c, d: float32.
         slot: column of the scores that a PROBE or SCAN writes or a GATE reads; None: none. A GATE
             without a slot reads the stream, one with `Flags.ADDS` both.
-        first: position of the first write vector, if there are several.
         mask: ones and zeros: the components that the instruction reads and changes; None: all.
         hold: of a SCAN: number of tokens for which it stays open.
     """
@@ -66,10 +59,7 @@ class Instruction:
 
     @property
     def reach(self) -> float:
-        """Bound of the length of what the instruction adds to a vector of length 0 or 1.
-
-        The limits of a `CLIP` and the threshold of a `FEATURE` are not counted.
-        """
+        """Bound of the length of what is added to a vector of length 0 or 1, without limits."""
         longest = max((vector.norm for vector in self.write), default=1.0)
         if self.op is Op.MAP:
             assert self.read is not None

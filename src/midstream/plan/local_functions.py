@@ -7,6 +7,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,10 +17,8 @@ from midstream.errors import SpecError
 class LocalFunction:
     """One function. As long as this exists, its key leads to the function in this process.
 
-    Attributes:
-        key: unique to the function in this process. Edits by functions with other keys never share
-            KV.
-        path: `module:name` by which other processes can import it; empty: they cannot.
+    Edits by functions with other keys never share KV. `path` is `module:name` by which other
+    processes can import it; empty: they cannot.
     """
 
     __slots__ = ("__weakref__", "fn", "key", "path")
@@ -61,30 +60,21 @@ def function_of(fn: object) -> LocalFunction:
 
 
 def find_function(key: str, path: str) -> Callable[..., Any]:
-    """Return a function that a plan names: that of this process, or an imported one.
-
-    Args:
-        path: where to import it, if it is another process's; empty: nowhere.
-    """
+    """Return a function that a plan names: that of this process, or one imported by its path."""
     function = _BY_KEY.get(key)
     if function is not None:
         return function.fn
     if not path:
         raise LookupError("the function is in another process, and cannot be imported")
     module, _, name = path.partition(":")
-    value: Any = importlib.import_module(module)
-    for part in name.split("."):
-        value = getattr(value, part)
+    value = attrgetter(name)(importlib.import_module(module))
     if not callable(value):
         raise LookupError(f"{path} is no function")
     return value  # type: ignore[no-any-return]
 
 
 def _path_of(fn: Any) -> str:
-    """Return the path by which another process gets the very same function; empty: there is none.
-
-    What is in `__main__` has another module's name in another process.
-    """
+    """Return the path by which another process gets the very same function; empty: none."""
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if not module or not name or module == "__main__":
         return ""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
-from midstream.plan.argument_names import read_named
+from midstream.plan.argument_names import FrozenFields, parameters_of, read_each, read_named
 from midstream.plan.heads import head_size, in_heads, read_indices
 from midstream.plan.instructions import Instruction
 from midstream.plan.positions.positions import Positions
@@ -31,7 +29,7 @@ T = TypeVar("T", bound="Operation")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Operation(ABC):
+class Operation(FrozenFields, ABC):
     """An edit or a probe: an operation on the vectors h of selected tokens at selected taps.
 
     Attributes:
@@ -65,25 +63,10 @@ class Operation(ABC):
 
     @abstractmethod
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        """Return the device instructions for vectors of one size, whatever `heads` are.
-
-        Args:
-            width: the size, maybe a `VectorSize`.
-
-        Raises:
-            SpecError: a vector has another width, or is a name that was not bound.
-        """
+        """Return the device instructions for vectors of one size, whatever `heads` are."""
 
     def steps(self, size: VectorSize) -> tuple[Instruction, ...]:
-        """Return the device instructions for one tap.
-
-        Args:
-            size: number of components of the vectors there.
-
-        Raises:
-            SpecError: a vector has another width, or is a name that was not bound; or there are no
-                such heads.
-        """
+        """Return the device instructions for the vectors of one tap."""
         if not self.heads:
             return self.instructions(size)
         steps = self.instructions(head_size(self.heads, size))
@@ -91,18 +74,14 @@ class Operation(ABC):
 
     @classmethod
     def parse(cls: type[T], value: object) -> T:
-        """Read an operation of this class, or a dict of its arguments and optionally its `op`.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read an operation of this class, or a dict of its arguments and optionally its `op`."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
             name = cls.__name__
             shown = f"{name}(…)" if cls.op else f"{name}(vector, layer=14)"
             raise SpecError("", f"expected {shown}, or its dict, got {kind(value)}")
-        required, optional = _parameters(cls)
+        required, optional = parameters_of(cls)
         fields = read_named(value, required, (*optional, "op") if cls.op else optional)
         if "op" in fields:
             with at("op"):
@@ -161,15 +140,7 @@ class Operation(ABC):
         An operation without names, or whose names have no taps, gives one copy. An omitted layer
         or site selects all those of the name: `Steer("happy")` gives one Steer for each of the
         name's taps, `Steer("happy", layer=5)` one for each of its taps at layer 5. "all" layers
-        selects all layers of the name.
-
-        Args:
-            lookup: returns the vectors of a name by (site, layer from 0), or a single one under
-                None; raises SpecError for an unknown name.
-            num_layers: number of layers of the model; None: negative layers match no name.
-
-        Raises:
-            SpecError: a name is unknown, or has no vector for a requested tap.
+        selects all layers of the name. Negative layers match no name if `num_layers` is None.
         """
         parts = self.per_layer()
         if len(parts) > 1:
@@ -208,10 +179,6 @@ class Operation(ABC):
             rows = value if isinstance(value, tuple) else (value,)
             named.extend(row for row in rows if isinstance(row, Named))
         return named
-
-    def _set(self, **fields: object) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
 
     def _set_place(
         self,
@@ -268,11 +235,7 @@ def rows_by_value(
     field: str, rows: tuple[Vector, ...] | tuple[Vector | Named, ...], width: int
 ) -> tuple[Vector, ...]:
     """Return the rows after checking that each is bound and has this width."""
-    vectors = []
-    for index, row in enumerate(rows):
-        with at(f"{field}[{index}]"):
-            vectors.append(by_value(row, width))
-    return tuple(vectors)
+    return read_each(field, rows, lambda row: by_value(row, width))
 
 
 def read_norm(value: object) -> str | None:
@@ -281,19 +244,13 @@ def read_norm(value: object) -> str | None:
         return None if value is None else read_word(value, ("keep",))
 
 
-def with_norm(arguments: dict[str, Any], norm: str | None) -> dict[str, Any]:
-    """Return arguments with `norm`, if it is not the default."""
-    return arguments if norm is None else {**arguments, "norm": norm}
-
-
 def one_edit(
     steps: list[Instruction], norm: str | None = None, in_turn: bool = False
 ) -> tuple[Instruction, ...]:
-    """Set the flags of one edit's instructions: all read the same h, and count as one edit.
+    """Return one edit's instructions with its flags: all read the same h, and count as one edit.
 
-    Args:
-        norm: "keep": after the last one the whole vector is rescaled to the norm of h.
-        in_turn: each instruction reads what those before it made of h instead.
+    With `norm` "keep" the vector is rescaled to the norm of h at the end. With `in_turn` each
+    instruction reads what those before it made of h instead.
     """
     if norm == "keep":
         steps[-1] = steps[-1].with_flags(Flags.KEEP)
@@ -306,26 +263,12 @@ def one_edit(
 
 
 def refreshed(steps: list[Instruction]) -> list[Instruction]:
-    """Return the instructions of one edit with FRESH set where h is to be taken: on the first that
-    reads it, or on the first of all if its norm is kept at the end.
-    """
+    """Return an edit's instructions with FRESH on the first that reads h, or first to keep norm."""
     keeps = Flags.KEEP in steps[-1].flags
     for index, step in enumerate(steps):
         if step.reads or keeps:
             return [*steps[:index], step.with_flags(Flags.FRESH), *steps[index + 1 :]]
     return steps
-
-
-@cache
-def _parameters(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the constructor's required and optional arguments."""
-    parameters = list(inspect.signature(cls).parameters.values())
-    required = tuple(
-        parameter.name for parameter in parameters if parameter.default is parameter.empty
-    )
-    return required, tuple(
-        parameter.name for parameter in parameters if parameter.name not in required
-    )
 
 
 def one_or_all(value: object) -> object:

@@ -1,20 +1,28 @@
-"""`Plan`: the captures, edits and probes of one request, and its controller, as given; see
-`resolve`.
-"""
+"""`Plan`: the captures, edits and probes of one request, and its controller, as given."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import only_set, read_each
 from midstream.plan.captured_rows import OpenRows
 from midstream.plan.consumers import names_consumers, read_consumers
 from midstream.plan.control.act import Switch
 from midstream.plan.control.controller import Controller
-from midstream.plan.operations import Edit, Gate, Steer, bind_edit, fill_edit, parse_edit
+from midstream.plan.operations import (
+    Edit,
+    Gate,
+    Steer,
+    bind_edit,
+    expand_edits,
+    fill_edit,
+    parse_edit,
+)
 from midstream.plan.probe import Probe
 from midstream.plan.readouts import Capture, ReadOut, parse_readout
 from midstream.plan.shape import ModelShape
@@ -73,24 +81,16 @@ class Plan:
         for index, capture in enumerate(self.captures):
             if first.setdefault(capture, index) != index:
                 raise SpecError(f"capture[{index}]", f"duplicate of capture[{first[capture]}]")
-        described: dict[tuple[str, str, str], int] = {}
-        laid_out: dict[tuple[str, str, str], int] = {}
+        described: dict[tuple[str, ...], int] = {}
         for index, capture in enumerate(self.captures):
-            if capture.metadata:
-                other = described.setdefault(capture.place, index)
-                if self.captures[other].metadata != capture.metadata:
+            for name in ("metadata", "layout") if capture.metadata else ("layout",):
+                other = described.setdefault((name, *capture.place), index)
+                if getattr(self.captures[other], name) != getattr(capture, name):
                     raise SpecError(
-                        f"capture[{index}].metadata",
-                        f"differs from the metadata of capture[{other}], which has the same "
-                        "sink, tag and request_id",
+                        f"capture[{index}].{name}",
+                        f"differs from the {name} of capture[{other}], which has the same sink, "
+                        "tag and request_id",
                     )
-            other = laid_out.setdefault(capture.place, index)
-            if self.captures[other].layout != capture.layout:
-                raise SpecError(
-                    f"capture[{index}].layout",
-                    f"differs from the layout of capture[{other}], which has the same sink, tag "
-                    "and request_id",
-                )
         owner: dict[str, int] = {}
         for index, probe in enumerate(self.probes):
             if owner.setdefault(probe.name, index) != index:
@@ -106,14 +106,7 @@ class Plan:
 
     @staticmethod
     def parse(value: object) -> Plan:
-        """Read a plan from its JSON form: a dict, or JSON text as `str` or UTF-8 `bytes`.
-
-        The form is `{"capture": {…} | [{…}], "edits": {"op": "steer", …} | [{…}], "probes":
-        {…} | [{…}], "controller": "name" | {…}}`; each field is optional.
-
-        Raises:
-            SpecError: a field is unknown, missing, malformed or empty.
-        """
+        """Read a plan from its JSON form: a dict, or JSON text as `str` or UTF-8 `bytes`."""
         if isinstance(value, Plan):
             return value
         if isinstance(value, (str, bytes)):
@@ -166,15 +159,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads as an equal plan."""
-        fields: dict[str, object] = {}
-        if self.captures:
-            fields["capture"] = [capture.to_dict() for capture in self.captures]
-        if self.edits:
-            fields["edits"] = [edit.to_dict() for edit in self.edits]
-        if self.probes:
-            fields["probes"] = [probe.to_dict() for probe in self.probes]
-        if self.controller is not None:
-            fields["controller"] = self.controller.to_dict()
+        fields = only_set(
+            capture=[capture.to_dict() for capture in self.captures],
+            edits=[edit.to_dict() for edit in self.edits],
+            probes=[probe.to_dict() for probe in self.probes],
+            controller=None if self.controller is None else self.controller.to_dict(),
+        )
         return fields or {"edits": []}
 
     def to_json(self) -> str:
@@ -184,7 +174,10 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
         if self._names is None:
-            object.__setattr__(self, "_names", _names_of(self))
+            own = () if self.controller is None else (self.controller,)
+            parts = (*self.edits, *self.probes, *self.switches, *own)
+            names = tuple(dict.fromkeys(name for part in parts for name in part.names()))
+            object.__setattr__(self, "_names", names)
         return self._names or ()
 
     @property
@@ -208,10 +201,7 @@ class Plan:
         return any(positions.needs_prompt for positions in selections)
 
     def without_places(self) -> Plan:
-        """Return the plan without its captures' destinations.
-
-        Returns the plan itself if two captures differ in their destinations alone.
-        """
+        """Return the plan without destinations; itself if two captures differ in these alone."""
         bare = tuple(capture.without_place() for capture in self.captures)
         if bare == self.captures or len(set(bare)) < len(bare):
             return self
@@ -221,21 +211,13 @@ class Plan:
         """Return the plan with names replaced by their registered vectors.
 
         An edit whose name has several taps or whole edits, or with one vector per layer, becomes
-        several consecutive edits.
-
-        Args:
-            lookup: returns the vectors of a name by (site, layer from 0), or a single one under
-                None; or its whole edits. Raises SpecError for an unknown name.
-            num_layers: number of layers of the model; None: negative layers match no name.
-
-        Raises:
-            SpecError: a name is unknown, or has no vector for a requested tap. The path is
-                relative to this plan.
+        several consecutive edits. Negative layers match no name if `num_layers` is None.
         """
         own = () if self.controller is None else (self.controller,)
         if all(part.is_bound for part in (*self.edits, *self.probes, *own)):
             return self
-        edits, origins = self._expanded(lambda edit: bind_edit(edit, lookup, num_layers))
+        bind = partial(bind_edit, lookup=lookup, num_layers=num_layers)
+        edits, origins = expand_edits(self.edits, self.origins, bind)
         probes: list[Probe] = []
         for index, probe in enumerate(self.probes):
             with at(f"probes[{index}]"):
@@ -249,37 +231,13 @@ class Plan:
         )
 
     def expanded(self, expand: Callable[[Edit], tuple[Edit, ...]]) -> Plan:
-        """Return the plan with each edit replaced by those that `expand` returns for it.
-
-        Raises:
-            SpecError: `expand` raised it. The path is relative to this plan.
-        """
-        edits, origins = self._expanded(expand)
+        """Return the plan with each edit replaced by those that `expand` returns for it."""
+        edits, origins = expand_edits(self.edits, self.origins, expand)
         return replace(self, edits=edits, origins=origins)
 
     def fill(self, open_rows: OpenRows, shape: ModelShape) -> Plan:
-        """Return the plan with rows of earlier requests by value; see `fill_edit`.
-
-        Args:
-            open_rows: returns the rows of an id.
-            shape: the model.
-
-        Raises:
-            SpecError: there are no such rows. The path is relative to this plan.
-        """
+        """Return the plan with rows of earlier requests by value; see `fill_edit`."""
         return self.expanded(lambda edit: fill_edit(edit, open_rows, shape))
-
-    def _expanded(
-        self, expand: Callable[[Edit], tuple[Edit, ...]]
-    ) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
-        """Return the edits that each edit becomes, and each one's index in the plan as given."""
-        edits: list[Edit] = []
-        origins: list[int] = []
-        for index, edit in enumerate(self.edits):
-            with at(f"edits[{index}]"):
-                edits.extend(expand(edit))
-            origins += [self.origin(index)] * (len(edits) - len(origins))
-        return tuple(edits), tuple(origins)
 
 
 def asks_engine(plan: Plan) -> bool:
@@ -318,13 +276,6 @@ def check_law(plan: Plan, controller: Controller) -> None:
         )
 
 
-def _names_of(plan: Plan) -> tuple[str, ...]:
-    """Return the names that a plan uses. Takes a while where there are many edits."""
-    own = () if plan.controller is None else (plan.controller,)
-    parts = (*plan.edits, *plan.probes, *plan.switches, *own)
-    return tuple(dict.fromkeys(name for part in parts for name in part.names()))
-
-
 def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[T, ...]:
     if value is None:
         return ()
@@ -335,11 +286,7 @@ def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[
         raise SpecError(name, "the list is empty; use None, or omit the field")
     if len(value) > MAX_PARTS:
         raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(value)}")
-    parts = []
-    for index, part in enumerate(value):
-        with at(f"{name}[{index}]"):
-            parts.append(read(part))
-    return tuple(parts)
+    return read_each(name, value, read)
 
 
 def emit_server_wide(part: ServerWide) -> dict[str, object]:

@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
 from midstream.plan.classifiers.linear_classifier import read_linear
 from midstream.plan.classifiers.mlp import MLP
 from midstream.plan.classifiers.trained_mlp import is_network, read_module, read_network
 from midstream.plan.control.act import Act, Switch, read_act
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsOrNames,
-    SitesLike,
-)
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, read_scalar, rows_by_value
 from midstream.plan.positions.positions import Positions
@@ -85,15 +77,15 @@ class Probe(Operation):
     @accept_spellings
     def __init__(
         self,
-        direction: RowsOrNames | None = None,
-        layer: LayersLike | None = None,
-        bias: NumberLike = 0.0,
-        site: SitesLike | None = None,
+        direction: forms.RowsOrNames | None = None,
+        layer: forms.LayersLike | None = None,
+        bias: forms.NumberLike = 0.0,
+        site: forms.SitesLike | None = None,
         name: str | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
-        head: IndicesLike | Literal["all"] | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
+        head: forms.IndicesLike | Literal["all"] | None = None,
         *,
         attention: Mass | Entropy | Mapping[str, Any] | str | None = None,
         mlp: MLP | Mapping[str, Any] | None = None,
@@ -124,29 +116,24 @@ class Probe(Operation):
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        forms = {"direction": direction, "mlp": mlp, "attention": attention}
-        words = [word for word, value in forms.items() if value is not None]
+        readings = {"direction": direction, "mlp": mlp, "attention": attention}
+        words = [word for word, value in readings.items() if value is not None]
         if len(words) != 1:
             problem = "missing: give a direction, `mlp` or `attention`"
             if words:
-                problem = f"a probe has one of {listed(forms)}; use one probe for each"
+                problem = f"a probe has one of {listed(readings)}; use one probe for each"
             raise SpecError(words[-1] if words else "direction", problem)
         if direction is not None and (is_by_layer(direction) or is_matrix(direction)):
             rows, layer = read_per_layer("direction", direction, layer)
             self._set(direction=rows)
         else:
-            with at("direction"):
-                self._set(direction=None if direction is None else read_direction(direction))
-        with at("mlp"):
-            self._set(mlp=None if mlp is None else MLP.parse(mlp))
-        with at("attention"):
-            self._set(attention=None if attention is None else _read_attention(attention))
-        with at("bias"):
-            self._set(bias=read_scalar(bias))
+            self._read_given(read_direction, direction=direction)
+        self._read_given(MLP.parse, mlp=mlp)
+        self._read_given(_read_attention, attention=attention)
+        self._read(read_scalar, bias=bias)
         with at("name"):
             self._set(name="probe" if name is None else _read_name(name))
-        with at("act"):
-            self._set(act=None if act is None else read_act(act))
+        self._read_given(read_act, act=act)
         if self.attention is not None:
             self._check_alone(site)
             head = None if isinstance(head, str) and head == "all" else head
@@ -172,12 +159,12 @@ class Probe(Operation):
     @staticmethod
     def from_sklearn(
         classifier: object,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
+        layer: forms.LayersLike | None = None,
+        site: forms.SitesLike | None = None,
         name: str | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
     ) -> Probe:
         """Return the probe whose scores are the `decision_function` of a classifier.
 
@@ -207,12 +194,12 @@ class Probe(Operation):
     @staticmethod
     def from_torch(
         module: object,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
+        layer: forms.LayersLike | None = None,
+        site: forms.SitesLike | None = None,
         name: str | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
     ) -> Probe:
         """Return the probe whose scores are the output of a torch module of one output.
 
@@ -228,7 +215,7 @@ class Probe(Operation):
             mlp, bias = read_module(module)
         return Probe(None, layer, bias, site, name, positions, phase, exclude, mlp=mlp)
 
-    def _check_alone(self, site: SitesLike | None) -> None:
+    def _check_alone(self, site: forms.SitesLike | None) -> None:
         """Check that a probe of attention has nothing that only a direction has."""
         if site is not None:
             raise SpecError("site", "a probe of attention reads a layer, not a site; omit `site`")
@@ -251,15 +238,7 @@ class Probe(Operation):
         return (self.positions, *keys)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Probe, ...]:
-        """Return the probe with its name replaced by the vector, at one tap.
-
-        Args:
-            lookup, num_layers: see Operation.bind.
-
-        Raises:
-            SpecError: the name is unknown, has no vector for the requested tap, or has several
-                taps and none is requested.
-        """
+        """Return the probe with its name replaced by the vector, at one tap."""
         # super() without arguments fails here: `slots=True` replaces the class.
         probes = Operation.bind(self, lookup, num_layers)
         if len(probes) > 1:
@@ -332,7 +311,7 @@ def _joined(probe: Probe, probes: tuple[Probe, ...]) -> Probe:
     return probe.replace(direction=rows, layer=layers, site=probes[0].sites)
 
 
-def _per_layer(weights: NDArray[np.float64], layer: LayersLike | None) -> NDArray[np.float64]:
+def _per_layer(weights: NDArray[np.float64], layer: forms.LayersLike | None) -> NDArray[np.float64]:
     """Return [layers, width] weights of joined vectors; [width] for one layer."""
     layers = Layers("all") if layer is None else Layers.parse(layer)
     count = 1 if layers.indices == "all" else len(layers.indices)

@@ -52,12 +52,7 @@ def digest_steps(steps: tuple[Instruction, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The instructions of an edit or probe; several taps may share one.
-
-    Attributes:
-        instructions: in order.
-        digest: sha256 of their content, in hex.
-    """
+    """The instructions of an edit or probe, with the sha256 of their content."""
 
     instructions: tuple[Instruction, ...]
     digest: str = field(init=False)
@@ -68,13 +63,9 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEdit:
-    """One edit at one tap.
+    """One edit at one tap; the last of its instructions counts as one edit.
 
-    Attributes:
-        site, layer: the tap.
-        steps: the instructions; the last counts as one edit.
-        where: the positions.
-        source: index of the plan's edit; negative: of the server-wide edits, whose last is −1.
+    `source` is the index of the plan's edit; negative: of the server-wide edits, whose last is −1.
     """
 
     site: str
@@ -93,10 +84,7 @@ PatternKind = Literal[
 class LensMap(NamedTuple):
     """An affine map of the stream in the memory that the workers have for lenses.
 
-    Attributes:
-        matrix: number of the first element of its matrix; −1: the stream is decoded as it is.
-        bias: the same of its bias; −1: it has none.
-        adds: whether the stream is added to its image.
+    Matrix and bias are numbers of first elements; −1: none. With `adds` the stream is added.
     """
 
     matrix: int = -1
@@ -109,11 +97,9 @@ class SaeEncoder(NamedTuple):
 
     Attributes:
         matrix: number of the first element of W_enc, [width, features].
-        bias, threshold: of the first element of what is added to x W_enc, and of what an activation
-            must exceed, [features] each.
+        bias, threshold: of what is added to x W_enc, and of what an activation must exceed.
         top_k: number of the largest activations that are kept; 0: all.
-        normalize: what is done to x before; see `SAE`.
-        centered: whether the mean of x is subtracted before that.
+        normalize, centered: what is done to x before, see `SAE`; whether its mean is subtracted.
     """
 
     matrix: int
@@ -127,28 +113,22 @@ class SaeEncoder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What the rows of an `Attention` have for each query and head, those of a `Logits`, a
-    `Features` or of a layer of a `Lens`, or what a `Capture` reduces rows to: numbers of 4 bytes.
+    """What rows are made of vectors without being these: numbers of 4 bytes.
 
     Attributes:
-        kind: the reduction, or which logits.
         size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full` and
-            `scores`, those of so many keys; of `mass` and `entropy` 1. Of logits, all numbers:
-            those of `logits_top` are k token ids as int32, and k logits; the last is
-            ln Σ exp(logit). Those of `lens` are k token ids and k logits, the logits of the tokens
-            and their ranks as int32, and likewise the last. Those of `features` are k ids as int32
-            and k activations, those of the chosen features, and the number of active features as
-            int32. Of `norm` 1; of `mean` and `max`, those of one part of a row: the number of rows
-            as int32, and then the components; of `moments` likewise, the means and then the
-            variances.
-        keys: of `mass`, the positions of the keys; of `logits_of` and `lens`, each token by itself,
-            in the order of the request; of `features`, likewise the features.
+            `scores`, those of so many keys; else 1. Of logits, all numbers: of `logits_top`, k
+            token ids as int32 and k logits; the last is ln Σ exp(logit). Of `lens`, k ids and k
+            logits, the logits of the tokens, their ranks as int32, and the same last. Of
+            `features`, k ids as int32 and k activations, those of the chosen features, and the
+            number of active ones as int32. Of reduced rows, of one part: the number of rows as
+            int32 and the components; of `moments` the means and then the variances.
+        keys: of `mass`, the positions of the keys; of `logits_of`, `lens` and `features`, each
+            token or feature by itself, in the order of the request.
         heads: the query heads that are computed, ascending; empty: all.
-        reads: for each tap of the capture, the tap at which its queries are read; of logits,
-            `final_norm`; of a lens, the stream; of features, what the SAE reads; of reduced rows,
-            where these are captured.
-        counts: for each of these, the number of heads that are computed, over all ranks; of reduced
-            rows, the number of parts in which the ranks have a row.
+        reads: for each tap of the capture, the tap whose vectors are read.
+        counts: for each of these, the number of heads that are computed, over all ranks; of
+            reduced rows, the number of parts in which the ranks have a row.
         maps: of a lens that was registered, the map of each of these; else empty.
     """
 
@@ -177,13 +157,7 @@ class Pattern:
 
 
 class SlottedPattern(NamedTuple):
-    """Attention whose mean over heads is a score.
-
-    Attributes:
-        slot: column of the scores, unique in the plan.
-        pattern: what is computed of each query and head, one number; it reads one tap.
-        num_heads: number of query heads of the layer.
-    """
+    """Attention of one tap, a number a head, whose mean is the score in a column of its own."""
 
     slot: int
     pattern: Pattern
@@ -192,7 +166,7 @@ class SlottedPattern(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedProbe:
-    """One score at one tap.
+    """One score at one tap. Workers do not have `act`, `source` and `part_of`.
 
     Attributes:
         name: key of the score in the output; empty: only gates read the score.
@@ -200,13 +174,10 @@ class ResolvedProbe:
         steps: a PROBE instruction, maybe after UNITs, or for gates with memory a SCAN; none for
             attention. Its slot is unique in the plan, but for the parts of one score, which is the
             sum of what they read at one tap each.
-        where: the positions.
         attention: what is read after the forward pass; None: see `steps`.
-        act: what is done when the scores meet a condition. Workers do not have it.
-        source: index of the plan's probe; negative: of the server-wide edits and probes, whose
-            last is −1. Workers do not have it.
-        part_of: name of the probe that reads the last part of the score of several layers, where
-            this is an earlier part, without a name; else empty. Workers do not have it.
+        source: index of the plan's probe; negative: of the server-wide edits and probes.
+        part_of: of a score of several layers, the name of the probe that reads its last part; else
+            empty.
     """
 
     name: str
@@ -246,17 +217,11 @@ class ResolvedCapture:
     """One capture: its taps and positions.
 
     Attributes:
-        taps: in the order of a forward pass. Those of an `Attention`, a `Features`, a `Lens` or
-            a `Logits` are no taps of the engine: a site that begins with "attention", "features",
-            "lens" or "logits", and the layer. Nor are those of reduced rows: `mean.resid_post` and
-            the layer.
-        where: the positions.
-        source: index of the plan's capture; negative: of the server-wide captures, whose last is
-            −1.
-        pattern: of an `Attention`, `Features`, `Lens` or `Logits`, or where rows are reduced, what
-            its rows are; else None.
-        selected: with `max_rows`, all positions that the capture selects, for the receipt. Workers
-            do not have it.
+        taps: in the order of a forward pass. With a `pattern`, none of the engine's: the site is
+            the kind of read-out, or the reduction and the site, as `mean.resid_post`.
+        source: index of the plan's capture; negative: of the server-wide ones, whose last is −1.
+        pattern: what rows are made of; None: the vectors themselves.
+        selected: with `max_rows`, all selected positions, for the receipt. Workers do not have it.
     """
 
     taps: tuple[Tap, ...]
@@ -272,9 +237,7 @@ class ResolvedCapture:
 
     @property
     def returned(self) -> Ranges:
-        """Every position of which a row may be returned: of rows that are reduced to one, the last
-        that is selected.
-        """
+        """Every position of which a row may be returned; of reduced rows, the last selected."""
         if self.pattern is None or not self.pattern.reduces:
             return self.where.possible
         stop = self.where.ranges[-1][1]
@@ -300,11 +263,7 @@ def limited(capture: ResolvedCapture, most: int | None) -> ResolvedCapture:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedBias:
-    """What one bias adds to logits; the nth of a plan has the nth switch of a token.
-
-    Attributes:
-        values: what is added to the logit of each.
-    """
+    """What one bias adds to logits; the nth of a plan has the nth switch of a token."""
 
     tokens: tuple[int, ...]
     values: tuple[float, ...]
@@ -314,10 +273,7 @@ class ResolvedBias:
 class ResolvedFunction:
     """One `Local` at one tap, which the plan has as an edit too: that counts the tokens.
 
-    Attributes:
-        key, path: the function, see `midstream.plan.local_functions`.
-        where: the positions; none depends on what is generated.
-        source: index of the plan's edit.
+    For key and path see `midstream.plan.local_functions`. No position depends on what is generated.
     """
 
     site: str
@@ -330,12 +286,7 @@ class ResolvedFunction:
 
 
 class Alike(NamedTuple):
-    """Taps that are selected by the same captures.
-
-    Attributes:
-        captures: indices of the plan's captures.
-        taps: in the order of a forward pass.
-    """
+    """Taps that are selected by the same captures, by index; in the order of a forward pass."""
 
     captures: tuple[int, ...]
     taps: tuple[Tap, ...]
@@ -353,15 +304,12 @@ class ResolvedPlan:
         edits: edits of one token at one tap apply in this order.
         captures: where captures overlap, a row is captured once.
         probes: each reads the vector after the edits at its tap.
-        codec: encoding of the captured vectors.
         sharded: whether all ranks of a tensor-parallel group transfer captured vectors; otherwise
             the first rank transfers all.
-        biases: what the biases among the edits add to logits.
         functions: Python functions that the worker calls, before the edits at the same tap.
         taps: all captured taps, in the order of a forward pass.
-        pattern_widths: numbers of a row of each tap of an `Attention`.
+        pattern_widths: numbers of a row of each tap of a capture with a pattern.
         reduced: taps whose row is made of all selected rows.
-        ops: the kinds of the edits' instructions.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
         reads_tokens: whether some positions are selected by the ids of generated tokens.
     """
@@ -389,31 +337,28 @@ class ResolvedPlan:
             for tap in capture.taps:
                 captures_of.setdefault(tap, []).append(index)
         taps = tuple(sorted(captures_of, key=_order))
-        widths = {
-            tap: capture.pattern.width(place)
-            for capture in self.captures
-            if capture.pattern is not None
-            for place, tap in enumerate(capture.taps)
-        }
+        widths: dict[Tap, int] = {}
+        reduced: list[Tap] = []
+        for capture in self.captures:
+            if capture.pattern is not None:
+                for place, tap in enumerate(capture.taps):
+                    widths[tap] = capture.pattern.width(place)
+                reduced += capture.taps if capture.pattern.reduces else ()
         alike: dict[tuple[int, ...], list[Tap]] = {}
         for tap in taps:
             alike.setdefault(tuple(captures_of[tap]), []).append(tap)
-        groups = tuple(Alike(captures, tuple(alike_taps)) for captures, alike_taps in alike.items())
-        object.__setattr__(self, "taps", taps)
-        object.__setattr__(self, "pattern_widths", widths)
-        object.__setattr__(self, "alike", groups)
-        reducing = [
-            capture
-            for capture in self.captures
-            if capture.pattern is not None and capture.pattern.reduces
-        ]
-        reduced = frozenset(tap for capture in reducing for tap in capture.taps)
-        object.__setattr__(self, "reduced", reduced)
-        ops = frozenset(step.op for edit in self.edits for step in edit.steps.instructions)
-        object.__setattr__(self, "ops", ops)
-        where = [edit.where for edit in self.edits] + [capture.where for capture in self.captures]
-        where += [probe.where for probe in self.probes]
-        object.__setattr__(self, "reads_tokens", any(selection.matches for selection in where))
+        selections = [edit.where for edit in self.edits]
+        selections += [capture.where for capture in self.captures]
+        selections += [probe.where for probe in self.probes]
+        for name, value in {
+            "taps": taps,
+            "pattern_widths": widths,
+            "reduced": frozenset(reduced),
+            "ops": frozenset(step.op for edit in self.edits for step in edit.steps.instructions),
+            "alike": tuple(Alike(captures, tuple(same)) for captures, same in alike.items()),
+            "reads_tokens": any(where.matches for where in selections),
+        }.items():
+            object.__setattr__(self, name, value)
 
     @property
     def read_taps(self) -> tuple[Tap, ...]:
@@ -426,15 +371,7 @@ class ResolvedPlan:
         return tuple(taps)
 
     def remember(self, what: Hashable, length: int, make: Callable[[], T]) -> T:
-        """Return what follows from the plan and the number of rows alone: requests that share the
-        plan share it. Not remembered of long requests, and if positions depend on the generated
-        tokens.
-
-        Args:
-            what: name of the result, for this plan.
-            length: number of rows.
-            make: computes the result, which nobody may change.
-        """
+        """Return what the plan and the number of rows determine; made once for short requests."""
         if self.reads_tokens or length > _SHORT:
             return make()
         key = (what, length)
@@ -461,9 +398,7 @@ class ResolvedPlan:
         return self.remember(("ranges", captures), length, make)
 
     def expected_rows(self, length: int, tokens: Sequence[int]) -> dict[Tap, int]:
-        """Return the number of captured rows of each captured tap; of reduced ones, those that are
-        reduced.
-        """
+        """Return the number of captured rows of each tap; of reduced ones, before."""
 
         def make() -> dict[Tap, int]:
             counts = dict.fromkeys(self.taps, 0)

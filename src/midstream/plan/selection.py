@@ -7,18 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import read_each
 from midstream.sites import ENDS, NAMES, is_elsewhere, parse
-from midstream.validation import (
-    MAX_ITEMS,
-    as_list,
-    at,
-    hint,
-    is_int,
-    kind,
-    listed,
-    read_int,
-    show,
-)
+from midstream.validation import MAX_ITEMS, as_list, at, hint, is_int, kind, listed, read_int, show
 
 LOGITS = (
     "logits are returned by Logits(top=…) or Logits(tokens=…), edited by Bias alone, and read by "
@@ -60,24 +51,17 @@ def _read_name(value: object) -> Name:
 def read_taps(
     layers: object, sites: object, layers_field: str, sites_field: str
 ) -> tuple[Layers | None, Sites | None]:
-    """Read the layers and sites of a capture or an operation.
+    """Read the layers and sites of a capture or an operation; None if not given.
 
     Names of sites may have the layers, as `blocks.10.hook_resid_post` does; the layers are then
     omitted. Several such names must be every combination of their layers and sites. Sites that have
     no layer may be among the others, whose layers these are; alone, they have "all".
-
-    Args:
-        layers: any form of Layers; None: not given.
-        sites: any form of Sites, or names with layers; None: not given.
-        layers_field, sites_field: names of the arguments, for error paths.
-
-    Returns:
-        The layers and the sites, each None if not given.
     """
     names: list[Name] = []
     if isinstance(sites, (str, list, tuple)):
         with at(sites_field):
-            names = [_read_name(sites)] if isinstance(sites, str) else _read_names(sites)
+            single = isinstance(sites, str)
+            names = [_read_name(sites)] if single else [*read_each("", sites, _read_name)]
     ends = [site for site, _ in names if site in ENDS]
     own = dict.fromkeys(layer for _, layer in names if layer is not None)
     if own:
@@ -113,14 +97,6 @@ def read_taps(
             )
         chosen_layers = Layers("all")
     return chosen_layers, chosen
-
-
-def _read_names(values: list[object] | tuple[object, ...]) -> list[Name]:
-    names = []
-    for index, value in enumerate(values):
-        with at(f"[{index}]"):
-            names.append(_read_name(value))
-    return names
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -164,20 +140,12 @@ class Sites:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Layers:
-    """A list of layers, in the given order, or all tapped layers.
-
-    Attributes:
-        indices: "all", or at least one index, each once; −1 is the last layer.
-    """
+    """A list of layers, each once, in the given order; or "all" tapped ones. −1 is the last."""
 
     indices: tuple[int, ...] | Literal["all"]
 
     def __init__(self, layers: object = "all") -> None:
-        """Read "all", an int, or a list, tuple, range, or 1-D array or tensor of ints.
-
-        Raises:
-            SpecError: another form, a duplicate index, or an empty list.
-        """
+        """Read "all", an int, or a list, tuple, range, or 1-D array or tensor of ints."""
         object.__setattr__(self, "indices", _read_layers(layers))
 
     @staticmethod

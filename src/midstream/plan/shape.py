@@ -16,8 +16,7 @@ class VectorSize(int):
     """The number of components of the vectors at a tap.
 
     Attributes:
-        heads: number of attention heads that the components are of, one head after the other; 0:
-            they are not of heads.
+        heads: number of attention heads, one after the other, that these are of; 0: of none.
         routing: number of experts that are chosen by the largest components; or why the choice is
             not the largest ones; 0: they are not of experts.
     """
@@ -45,13 +44,11 @@ class ModelShape:
     """A model's dimensions and the taps of the engine.
 
     Attributes:
-        num_layers: number of layers of the model.
         hidden_size: width of its residual stream.
         taps: the tapped (canonical site, layer from 0) pairs.
         reasons: the (site, layer) pairs that the model lacks, each with the reason; sorted.
         dtype: name of the stream's dtype.
-        widths: the taps whose vectors are not as wide as the residual stream, each with its width;
-            sorted. Under tensor parallelism the width is that of all ranks together.
+        widths: of the taps with another width than the stream's; over all ranks; sorted.
         heads: the taps whose vectors are of attention heads, each with the number of heads; sorted.
         routing: the taps of routers, each with `VectorSize.routing`; sorted.
     """

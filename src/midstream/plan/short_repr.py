@@ -24,11 +24,7 @@ _MOST_VECTORS = 2
 
 
 def short_repr(cls: type, arguments: Mapping[str, Any]) -> str:
-    """Return text such as `Steer(vector=Vector(size=576, norm=3, digest='ab12…'), layer=14)`.
-
-    Args:
-        arguments: arguments of its constructor by name; those with their default are left out.
-    """
+    """Return text such as `Steer(vector=Vector(size=576, norm=3, digest='ab12…'), layer=14)`."""
     defaults = _defaults_of(cls)
     shown = [
         f"{name}={_shown(value)}"

@@ -26,11 +26,7 @@ class Metadata(Mapping[str, object]):
     __slots__ = ("_text",)
 
     def __init__(self, value: object = None) -> None:
-        """Create metadata from a mapping.
-
-        Args:
-            value: a mapping of JSON values by name; None: empty.
-        """
+        """Create it from a mapping of JSON values by name; None: empty."""
         if value is None:
             value = {}
         if isinstance(value, Metadata):
@@ -88,9 +84,7 @@ class Metadata(Mapping[str, object]):
 
 
 def _check_values(value: object, nesting: int) -> None:
-    """Check that texts are Unicode, and that values are not nested too deeply for other encoders
-    of JSON.
-    """
+    """Check that texts are Unicode, and nesting is not too deep for other encoders of JSON."""
     if isinstance(value, str):
         check_text(value)
     elif isinstance(value, (Mapping, list, tuple)):
@@ -107,10 +101,7 @@ NO_METADATA = Metadata()
 
 
 def read_name(value: object, may_be_empty: bool = True) -> str:
-    """Check a sink's name, a tag or a request id, and return it.
-
-    A name has 1 to 128 of the characters `A-Z a-z 0-9 _ . -` and starts with no dot or hyphen.
-    """
+    """Check a sink's name, a tag or a request id, and return it."""
     if not isinstance(value, str):
         raise SpecError("", f"expected `str`, got {kind(value)}")
     if not value and may_be_empty:

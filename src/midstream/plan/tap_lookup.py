@@ -15,13 +15,7 @@ from midstream.validation import at
 def find_taps(
     layers: Layers, sites: Sites, shape: ModelShape, layer_field: str, site_field: str
 ) -> tuple[Tap, ...]:
-    """Return the selected taps, in the order of a forward pass.
-
-    Args:
-        layers, sites: the selection; "all" means every layer at which the site is tapped. The
-            layers of sites that have none are not chosen.
-        layer_field, site_field: names of the fields, for error paths.
-    """
+    """Return the selected taps, in the order of a forward pass; the fields are for error paths."""
     names = sites.names
     taps: list[Tap] = []
     for place, site in enumerate(names):
@@ -70,11 +64,7 @@ def num_taps(layers: Layers, sites: Sites, num_layers: int) -> int:
 
 
 def size_of(parts: Iterable[Any], num_layers: int) -> int:
-    """Return the number of taps and of items of positions of captures, edits and probes.
-
-    Args:
-        num_layers: number of layers of the model.
-    """
+    """Return the number of taps and of items of positions of captures, edits and probes."""
     size = 0
     for part in parts:
         size += num_taps(part.layers, part.sites, num_layers)

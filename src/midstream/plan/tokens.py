@@ -46,11 +46,7 @@ def read_tokens(value: Any, most: int) -> tuple[Token, ...]:
 
 
 def ids_of(tokens: Sequence[Token], id_of: Callable[[str], int]) -> list[int]:
-    """Return the ids of tokens.
-
-    Args:
-        id_of: returns the id of a token's text.
-    """
+    """Return the ids of tokens; `id_of` returns that of a token's text."""
     by_id: dict[int, Token] = {}
     for index, text_or_id in enumerate(tokens):
         with at(f"tokens[{index}]"):

@@ -115,11 +115,7 @@ class Activations:
         return self.held.codec
 
     def encoded(self, site: str, layer: int) -> Tensor:
-        """Return the encoded rows of one site and layer, uint8 [rows, bytes of a row]; all heads.
-
-        Raises:
-            KeyError: the site and layer were not captured.
-        """
+        """Return the encoded rows of a site and layer, uint8 [rows, bytes of a row]; all heads."""
         from midstream.results.interleaved_rows import interleaved
 
         return interleaved(self.held.rows(_find(self, (site, layer))).encoded())
@@ -254,10 +250,27 @@ class Activations:
         return {**self.__dict__, "held": self.held.alone(), "_values": {}}
 
     def __repr__(self) -> str:
-        return _describe(self)
+        if not self.keys():
+            return "Activations(nothing captured)"
+        first = self[self.keys()[0]]
+        rows = sorted(set(self.counts().values()))
+        shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
+        layers = f"layers {format_ranges(self.layers)}; " if self.layers else ""
+        return (
+            f"Activations({', '.join(self.sites)}; {layers}"
+            f"{shown} rows of {' or '.join(_sizes(self))}, "
+            f"{str(first.dtype).removeprefix('torch.')})"
+        )
 
     def _repr_html_(self) -> str:
-        return _html(self)
+        head = "<tr><th>site</th><th>layer</th><th>rows × size</th><th>positions</th></tr>"
+        lines = [
+            f"<tr><td>{html.escape(site)}</td><td>{'' if site in sites.ENDS else layer}</td>"
+            f"<td>{show_size((count, *self[site, layer].shape[1:]))}</td>"
+            f"<td>{format_ranges(tuple(self.positions_of(site, layer).tolist()))}</td></tr>"
+            for (site, layer), count in self.counts().items()
+        ]
+        return f"<p>{html.escape(repr(self))}</p><table>{head}{''.join(lines)}</table>"
 
     def _value(self, tap: Tap) -> Tensor:
         if tap not in self._values:
@@ -281,11 +294,7 @@ def with_heads(activations: Activations, heads: Mapping[Tap, Heads]) -> Activati
 def rows_after(
     activations: Activations, last: Mapping[Tap, int], taps: Iterable[Tap]
 ) -> Activations:
-    """Return the rows of some (site, layer) that come after a position of each.
-
-    Args:
-        last: the position, by (site, layer); without one, all rows are returned.
-    """
+    """Return the rows of some taps that come after a position of each; all where it has none."""
     values, positions = {}, {}
     for tap in taps:
         rows, every = activations.held.rows(tap), activations.held.positions[tap]
@@ -348,17 +357,6 @@ def _explain(rows: Activations, key: Any, tap: Tap | None) -> str:
     return f'{problem}; a key is (site, layer), as ["resid_post", 3]; a site alone has all layers'
 
 
-def _html(rows: Activations) -> str:
-    head = "<tr><th>site</th><th>layer</th><th>rows × size</th><th>positions</th></tr>"
-    lines = [
-        f"<tr><td>{html.escape(site)}</td><td>{'' if site in sites.ENDS else layer}</td>"
-        f"<td>{show_size((count, *rows[site, layer].shape[1:]))}</td>"
-        f"<td>{format_ranges(tuple(rows.positions_of(site, layer).tolist()))}</td></tr>"
-        for (site, layer), count in rows.counts().items()
-    ]
-    return f"<p>{html.escape(repr(rows))}</p><table>{head}{''.join(lines)}</table>"
-
-
 def _save(activations: Activations, target: Path, codec: str | None) -> Path:
     rows: dict[str, Any] = {}
     indices: dict[str, Any] = {}
@@ -373,20 +371,6 @@ def _save(activations: Activations, target: Path, codec: str | None) -> Path:
         metadata |= encoding | widths_of(widths, int(encoding.get("hidden", 0)))
     save_tensors(rows, indices, target, metadata | heads_of(activations.heads))
     return target
-
-
-def _describe(acts: Activations) -> str:
-    if not acts.keys():
-        return "Activations(nothing captured)"
-    first = acts[acts.keys()[0]]
-    rows = sorted(set(acts.counts().values()))
-    shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
-    layers = f"layers {format_ranges(acts.layers)}; " if acts.layers else ""
-    return (
-        f"Activations({', '.join(acts.sites)}; {layers}"
-        f"{shown} rows of {' or '.join(_sizes(acts))}, "
-        f"{str(first.dtype).removeprefix('torch.')})"
-    )
 
 
 def _sizes(acts: Activations) -> list[str]:

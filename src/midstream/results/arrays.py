@@ -25,12 +25,7 @@ _DTYPES = {
 
 
 class Heads(NamedTuple):
-    """Attention heads of vectors that are those of all heads, one after the other.
-
-    Attributes:
-        num_heads: number of heads that the vectors have.
-        chosen: indices of the heads that are shown, in this order; None: all.
-    """
+    """Number of attention heads of vectors, and indices of those that are shown; None: all."""
 
     num_heads: int
     chosen: tuple[int, ...] | None = None
@@ -43,10 +38,7 @@ class Heads(NamedTuple):
 
 
 def array_of(values: Sequence[Any] | NDArray[Any], dtype: str) -> Tensor:
-    """Return numbers as a tensor [len(values)] of a dtype such as "int64" or "float32".
-
-    Without torch it is a NumPy array, which has the same operators.
-    """
+    """Return numbers as a tensor of a dtype such as "int64"; without torch, a NumPy array."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -82,11 +74,7 @@ def load_tensors(data: bytes) -> Mapping[str, Tensor]:
 def save_tensors(
     rows: Mapping[str, Any], indices: Mapping[str, Any], target: Path, metadata: dict[str, str]
 ) -> None:
-    """Write a safetensors file.
-
-    Args:
-        rows: tensors or arrays, none of which overlaps another.
-    """
+    """Write a safetensors file; no two of `rows` overlap."""
     if any(isinstance(tensor, np.ndarray) for tensor in rows.values()):
         from safetensors.numpy import save_file
 
@@ -102,16 +90,7 @@ def save_tensors(
 
 
 def encode_blocks(rows: Mapping[str, Any], codec: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Encode the rows of a file with a scale per dimension.
-
-    Args:
-        rows: tensors [n, width].
-        codec: "full8:per=dim".
-
-    Returns:
-        The encoded rows uint8 [width, 8 + n], and the file's metadata that decoding needs;
-        `hidden` is the width of the first.
-    """
+    """Encode rows [n, width] as uint8 [width, 8 + n]; return the metadata for decoding too."""
     if codec != PER_DIM:
         raise SpecError("codec", f'expected None or "{PER_DIM}", got {codec!r}')
     if any(isinstance(tensor, np.ndarray) for tensor in rows.values()):

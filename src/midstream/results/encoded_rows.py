@@ -18,17 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scattered:
-    """Records at arbitrary offsets of a buffer.
-
-    Rows of a generated completion are like this: its records of consecutive steps have those of
-    other requests between them.
-
-    Attributes:
-        memory: uint8 [bytes].
-        offsets: int64 [records], offset of each record in bytes.
-        taps: number of rows of a record.
-        width: bytes of a row.
-    """
+    """Records of `taps` rows of `width` bytes, at offsets in bytes of a buffer with others."""
 
     memory: NDArray[np.uint8]
     offsets: NDArray[np.int64]
@@ -54,11 +44,7 @@ class Scattered:
         return whole.view(len(self), self.taps, self.width)
 
     def of(self, place: int) -> Tensor:
-        """Return a copy of each record's row of one tap, uint8 [records, width].
-
-        Args:
-            place: index of the tap in a record.
-        """
+        """Return a copy of each record's row of one tap, by its index, uint8 [records, width]."""
         return self._gather(place * self.width, self.width)
 
     def _gather(self, start: int, size: int) -> Tensor:
@@ -78,19 +64,12 @@ Chunk = Union["Tensor", Scattered]
 
 
 class UnreadChunks(Sequence[Chunk]):
-    """The single chunk of a block that was sent, as bytes until it is first read as a tensor: few
-    callers read all that they ask for.
-    """
+    """The single chunk of a block that was sent, as bytes until it is first read as a tensor."""
 
     __slots__ = ("_chunk", "_data", "_shape")
 
     def __init__(self, data: memoryview, taps: int, width: int) -> None:
-        """Create it.
-
-        Args:
-            taps: number of rows of a record.
-            width: bytes of a row.
-        """
+        """Create it of records of `taps` rows of `width` bytes."""
         self._data = data
         self._shape = -1, taps, width
         self._chunk: Tensor | None = None
@@ -172,9 +151,7 @@ class Rows:
         return replace(self, chunks=(encoded[:, None],), places=(0,), chosen=None)
 
     def decoded(self) -> Tensor:
-        """Return the decoded rows, [n, hidden]; a view if the codec is raw and the rows are
-        contiguous.
-        """
+        """Return the decoded rows, [n, hidden]; a view of contiguous raw ones."""
         return self.codec.decode(self.encoded(), self.hidden, self.dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,25 +22,20 @@ class Block(Protocol):
     @property
     def taps(self) -> Sequence[Tap]:
         """The taps, in the order within a record."""
-        ...
 
     @property
     def chunks(self) -> Sequence[Chunk]:
         """[positions, taps, bytes of a row] each, one after the other."""
-        ...
 
     @property
     def is_leased(self) -> bool:
         """Whether the chunks are in a worker's memory, which they keep in use."""
-        ...
 
 
 class RowGroup:
     """Rows of taps that were captured at the same positions.
 
-    Attributes:
-        chosen: int64 [rows], indices into the blocks' rows; None: all rows in their order.
-        nothing: encoded rows of the same codec, width and dtype, without any.
+    `chosen` are indices into the blocks' rows; None: all. `nothing` are encoded rows without any.
     """
 
     __slots__ = ("_positions", "blocks", "chosen", "nothing", "taps")
@@ -52,11 +48,7 @@ class RowGroup:
         chosen: Tensor | None,
         nothing: Rows,
     ) -> None:
-        """Create it.
-
-        Args:
-            positions: int64 [rows], ascending. An array may be shared: callers get a copy of it.
-        """
+        """Create it; `positions` int64 [rows] ascend. Callers get a copy of an array."""
         self.taps = taps
         self._positions = positions
         self.blocks = blocks
@@ -88,20 +80,10 @@ class RowGroup:
         for block in self.blocks:
             chunks += block.chunks
             places += [block.taps.index(tap)] * len(block.chunks)
-        nothing = self.nothing
-        return Rows(
-            nothing.codec,
-            nothing.hidden,
-            nothing.dtype,
-            tuple(chunks),
-            tuple(places),
-            self.chosen,
-        )
+        return replace(self.nothing, chunks=tuple(chunks), places=tuple(places), chosen=self.chosen)
 
     def decoded(self) -> Sequence[Tensor] | None:
-        """Return the decoded rows of each tap, [rows, hidden], as views of one tensor; None if they
-        are not raw rows in one piece of memory.
-        """
+        """Return each tap's decoded rows as views of one tensor; None: not raw, or in pieces."""
         from midstream.codecs.base import view_as
 
         nothing, blocks = self.nothing, self.blocks
@@ -122,10 +104,7 @@ class RowGroup:
         return [by_tap[tap] for tap in self.taps]
 
     def encoded(self) -> NDArray[np.uint8]:
-        """Return the encoded rows of all taps, uint8 [taps, rows, bytes of a row], only to be read.
-
-        The number of NumPy calls does not depend on the number of taps.
-        """
+        """Return all taps' encoded rows, uint8 [taps, rows, bytes of a row], only to be read."""
         pieces = []
         for block in self.blocks:
             there = tuple(block.taps)
@@ -152,11 +131,7 @@ def _arrays(chunks: Sequence[Chunk]) -> list[NDArray[np.uint8]]:
 
 
 class GatheredRows(Mapping[Tap, Rows]):
-    """Rows of each tap, made when they are looked at: few callers read those of all layers.
-
-    Attributes:
-        groups: the rows by taps that were captured together; no tap is in two of them.
-    """
+    """Rows of each tap, made when they are looked at: few callers read those of all layers."""
 
     def __init__(
         self,
@@ -164,12 +139,7 @@ class GatheredRows(Mapping[Tap, Rows]):
         groups: Sequence[RowGroup],
         numbers: Mapping[Tap, int] | None = None,
     ) -> None:
-        """Create it.
-
-        Args:
-            taps: all taps of the groups, in the order in which they are shown.
-            numbers: `numbers_of` these, which alike completions share; None: it is made here.
-        """
+        """Create it; `numbers` are `numbers_of` these, which alike completions share."""
         self.groups = tuple(groups)
         self._numbers = numbers_of(taps, groups) if numbers is None else numbers
 
@@ -225,11 +195,6 @@ class _HasTaps(Protocol):
 
 
 def numbers_of(taps: Iterable[Tap], groups: Sequence[_HasTaps]) -> dict[Tap, int]:
-    """Return the index of each tap's group.
-
-    Args:
-        taps: all taps of the groups; the result has their order.
-        groups: what has taps; no tap is in two of them.
-    """
+    """Return the index of each tap's group, in the order of `taps`."""
     indices = {tap: index for index, group in enumerate(groups) for tap in group.taps}
     return {tap: indices[tap] for tap in taps}

@@ -91,11 +91,7 @@ class HeldRows:
         return HeldRows(values, {**self.positions}, self.tokens)
 
     def decoded(self, tap: Tap, heads: Mapping[Tap, Heads]) -> Iterable[tuple[Tap, Tensor]]:
-        """Return the rows of a tap, and of those that are decoded together with it.
-
-        Args:
-            heads: by (site, layer), the heads that are shown.
-        """
+        """Return the rows of a tap, and of those that are decoded together with it."""
         mine = heads.get(tap)
         if isinstance(self.values, GatheredRows):
             from midstream.results.interleaved_rows import mark_interleaved

@@ -12,8 +12,7 @@ from torch import Tensor
 class InterleavedRows(Tensor):
     """A view of some rows that leaves the process as a copy of these rows alone.
 
-    torch saves and shares the whole storage of a view, which has the rows of all sites and layers
-    that were captured together. Operations return plain tensors.
+    torch saves and shares the whole storage of a view, which has the rows of all captured taps.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
@@ -47,11 +46,7 @@ def interleaved(rows: Tensor) -> Tensor:
 
 
 def mark_interleaved(views: Sequence[Tensor]) -> None:
-    """Turn views of one storage, of equal size, into `InterleavedRows` in place.
-
-    Args:
-        views: tensors that only the caller refers to, as their class changes.
-    """
+    """Turn views that only the caller refers to, of one storage, into `InterleavedRows`."""
     if views and views[0].untyped_storage().nbytes() != views[0].nbytes:
         for view in views:
             # A third of the time of `as_subclass`, which makes another view.

@@ -119,9 +119,7 @@ class Probes(Mapping[str, "Tensor"]):
         return viz.tokens(texts, values, title=f"probe {name}", positions=places)
 
     def _repr_html_(self) -> str:
-        """Return a line of cells for each probe, a cell for each position; the text itself is
-        shown by `picture`.
-        """
+        """Return a line of cells for each probe, a cell for each position."""
         from midstream import viz
 
         every = sorted(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
+
+import msgspec
 
 from midstream.errors import ReceiptError
 
@@ -15,13 +17,9 @@ STATUSES = ("ok", "partial", "error")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Counts of captured rows of one site and layer.
+    """Counts of captured rows of one site and layer: by the plan, and those that there are.
 
-    Attributes:
-        expected: number of rows by the plan.
-        actual: number of rows that there are.
-        reused: how many of these earlier requests computed, see `Capture`; the others were computed
-            for this one.
+    Of these, `reused` were computed by earlier requests, see `Capture`.
     """
 
     site: str
@@ -158,11 +156,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Nonfinite:
-    """Positions with an infinite or NaN value, or with an edit that saturated.
-
-    Attributes:
-        positions: number of positions.
-    """
+    """Positions with an infinite or NaN value, or with an edit that saturated."""
 
     positions: int
     first: int
@@ -213,7 +207,7 @@ class CaptureResult:
         return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
-def _plain(counts: Captured | Edited | Probed | Called | Version | Action) -> dict[str, Any]:
+def _plain(counts: Any) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in counts.__slots__}
 
 
@@ -337,7 +331,7 @@ class Receipt:
                 }
                 for sink, result in self.kept
             ],
-            "nonfinite": None if self.nonfinite is None else asdict(self.nonfinite),
+            "nonfinite": None if self.nonfinite is None else _plain(self.nonfinite),
             "coming_from": dict(self.coming_from),
             "called": [_plain(called) for called in self.called],
             "versions": [
@@ -350,37 +344,10 @@ class Receipt:
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Receipt:
         """Create a receipt from the values of `to_dict`; manifests of sinks are not included."""
-        return Receipt(
-            request_id=plain["request_id"],
-            prompt_tokens=plain["prompt_tokens"],
-            generated_tokens=plain["generated_tokens"],
-            captured=tuple(Captured(**captured) for captured in plain["captured"]),
-            edited=None if plain["edited"] is None else Edited(**plain["edited"]),
-            probed=tuple(Probed(**probed) for probed in plain["probed"]),
-            selected=tuple(
-                Selected(
-                    selected["what"],
-                    tuple((start, stop) for start, stop in selected["positions"]),
-                    selected.get("left_out", 0),
-                )
-                for selected in plain["selected"]
-            ),
-            dropped=plain["dropped"],
-            nonfinite=None if not plain.get("nonfinite") else Nonfinite(**plain["nonfinite"]),
-            problems=tuple(plain["problems"]),
-            kept=tuple(
-                (kept["sink"], CaptureResult(kept["status"], kept["reason"], tuple(kept["paths"])))
-                for kept in plain["kept"]
-            ),
-            # Servers of earlier versions do not send it.
-            coming_from=tuple(plain.get("coming_from", {}).items()),
-            called=tuple(Called(**called) for called in plain.get("called", ())),
-            versions=tuple(
-                Version(**{**version, "positions": tuple(version["positions"])})
-                for version in plain.get("versions", ())
-            ),
-            actions=tuple(Action(**action) for action in plain.get("actions", ())),
-        )
+        kept = [(result["sink"], result) for result in plain["kept"]]
+        # Servers of earlier versions do not send it.
+        coming_from = [*plain.get("coming_from", {}).items()]
+        return msgspec.convert({**plain, "kept": kept, "coming_from": coming_from}, Receipt)
 
     def __str__(self) -> str:
         lines = [

@@ -91,24 +91,14 @@ def header_of(num_layers: int | None) -> dict[str, str]:
 
 
 def widths_of(widths: Mapping[str, int], hidden: int) -> dict[str, str]:
-    """Return the metadata of rows of several widths, which replace those of `header_of`.
-
-    Args:
-        widths: width of the captured vectors by name, such as `attn_out.1`.
-        hidden: the width of those that are not named.
-
-    Returns:
-        An empty dict if all are of that width.
-    """
+    """Return metadata for widths by name, such as `attn_out.1`; empty if all are `hidden`."""
     others = {name: width for name, width in widths.items() if width != hidden}
     text = json.dumps(others, separators=(",", ":"))
     return {"version": WIDTHS_VERSION, "widths": text} if others else {}
 
 
 def heads_of(heads: Mapping[Tap, Heads]) -> dict[str, str]:
-    """Return the metadata of rows of heads, which replace those of `header_of`; an empty dict if
-    there are none.
-    """
+    """Return metadata for rows of heads, which replace those of `header_of`; empty without any."""
     named = {f"{site}.{layer}": tap_heads for (site, layer), tap_heads in heads.items()}
     text = json.dumps(named, separators=(",", ":"))
     return {"version": WIDTHS_VERSION, "heads": text} if named else {}
@@ -177,11 +167,7 @@ def _checked_heads(name: str, rows: Any, heads: Heads) -> Heads:
 def _checker(
     metadata: Mapping[str, Any], widths: Mapping[str, int]
 ) -> Callable[[str, Any], Tensor | Rows]:
-    """Return a function that checks one tensor of a file and returns it as `Activations` takes it.
-
-    Args:
-        widths: width of the captured vectors by name, where it is not that in the metadata.
-    """
+    """Return a function that checks a tensor of a file and returns it as `Activations` takes it."""
     hidden = metadata.get("hidden", "")
     invalid = SpecError("", f"the file's dtype or hidden is invalid: {show(str(metadata))}")
     if not _NUMBER.fullmatch(hidden):

@@ -33,19 +33,10 @@ _Form = tuple[tuple[Tap, ...], int, Rows]
 
 
 class PackedRows:
-    """Rows that are packed when their bytes are asked for; see `pack`.
-
-    Attributes:
-        nbytes: number of the bytes.
-    """
+    """Rows that are packed when their bytes are asked for; see `pack`."""
 
     def __init__(self, activations: Activations, hidden: int, dtype: torch.dtype) -> None:
-        """Create it; no row is looked at.
-
-        Args:
-            hidden: width of the residual stream; rows of another width know their own.
-            dtype: dtype of the captured vectors.
-        """
+        """Create it; no row is looked at. `hidden` is the width of the residual stream."""
         self._activations = activations
         self._groups = activations.held.groups()
         forms = tuple([(group.taps, len(group), group.nothing) for group in self._groups])
@@ -82,20 +73,12 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
     tensors by name. If some are of attention heads, one after the other, the version is 2 too, and
     `heads` is a JSON object with [number of heads, indices of those that are shown or null] by
     name; the tensors have all heads.
-
-    Args:
-        hidden: width of the residual stream; rows of another width know their own.
-        dtype: dtype of the captured vectors.
     """
     return PackedRows(activations, hidden, dtype).tobytes()
 
 
 def unpack(data: bytes) -> Activations:
-    """Return the rows of a file from `pack`, bit for bit; also those of a file that
-    `Activations.save` encoded.
-
-    Where torch is not installed the rows are NumPy arrays, with bfloat16 widened to float32.
-    """
+    """Return the rows of a file from `pack`, bit for bit, or that `Activations.save` encoded."""
     return Activations(*read_rows_file(data))
 
 

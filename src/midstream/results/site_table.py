@@ -9,6 +9,8 @@ from midstream import sites
 from midstream.console import format_ranges
 from midstream.plan.shape import ModelShape
 
+_ELSE = "not tapped; add it to midstream's settings `sites` and `layers`"
+
 
 @dataclass(frozen=True, slots=True)
 class SiteState:
@@ -17,8 +19,7 @@ class SiteState:
     Attributes:
         layer: from 0; of a site without layers, that of the first or of the last layer.
         reason: why it is not tapped; empty if it is.
-        width: number of components of its vectors; 0 if it is not tapped.
-        heads: number of attention heads that these are of; 0: they are not of heads.
+        width, heads: components of its vectors, and the heads that they are of; 0 if of none.
     """
 
     site: str
@@ -38,38 +39,22 @@ class SiteState:
 
 @dataclass(frozen=True, slots=True)
 class SiteTable:
-    """Every site of every layer.
-
-    Attributes:
-        states: by layer, then in the order in which a forward pass reaches the sites.
-    """
+    """Every site of every layer, in the order in which a forward pass reaches them."""
 
     states: tuple[SiteState, ...]
 
     @staticmethod
     def of(shape: ModelShape) -> SiteTable:
         """Create the table of one engine."""
-        reasons = dict(shape.reasons)
-        return SiteTable(
-            tuple(
-                SiteState(
-                    site,
-                    layer,
-                    (site, layer) in shape.taps,
-                    ""
-                    if (site, layer) in shape.taps
-                    else reasons.get(
-                        (site, layer),
-                        "not tapped; add it to midstream's settings `sites` and `layers`",
-                    ),
-                    shape.width((site, layer)) if (site, layer) in shape.taps else 0,
-                    shape.num_heads((site, layer)),
-                )
-                for layer in range(shape.num_layers)
-                for site in sites.NAMES
-                if layer == sites.ENDS.get(site, layer) % shape.num_layers
-            )
-        )
+        states = []
+        for layer in range(shape.num_layers):
+            for site in sites.NAMES:
+                tap, heads = (site, layer), shape.num_heads((site, layer))
+                if tap in shape.taps:
+                    states.append(SiteState(*tap, True, "", shape.width(tap), heads))
+                elif layer == sites.ENDS.get(site, layer) % shape.num_layers:
+                    states.append(SiteState(*tap, False, shape.reason(tap) or _ELSE, 0, heads))
+        return SiteTable(tuple(states))
 
     def __getitem__(self, key: tuple[str, int] | str) -> SiteState:
         """Return the state of a (site or alias, layer), or of a site without layers."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.plan.selection import Layers, read_taps
+from midstream.plan.selection import read_taps
 from midstream.results.activations import Activations
 from midstream.results.arrays import show_size, stack_arrays
 from midstream.sites import ENDS
@@ -35,9 +35,7 @@ def stack(
     Raises:
         SpecError: an output has no activations, or not these, or the numbers of rows differ.
     """
-    activations = [
-        _activations_of(output_index, output) for output_index, output in enumerate(outputs)
-    ]
+    activations = [_activations_of(index, output) for index, output in enumerate(outputs)]
     if not activations:
         raise SpecError("outputs", "expected at least one output")
     chosen, sites = read_taps(layers, site, "layers", "site")
@@ -48,16 +46,16 @@ def stack(
     names = activations[0].sites if sites is None else sites.names
     if len(names) != 1:
         raise SpecError("site", f"expected one site, got {len(names)}")
-    indices = activations[0].layers if chosen is None else _indices(chosen, activations[0])
+    indices = activations[0].layers
+    if chosen is not None and chosen.indices != "all":
+        indices = chosen.indices
+    site_keys = [(names[0], layer) for layer in indices]
+    keys: list[Any] = [names[0]] if names[0] in ENDS else site_keys
     nth_row = None if row is None else read_int(row)
     stacked: list[Any] = []
     for index, captured in enumerate(activations):
         try:
-            values = (
-                [captured[names[0]]]
-                if names[0] in ENDS
-                else [captured[names[0], layer] for layer in indices]
-            )
+            values = [captured[key] for key in keys]
             if nth_row is not None:
                 values = [value[nth_row] for value in values]
         except (KeyError, IndexError) as error:
@@ -84,10 +82,6 @@ def stack(
         stacked.append(stack_arrays(values))
     result: Tensor = stack_arrays(stacked)
     return result
-
-
-def _indices(layers: Layers, activations: Activations) -> tuple[int, ...]:
-    return activations.layers if layers.indices == "all" else layers.indices
 
 
 def _activations_of(index: int, output: Any) -> Activations:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from midstream.errors import SpecError
 from midstream.plan.forms import (
+    FeaturesLike,
     LayersLike,
     NumberLike,
     PhaseLike,
@@ -18,7 +19,7 @@ from midstream.plan.forms import (
     VectorLike,
 )
 from midstream.plan.operations import Feature
-from midstream.plan.operations.feature import FeaturesLike, read_index
+from midstream.plan.operations.feature import read_index
 from midstream.sae.files import from_release, load_sae, sae_of
 from midstream.sae.saelens import hook_tap
 from midstream.sites import Tap

@@ -25,14 +25,9 @@ _SCALER, _PIPELINE = "StandardScaler", "Pipeline"
 
 
 def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
-    """Return the weights and the intercept of a fitted binary classifier.
+    """Return float64 weights [width] and intercept of a fitted binary classifier of `CLASSIFIERS`.
 
-    Args:
-        classifier: one of `CLASSIFIERS`, or a `Pipeline` of `StandardScaler` and one of them, in
-            which case the scaler is folded into the weights.
-
-    Returns:
-        float64 [width] and a number, with ⟨h, weights⟩ + intercept = `decision_function(h)`.
+    ⟨h, weights⟩ + intercept = `decision_function(h)`; scalers of a `Pipeline` are folded in.
     """
     import numpy as np
 
@@ -64,9 +59,7 @@ def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
 def unscaled(
     scalers: Sequence[Any], rows: NDArray[np.float64], biases: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return weights [n, width] and biases [n] for vectors that are not scaled, from those for
-    scaled ones.
-    """
+    """Return weights [n, width] and biases [n] for unscaled vectors, from those for scaled ones."""
     import numpy as np
 
     for scaler in reversed(scalers):

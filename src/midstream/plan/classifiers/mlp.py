@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from midstream.errors import SpecError
 from midstream.ops.layout import ACTIVATIONS, Flags, Op
+from midstream.plan.argument_names import FrozenFields, parameters_of
 from midstream.plan.forms import RowsLike, VectorLike
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import rows_by_value
 from midstream.plan.vectors.matrix import emit_rows, read_rows
 from midstream.plan.vectors.vector import Vector
-from midstream.validation import at, kind, read_fields, read_word
+from midstream.validation import kind, read_fields, read_word
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class MLP:
+class MLP(FrozenFields):
     """A network with one hidden layer: ⟨output, act(hidden · h + hidden_bias)⟩.
 
     The bias of its output is that of the probe. Each hidden unit is one instruction of the probe's
@@ -52,35 +53,28 @@ class MLP:
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        with at("hidden"):
-            object.__setattr__(self, "hidden", read_rows(hidden))
-        for name, value in (("hidden_bias", hidden_bias), ("output", output)):
-            with at(name):
-                vector = Vector.parse(value)
-                if vector.size != len(self.hidden):
-                    raise SpecError(
-                        "",
-                        f"expected {len(self.hidden)} numbers, one for each row of `hidden`, got "
-                        f"{vector.size}",
-                    )
-                object.__setattr__(self, name, vector)
-        with at("activation"):
-            object.__setattr__(self, "activation", read_word(activation, ACTIVATIONS))
+        self._read(read_rows, hidden=hidden)
+        self._read(self._read_units, hidden_bias=hidden_bias, output=output)
+        self._read(partial(read_word, known=ACTIVATIONS), activation=activation)
+
+    def _read_units(self, value: object) -> Vector:
+        vector = Vector.parse(value)
+        if vector.size != len(self.hidden):
+            raise SpecError(
+                "",
+                f"expected {len(self.hidden)} numbers, one for each row of `hidden`, got "
+                f"{vector.size}",
+            )
+        return vector
 
     @staticmethod
     def parse(value: object) -> MLP:
-        """Read an MLP, or a dict of its arguments.
-
-        Raises:
-            SpecError: another form, or a field is unknown, missing or malformed.
-        """
+        """Read an MLP, or a dict of its arguments."""
         if isinstance(value, MLP):
             return value
         if not isinstance(value, Mapping):
             raise SpecError("", f"expected MLP(…), or its dict, got {kind(value)}")
-        required = ("hidden", "hidden_bias", "output")
-        arguments: dict[str, Any] = read_fields(value, required, ("activation",))
-        return MLP(**arguments)
+        return MLP(**read_fields(value, *parameters_of(MLP)))
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""

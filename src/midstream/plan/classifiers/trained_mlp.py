@@ -19,15 +19,7 @@ def is_network(classifier: object) -> bool:
 
 
 def read_network(classifier: object) -> tuple[MLP, float]:
-    """Return the network of a fitted binary `MLPClassifier`, and the bias of its output.
-
-    Args:
-        classifier: it, or a `Pipeline` of `StandardScaler` and it, in which case the scaler is
-            folded into the weights.
-
-    Returns:
-        The network and the bias: together they compute log(p / (1 − p)) of the second class.
-    """
+    """Return a fitted binary `MLPClassifier`, scalers folded in, and the bias of its log odds."""
     import numpy as np
 
     *scalers, last = steps_of(classifier)
@@ -49,11 +41,7 @@ def read_network(classifier: object) -> tuple[MLP, float]:
 
 
 def read_module(module: object) -> tuple[MLP, float]:
-    """Return the network of a torch module, and the bias of its output.
-
-    Args:
-        module: an `nn.Sequential` of a `Linear`, an activation and a `Linear` with one output.
-    """
+    """Return the network of an `nn.Sequential` (see `from_torch`), and the bias of its output."""
     parts = [layer for layer in _parts(module) if _class_of(layer) != "Dropout"]
     names = [_class_of(layer) for layer in parts]
     if len(parts) != 3 or names[0] != "Linear" or names[2] != "Linear" or names[1] not in _OF_TORCH:

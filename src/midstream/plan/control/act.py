@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import read_named
+from midstream.plan.argument_names import FrozenFields, read_named
+from midstream.plan.operation import read_scalar
 from midstream.plan.operations import (
     Edit,
     Gate,
     Local,
     Steer,
     bind_edit,
+    expand_edits,
     has_captured,
     parse_edit,
 )
 from midstream.plan.vectors.named_lookup import Lookup
-from midstream.validation import MAX_PARTS, at, kind, listed, read_float32, read_int, show
+from midstream.validation import MAX_PARTS, at, kind, listed, read_int, show
 
 MOST_TOKENS = 4096  # of `for_`, and of the window of a mean
 _POOL = re.compile(r"none|max|mean:([1-9][0-9]{0,3})|ema:(0?\.[0-9]{1,9})")
+_DEFAULTS: dict[str, Any] = {"above": None, "below": None, "for": 1, "pool": "none"}
 _POOLS = '"none", "max", "mean:8" (of the last 8 scores) or "ema:0.9"'
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Condition:
+class Condition(FrozenFields):
     """A condition on the scores of a probe, in the order of the tokens that it selects.
 
     It is met at a token if the pooled score there, and at the `for_` − 1 selected tokens before it,
@@ -74,31 +76,20 @@ class Condition:
                 "above" if above is None else "below",
                 "missing: give `above` or `below`" if above is None else "give `above` or `below`",
             )
-        for name, value in (("above", above), ("below", below)):
-            with at(name):
-                bound = None if value is None else read_float32(value) + 0.0
-            object.__setattr__(self, name, bound)
+        self._read_given(read_scalar, above=above, below=below)
         with at("for"):
             count = read_int(for_)
             if not 1 <= count <= MOST_TOKENS:
                 raise SpecError("", f"expected 1 to {MOST_TOKENS} tokens, got {count}")
-        object.__setattr__(self, "for_", count)
         with at("pool"):
             _read_pool(pool)
-        object.__setattr__(self, "pool", str(pool))
+        self._set(for_=count, pool=str(pool))
 
     def emit(self) -> dict[str, Any]:
         """Return the JSON form, such as `{"stop": {"above": 2.0, "for": 3}}`."""
-        fields: dict[str, Any] = {}
-        if self.above is not None:
-            fields["above"] = self.above
-        if self.below is not None:
-            fields["below"] = self.below
-        if self.for_ != 1:
-            fields["for"] = self.for_
-        if self.pool != "none":
-            fields["pool"] = self.pool
-        return {self.word: fields}
+        fields = {"above": self.above, "below": self.below, "for": self.for_, "pool": self.pool}
+        set_fields = {name: part for name, part in fields.items() if part != _DEFAULTS[name]}
+        return {self.word: set_fields}
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -157,8 +148,7 @@ class Switch(Condition):
             SpecError: a field is malformed, or an edit cannot be switched on.
         """
         Condition.__init__(self, above=above, below=below, for_=for_, pool=pool)
-        object.__setattr__(self, "edits", read_later_edits(edits))
-        object.__setattr__(self, "origins", ())
+        self._set(edits=read_later_edits(edits), origins=())
 
     def emit(self) -> dict[str, Any]:
         """Return the JSON form, such as `{"switch": {"edits": [{…}], "above": 2.0}}`."""
@@ -175,22 +165,14 @@ class Switch(Condition):
         return all(edit.is_bound for edit in self.edits)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Switch:
-        """Return a copy with names replaced by their registered vectors; see `Plan.bind`.
-
-        Raises:
-            SpecError: a name is unknown, or has no vector for a requested tap.
-        """
-        edits, origins = bind_later_edits(self.edits, self.origins, lookup, num_layers)
-        clone = copy.copy(self)
-        object.__setattr__(clone, "edits", edits)
-        object.__setattr__(clone, "origins", origins)
-        return clone
+        """Return a copy with names replaced by their registered vectors; see `Plan.bind`."""
+        bind = functools.partial(bind_edit, lookup=lookup, num_layers=num_layers)
+        edits, origins = expand_edits(self.edits, self.origins, bind)
+        return self._changed(edits=edits, origins=origins)
 
 
 def read_later_edits(value: object) -> tuple[Edit, ...]:
-    """Read the edits that a running request is given: one or its dict, or a list or tuple of these,
-    which may be empty.
-    """
+    """Read edits for a running request: one or its dict, or a list of these, maybe empty."""
     forms = value if isinstance(value, (list, tuple)) else (value,)
     if len(forms) > MAX_PARTS:
         raise SpecError("edits", f"expected at most {MAX_PARTS}, got {len(forms)}")
@@ -201,24 +183,6 @@ def read_later_edits(value: object) -> tuple[Edit, ...]:
             _check_switched(edit)
             edits.append(edit)
     return tuple(edits)
-
-
-def bind_later_edits(
-    later_edits: Sequence[Edit], known: Sequence[int], lookup: Lookup, num_layers: int | None
-) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
-    """Return edits with names replaced by their registered vectors, and each one's index before.
-
-    Args:
-        known: their indices before an earlier binding; empty: there was none.
-        lookup, num_layers: see `Plan.bind`.
-    """
-    edits: list[Edit] = []
-    origins: list[int] = []
-    for index, edit in enumerate(later_edits):
-        with at(f"edits[{index}]"):
-            edits += bind_edit(edit, lookup, num_layers)
-        origins += [known[index] if known else index] * (len(edits) - len(origins))
-    return tuple(edits), tuple(origins)
 
 
 def _check_switched(edit: Edit) -> None:
@@ -234,7 +198,6 @@ def _check_switched(edit: Edit) -> None:
 
 Act = Stop | Flag | Switch
 _ACTS: dict[str, type[Act]] = {act.word: act for act in (Stop, Flag, Switch)}
-_FIELDS = ("above", "below", "for", "pool")
 
 
 def read_act(value: object) -> Act:
@@ -250,9 +213,9 @@ def read_act(value: object) -> Act:
     with at(word):
         own = ("edits",) if word == Switch.word else ()
         if not isinstance(fields, Mapping):
-            known = listed((*own, *_FIELDS))
+            known = listed((*own, *_DEFAULTS))
             raise SpecError("", f"expected a dict of {known}, got {kind(fields)}")
-        arguments = read_named(fields, own, _FIELDS)
+        arguments = read_named(fields, own, tuple(_DEFAULTS))
         if "for" in arguments:
             arguments["for_"] = arguments.pop("for")
         return _ACTS[word](**arguments)
@@ -272,11 +235,7 @@ class Progress(NamedTuple):
 
 
 class Met(NamedTuple):
-    """Where a condition is met.
-
-    Attributes:
-        nth: index of the score.
-    """
+    """Where a condition is met: the nth score, from 0, and the pooled score there."""
 
     nth: int
     pooled: float
@@ -285,15 +244,7 @@ class Met(NamedTuple):
 def follow(
     condition: Condition, progress: Progress, scores: Iterable[float]
 ) -> tuple[Progress, Met | None]:
-    """Evaluate a condition on the next scores of a probe.
-
-    Args:
-        scores: the scores, in the order of the tokens.
-
-    Returns:
-        (how far it is after the scores, or after the one that met it; where it is met first, None:
-        nowhere).
-    """
+    """Return the progress after the next scores, and where they meet the condition first, if so."""
     size, decay = _known_pool(condition.pool)
     run, pooled, window = progress
     for index, score in enumerate(scores):

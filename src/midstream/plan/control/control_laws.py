@@ -73,11 +73,7 @@ class Threshold:
 
     @staticmethod
     def parse(value: object) -> Threshold:
-        """Read it of the dict of its parameters.
-
-        Raises:
-            SpecError: it is malformed; the path is relative to `value`.
-        """
+        """Read it of the dict of its parameters."""
         if not isinstance(value, Mapping):
             names = listed([*_REQUIRED, *_DEFAULTS])
             raise SpecError("", f"expected a dict of {names}, got {kind(value)}")

@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from midstream.errors import SpecError
-from midstream.plan.control.act import bind_later_edits, read_later_edits
+from midstream.plan.argument_names import FrozenFields, only_set
+from midstream.plan.control.act import read_later_edits
 from midstream.plan.control.control_laws import Observed, Threshold
-from midstream.plan.operations import Edit
+from midstream.plan.operations import Edit, bind_edit, expand_edits
 from midstream.plan.vectors.named_lookup import Lookup
 from midstream.validation import at, kind, listed, read_fields, read_float32, read_word, show
 
@@ -25,12 +27,7 @@ Answer = float | Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class EditSet:
-    """A set of edits that a controller in the engine core may choose by name.
-
-    Attributes:
-        edits: the edits; none of them need what is found when a request begins.
-        origins: after `Controller.bind`, each edit's index before binding; empty: unchanged.
-    """
+    """A set of edits that a controller in the engine core may choose; `origins` as in `Plan`."""
 
     name: str
     edits: tuple[Edit, ...]
@@ -38,7 +35,7 @@ class EditSet:
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Controller:
+class Controller(FrozenFields):
     """A `Threshold` or code that is called with a request's new scores, and answers with a scale, a
     factor on the strength of its edits; or with None, for no change.
 
@@ -135,21 +132,12 @@ class Controller:
             raise SpecError(
                 "edits", "a Threshold answers with scales; a declared controller chooses edits"
             )
-        for attribute, value in (
-            ("decide", decide), ("name", chosen), ("mode", resolved_mode), ("seconds", limit),
-            ("on_error", policy), ("edits", _read_sets({} if edits is None else edits)),
-        ):  # fmt: skip
-            object.__setattr__(self, attribute, value)
+        self._set(decide=decide, name=chosen, mode=resolved_mode, seconds=limit, on_error=policy)
+        self._set(edits=_read_sets({} if edits is None else edits))
 
     @staticmethod
     def parse(value: object) -> Controller:
-        """Read a controller of `mode="sync"`: a Controller, a Threshold, a declared name, or the
-        JSON form: `{"threshold": {…}}` or `{"declared": name}`, with `name`, `on_error` and
-        `edits`.
-
-        Raises:
-            SpecError: it is malformed, or a Controller of `mode="async"`.
-        """
+        """Read a controller of `mode="sync"`, a Threshold, a declared name, or the JSON form."""
         if isinstance(value, Controller):
             if value.mode == "async":
                 raise SpecError(
@@ -177,19 +165,12 @@ class Controller:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of a controller of `mode="sync"`, which `parse` reads again."""
         law = self.law
-        fields: dict[str, Any] = (
-            {"declared": self.decide} if law is None else {law.word: law.to_dict()}
-        )
-        if self.name != (self.decide if law is None else law.word):
-            fields["name"] = self.name
-        if self.on_error is not None:
-            fields["on_error"] = self.on_error
-        if self.edits:
-            fields["edits"] = {
-                edit_set.name: [edit.to_dict() for edit in edit_set.edits]
-                for edit_set in self.edits
-            }
-        return fields
+        what = {"declared": self.decide} if law is None else {law.word: law.to_dict()}
+        name = "" if self.name == (self.decide if law is None else law.word) else self.name
+        edits = {
+            edit_set.name: [edit.to_dict() for edit in edit_set.edits] for edit_set in self.edits
+        }
+        return {**what, **only_set(name=name, on_error=self.on_error, edits=edits)}
 
     @property
     def law(self) -> Threshold | None:
@@ -207,26 +188,14 @@ class Controller:
         return all(edit.is_bound for edit_set in self.edits for edit in edit_set.edits)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Controller:
-        """Return a copy with names replaced by their registered vectors; see `Plan.bind`.
-
-        Raises:
-            SpecError: a name is unknown, or has no vector for a requested tap.
-        """
+        """Return a copy with names replaced by their registered vectors; see `Plan.bind`."""
+        bind = partial(bind_edit, lookup=lookup, num_layers=num_layers)
         edit_sets = []
         for edit_set in self.edits:
             with _within(edit_set.name):
-                edits, origins = bind_later_edits(
-                    edit_set.edits, edit_set.origins, lookup, num_layers
-                )
+                edits, origins = expand_edits(edit_set.edits, edit_set.origins, bind)
             edit_sets.append(replace(edit_set, edits=edits, origins=origins))
-        return self._with_edits(tuple(edit_sets))
-
-    def _with_edits(self, edits: tuple[EditSet, ...]) -> Controller:
-        controller = object.__new__(Controller)
-        for name in ("decide", "name", "mode", "seconds", "on_error"):
-            object.__setattr__(controller, name, getattr(self, name))
-        object.__setattr__(controller, "edits", edits)
-        return controller
+        return self._changed(edits=tuple(edit_sets))
 
 
 def read_seconds(value: object) -> float:

@@ -1,7 +1,4 @@
-"""Edits: interventions on a token's vector, as immutable values.
-
-Each edit documents its formula, reads and emits its JSON form, and compiles to instructions.
-"""
+"""Edits: interventions on a token's vector, as immutable values."""
 
 from __future__ import annotations
 
@@ -11,22 +8,19 @@ from midstream.errors import SpecError
 from midstream.plan.operations.ablate import Ablate
 from midstream.plan.operations.affine import Affine, LoReFT
 from midstream.plan.operations.bias import Bias
-from midstream.plan.operations.captured_edits import fill_edit, has_captured
 from midstream.plan.operations.clamp import Clamp
 from midstream.plan.operations.feature import Feature
 from midstream.plan.operations.gate import Gate
 from midstream.plan.operations.gate_probe import Reading
-from midstream.plan.operations.local import Local
-from midstream.plan.operations.named_edits import bind_edit
-from midstream.plan.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
+from midstream.plan.operations.local import Edit, Local
+from midstream.plan.operations.named_edits import bind_edit, expand_edits, fill_edit, has_captured
+from midstream.plan.operations.plain import PLAIN, PlainEdit, read_kind
 from midstream.plan.operations.reconstruct import Reconstruct
 from midstream.plan.operations.replace import Replace
 from midstream.plan.operations.route import Route
 from midstream.plan.operations.scale import Scale
 from midstream.plan.operations.steer import Steer
-from midstream.validation import at, listed, read_word
-
-Edit = PlainEdit | Gate | Local
+from midstream.validation import listed
 
 # The edits with a JSON form. A function has none, so that none is ever read from a network.
 KINDS_BY_OP: dict[str, type[PlainEdit | Gate]] = {**PLAIN, Gate.op: Gate}
@@ -52,6 +46,7 @@ __all__ = [
     "Scale",
     "Steer",
     "bind_edit",
+    "expand_edits",
     "fill_edit",
     "has_captured",
     "parse_edit",
@@ -62,14 +57,7 @@ def parse_edit(value: object) -> Edit:
     """Read an edit, or its dict with `op`."""
     if isinstance(value, Edit):
         return value
-    if not isinstance(value, Mapping):
-        raise bad_edit(value, OPS)
-    if "op" not in value:
-        raise missing_op(OPS)
-    if value["op"] == Local.op:
+    if isinstance(value, Mapping) and value.get("op") == Local.op:
         problem = "functions run only where they are given in Python, as Local(fn, layer=14)"
         raise SpecError("op", f"{problem}; {listed(OPS)} have a JSON form")
-    # `op` determines the other fields, so it is read first.
-    with at("op"):
-        word = read_word(value["op"], OPS)
-    return KINDS_BY_OP[word].parse(value)
+    return read_kind(value, KINDS_BY_OP).parse(value)

@@ -8,25 +8,10 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsOrNames,
-    SitesLike,
-)
+from midstream.plan import forms
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.instructions import Instruction
-from midstream.plan.operation import (
-    Operation,
-    one_edit,
-    read_norm,
-    read_scalar,
-    rows_by_value,
-    with_norm,
-)
+from midstream.plan.operation import Operation, one_edit, read_norm, read_scalar, rows_by_value
 from midstream.plan.vectors.algebra import orthonormal
 from midstream.plan.vectors.matrix import read_directions
 from midstream.plan.vectors.named_vector import Named
@@ -62,16 +47,16 @@ class Ablate(Operation):
     @accept_spellings
     def __init__(
         self,
-        directions: RowsOrNames,
-        layer: LayersLike | None = None,
-        strength: NumberLike = 1.0,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        directions: forms.RowsOrNames,
+        layer: forms.LayersLike | None = None,
+        strength: forms.NumberLike = 1.0,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         subspace: bool | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
+        head: forms.IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -104,16 +89,16 @@ class Ablate(Operation):
             if len(vectors) == len(self.directions):
                 for part in [(vector,) for vector in vectors] if subspace is False else [vectors]:
                     orthonormal(part)
-        with at("strength"):
-            self._set(strength=read_scalar(strength))
+        self._read(read_scalar, strength=strength)
         self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude, head)
         self._set(subspace=self._read_subspace(subspace, by_value=vectors == self.directions))
 
     def own(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {"directions": self.directions, "strength": self.strength}
-        arguments = arguments if self.subspace is None else {**arguments, "subspace": self.subspace}
-        return with_norm(arguments, self.norm)
+        if self.subspace is not None:
+            arguments["subspace"] = self.subspace
+        return arguments | only_set(norm=self.norm)
 
     def per_layer(self) -> tuple[Ablate, ...]:
         if self.subspace is not False:

@@ -8,19 +8,8 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    MatrixOrName,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsLike,
-    SitesLike,
-    VectorLike,
-    VectorOrName,
-)
+from midstream.plan import forms
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import (
     Operation,
@@ -29,7 +18,6 @@ from midstream.plan.operation import (
     read_norm,
     read_scalar,
     rows_by_value,
-    with_norm,
 )
 from midstream.plan.vectors.algebra import gram_error, wide
 from midstream.plan.vectors.matrix import Matrix, matrix_by_value, read_matrix, read_rows
@@ -69,18 +57,18 @@ class Affine(Operation):
     @accept_spellings
     def __init__(
         self,
-        read: RowsLike | None = None,
-        write: RowsLike | None = None,
-        layer: LayersLike | None = None,
-        bias: NumberLike | VectorOrName = 0.0,
-        scale: NumberLike = 1.0,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        read: forms.RowsLike | None = None,
+        write: forms.RowsLike | None = None,
+        layer: forms.LayersLike | None = None,
+        bias: forms.NumberLike | forms.VectorOrName = 0.0,
+        scale: forms.NumberLike = 1.0,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
-        matrix: MatrixOrName | None = None,
+        head: forms.IndicesLike | None = None,
+        matrix: forms.MatrixOrName | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -107,10 +95,8 @@ class Affine(Operation):
                     raise SpecError(name, "unsupported with `matrix`, which maps the whole vector")
             with at("matrix"):
                 self._set(matrix=read_matrix(matrix), read=(), write=())
-            with at("bias"):
-                self._set(bias=_read_shift(bias))
-        with at("scale"):
-            self._set(scale=read_scalar(scale))
+            self._read(_read_shift, bias=bias)
+        self._read(read_scalar, scale=scale)
         self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude, head)
 
@@ -119,8 +105,7 @@ class Affine(Operation):
             raise SpecError("read", "missing; give `read` and `write`, or `matrix`")
         if write is None:
             raise SpecError("write", "missing; give as many rows as in `read`")
-        with at("read"):
-            self._set(read=read_rows(read))
+        self._read(read_rows, read=read)
         with at("write"):
             self._set(write=_read_like(write, "read", self.read))
         with at("bias"):
@@ -130,7 +115,7 @@ class Affine(Operation):
         what: dict[str, Any] = {"matrix": self.matrix}
         if self.matrix is None:
             what = {"read": self.read, "write": self.write}
-        return with_norm({**what, "bias": self.bias, "scale": self.scale}, self.norm)
+        return {**what, "bias": self.bias, "scale": self.scale, **only_set(norm=self.norm)}
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         if self.matrix is not None:
@@ -175,16 +160,16 @@ class LoReFT(Operation):
     @accept_spellings
     def __init__(
         self,
-        rotation: RowsLike,
-        weight: RowsLike,
-        bias: NumberLike | VectorLike,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        rotation: forms.RowsLike,
+        weight: forms.RowsLike,
+        bias: forms.NumberLike | forms.VectorLike,
+        layer: forms.LayersLike | None = None,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
+        head: forms.IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -217,7 +202,7 @@ class LoReFT(Operation):
 
     def own(self) -> dict[str, Any]:
         arguments = {"rotation": self.rotation, "weight": self.weight, "bias": self.bias}
-        return with_norm(arguments, self.norm)
+        return {**arguments, **only_set(norm=self.norm)}
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         rotation = rows_by_value("rotation", self.rotation, width)

@@ -10,9 +10,9 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.plan.argument_names import accept_spellings
 from midstream.plan.forms import NumberLike, PhaseLike, PositionsLike
+from midstream.plan.heads import mask_of
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, one_edit, read_scalar
-from midstream.plan.vectors.vector import Vector
 from midstream.validation import INT_LIMIT, at, is_int, kind, show
 
 MAX_TOKENS = 1024
@@ -59,8 +59,7 @@ class Bias(Operation):
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        with at("tokens"):
-            self._set(tokens=_read_tokens(tokens))
+        self._read(_read_tokens, tokens=tokens)
         if positions is None:
             # A phase that is none is refused below.
             positions = _SAMPLED.get(str(phase or "all"), "all")
@@ -81,15 +80,8 @@ class Bias(Operation):
         return Bias(**arguments)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        """Return the instruction that adds 1 to the first component of the token's switches; the
-        values are in the plan, see `ResolvedBias`.
-        """
-        return one_edit([Instruction(Op.ADD, write=(switch(0, width),), a=1.0)])
-
-
-def switch(component: int, width: int) -> Vector:
-    """Return the vector of 1 at one component and 0 elsewhere."""
-    return Vector.parse([float(index == component) for index in range(width)])
+        """Return an ADD of 1 to the token's first switch; for values see `ResolvedBias`."""
+        return one_edit([Instruction(Op.ADD, write=(mask_of((0,), width),), a=1.0)])
 
 
 def _read_tokens(value: object) -> tuple[tuple[int, float], ...]:

@@ -7,25 +7,10 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    SitesLike,
-    VectorOrName,
-)
+from midstream.plan import forms
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.instructions import Instruction
-from midstream.plan.operation import (
-    Operation,
-    by_value,
-    one_edit,
-    read_norm,
-    read_scalar,
-    with_norm,
-)
+from midstream.plan.operation import Operation, by_value, one_edit, read_norm, read_scalar
 from midstream.plan.vectors.algebra import check_nonzero, unit
 from midstream.plan.vectors.named_vector import Named, read_direction
 from midstream.plan.vectors.vector import Vector
@@ -58,18 +43,18 @@ class Clamp(Operation):
     @accept_spellings
     def __init__(
         self,
-        direction: VectorOrName,
-        layer: LayersLike | None = None,
-        value: NumberLike | None = None,
-        low: NumberLike | None = None,
-        high: NumberLike | None = None,
-        strength: NumberLike = 1.0,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        direction: forms.VectorOrName,
+        layer: forms.LayersLike | None = None,
+        value: forms.NumberLike | None = None,
+        low: forms.NumberLike | None = None,
+        high: forms.NumberLike | None = None,
+        strength: forms.NumberLike = 1.0,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
+        head: forms.IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -102,19 +87,18 @@ class Clamp(Operation):
                 self._set(**{name: None if bound is None else read_scalar(bound)})
         if self.low is not None and self.high is not None and self.low > self.high:
             raise SpecError("low", f"expected at most `high`, {self.high!r}, got {self.low!r}")
-        with at("strength"):
-            self._set(strength=read_scalar(strength))
+        self._read(read_scalar, strength=strength)
         self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        arguments = {
+        return {
             "direction": self.direction,
             "low": self.low,
             "high": self.high,
             "strength": self.strength,
+            **only_set(norm=self.norm),
         }
-        return with_norm(arguments, self.norm)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         with at("direction"):

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsLike,
-    SitesLike,
-    VectorLike,
-)
+from midstream.plan import forms
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.instructions import Instruction
-from midstream.plan.operation import (
-    Operation,
-    one_edit,
-    read_norm,
-    read_scalar,
-    rows_by_value,
-    with_norm,
-)
+from midstream.plan.operation import Operation, one_edit, read_norm, read_scalar, rows_by_value
 from midstream.plan.sink_target import read_name
 from midstream.plan.vectors.algebra import wide
 from midstream.plan.vectors.matrix import MAX_RANK, read_rows
-from midstream.plan.vectors.named_lookup import Lookup, SaeName
+from midstream.plan.vectors.named_lookup import FeatureSource, Lookup, SaeName
 from midstream.plan.vectors.vector import Vector
 from midstream.validation import (
     INT_LIMIT,
@@ -49,10 +33,6 @@ from midstream.validation import (
 
 MODES = ("set", "add", "scale", "ablate")
 _ABLATE = 'mode "ablate" takes no value; use "set" or "scale"'
-# The id of a feature, several ids, or {id: value}.
-FeaturesLike = (
-    SupportsIndex | Sequence[SupportsIndex] | Mapping[int, NumberLike] | Mapping[str, NumberLike]
-)
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -101,22 +81,22 @@ class Feature(Operation):
     @accept_spellings
     def __init__(
         self,
-        encoder: RowsLike | None = None,
-        decoder: RowsLike | None = None,
-        layer: LayersLike | None = None,
+        encoder: forms.RowsLike | None = None,
+        decoder: forms.RowsLike | None = None,
+        layer: forms.LayersLike | None = None,
         mode: Literal["set", "add", "scale", "ablate"] = "set",
-        value: NumberLike | VectorLike | None = None,
-        bias: NumberLike | VectorLike | None = None,
-        threshold: NumberLike | VectorLike | None = None,
-        decoder_bias: VectorLike | None = None,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        value: forms.NumberLike | forms.VectorLike | None = None,
+        bias: forms.NumberLike | forms.VectorLike | None = None,
+        threshold: forms.NumberLike | forms.VectorLike | None = None,
+        decoder_bias: forms.VectorLike | None = None,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
+        head: forms.IndicesLike | None = None,
         sae: str | None = None,
-        index: FeaturesLike | None = None,
+        index: forms.FeaturesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -152,8 +132,7 @@ class Feature(Operation):
             self._set(sae=None, index=(), value=_read_values(self.mode, value, count))
             self._read_biases(bias, threshold, decoder_bias)
         else:
-            with at("sae"):
-                self._set(sae=read_sae(sae))
+            self._read(read_sae, sae=sae)
             for name, argument in (
                 ("encoder", encoder), ("decoder", decoder), ("bias", bias),
                 ("threshold", threshold), ("decoder_bias", decoder_bias), ("head", head),
@@ -166,45 +145,25 @@ class Feature(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"mode": self.mode, "value": short(self.value)}
-        if self.sae is None:
-            rows = {"encoder": self.encoder, "decoder": self.decoder}
-            arguments = {
-                **rows,
-                **arguments,
-                "bias": short(self.bias),
-                "threshold": short(self.threshold),
-            }
-        else:
-            arguments = {"sae": self.sae, "index": list(self.index), **arguments}
-        return with_norm(arguments, self.norm)
+        change: dict[str, Any] = {"mode": self.mode, "value": short(self.value)}
+        norm = only_set(norm=self.norm)
+        if self.sae is not None:
+            return {"sae": self.sae, "index": list(self.index), **change, **norm}
+        rows = {"encoder": self.encoder, "decoder": self.decoder}
+        biases = {"bias": short(self.bias), "threshold": short(self.threshold)}
+        return {**rows, **change, **biases, **norm}
 
     def names(self) -> tuple[str, ...]:
         """Return the name of the SAE, if there is one."""
         return () if self.sae is None else (self.sae,)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Feature, ...]:
-        """Return the edit with the features of its SAE by value.
-
-        Args:
-            lookup: returns the SAE of a `SaeName`; raises SpecError for an unknown one.
-            num_layers: not used.
-
-        Raises:
-            SpecError: the SAE is unknown, it lacks a feature, or its features cannot be changed
-                singly; or the layer was omitted, and the SAE does not say where it was trained.
-        """
+        """Return the edit with the features of its SAE by value."""
         if self.sae is None:
             return (self,)
         with at("sae"):
             source = lookup(SaeName(self.sae))
-            place: dict[str, Any] = {"layer": self.layers, "site": self.sites}
-            if self.left:
-                tap = source.tap
-                if tap is None:
-                    problem = "the SAE has no hook point; give both `layer` and `site`"
-                    raise SpecError("", problem)
-                place |= {name: tap[name == "layer"] for name in self.left}
+            place = place_by_sae(self, source)
         arguments: dict[str, Any] = {**source.weights_of(self.index, self.mode), **place}
         value = list(self.value) or None
         return (
@@ -280,14 +239,18 @@ class Feature(Operation):
         return tuple(read_scalar(bias - float(row @ shift)) for bias, row in pairs)
 
 
-def read_changes(index: object, mode: object, value: object) -> dict[str, Any]:
-    """Read which features of an SAE are changed, and how: index, mode and value of a `Feature`.
+def place_by_sae(edit: Operation, source: FeatureSource) -> dict[str, Any]:
+    """Return the layer and site of an edit: where they were omitted, those of its SAE."""
+    place: dict[str, Any] = {"layer": edit.layers, "site": edit.sites}
+    if not edit.left:
+        return place
+    if source.tap is None:
+        raise SpecError("", "the SAE has no hook point; give both `layer` and `site`")
+    return place | {name: source.tap[name == "layer"] for name in edit.left}
 
-    Args:
-        index: an id, several, or {id: value}.
-        mode: one of `MODES`.
-        value: one number for all, or one for each; None where `index` or the mode has them.
-    """
+
+def read_changes(index: object, mode: object, value: object) -> dict[str, Any]:
+    """Read which features of an SAE are changed, and how: index, mode and value of a `Feature`."""
     with at("mode"):
         word = read_word(mode, MODES)
     with at("index"):
@@ -319,11 +282,7 @@ def _read_values(mode: str, value: object, count: int) -> tuple[float, ...]:
 
 
 def read_index(value: object) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
-    """Read the ids of features, and their values if it has these.
-
-    Args:
-        value: an id, several, or {id: value}.
-    """
+    """Read ids of features, and their values if it has these: an id, several, or {id: value}."""
     if value is None:
         raise SpecError("", "missing; give the id of a feature, several ids, or {id: value}")
     features = [value] if is_int(value) else as_list(value)

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan.argument_names import FrozenFields, accept_spellings, parameters_of
 from midstream.plan.forms import NumberLike, VectorOrName
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, read_scalar
 from midstream.plan.operations.gate_memory import Hold, Memory
 from midstream.plan.operations.gate_probe import Reading
-from midstream.plan.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
+from midstream.plan.operations.plain import PLAIN, PlainEdit, read_kind
 from midstream.plan.operations.route import Route
 from midstream.plan.positions.positions import Positions
 from midstream.plan.selection import Layers, Sites
@@ -34,7 +34,7 @@ from midstream.validation import at, float32, read_fields, read_word
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Gate:
+class Gate(FrozenFields):
     """Apply an edit only to tokens, or to the degree, that a probe's score exceeds a threshold.
 
     With score = ⟨h, direction⟩ + bias, the contribution of the edit is multiplied by g: 1 if
@@ -95,30 +95,27 @@ class Gate:
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        with at("edit"):
-            object.__setattr__(self, "edit", _read_inner(edit))
-        with at("probe"):
-            object.__setattr__(self, "probe", Reading.parse(probe))
-        with at("threshold"):
-            object.__setattr__(self, "threshold", read_scalar(threshold))
-        with at("sharpness"):
-            number = None if sharpness is None else read_scalar(sharpness)
-            if number is not None and float32(number) == 0:
-                raise SpecError(
-                    "", "must not be 0, where the gate is always ½; omit `sharpness` for a step"
-                )
-            if number is not None and isinstance(self.edit, Route) and self.edit.forces:
-                raise SpecError(
-                    "", "an expert is chosen or not: omit `sharpness`, or give a Route of `bias`"
-                )
-            object.__setattr__(self, "sharpness", number)
+        self._read(_read_inner, edit=edit)
+        self._read(Reading.parse, probe=probe)
+        self._read(read_scalar, threshold=threshold)
+        self._read_given(self._read_sharpness, sharpness=sharpness)
         memory = Memory.read(hold, smooth, release, self.threshold, self.sharpness)
         if memory and self.probe.layers:
             problem = "a gate with memory (hold, smooth, release) reads one layer, got several"
             raise SpecError("probe.layer", problem)
-        object.__setattr__(self, "hold", memory.hold)
-        object.__setattr__(self, "smooth", memory.smooth)
-        object.__setattr__(self, "release", memory.release)
+        self._set(hold=memory.hold, smooth=memory.smooth, release=memory.release)
+
+    def _read_sharpness(self, value: object) -> float:
+        number = read_scalar(value)
+        if float32(number) == 0:
+            raise SpecError(
+                "", "must not be 0, where the gate is always ½; omit `sharpness` for a step"
+            )
+        if isinstance(self.edit, Route) and self.edit.forces:
+            raise SpecError(
+                "", "an expert is chosen or not: omit `sharpness`, or give a Route of `bias`"
+            )
+        return number
 
     @property
     def memory(self) -> Memory:
@@ -147,18 +144,11 @@ class Gate:
 
     @staticmethod
     def parse(value: object) -> Gate:
-        """Read a Gate, or a dict of the constructor's arguments and optionally `"op": "gate"`.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read a Gate, or a dict of the constructor's arguments and optionally `"op": "gate"`."""
         if isinstance(value, Gate):
             return value
-        fields = read_fields(
-            value,
-            required=("edit", "probe"),
-            optional=("threshold", "sharpness", "hold", "smooth", "release", "op"),
-        )
+        required, optional = parameters_of(Gate)
+        fields = read_fields(value, required, (*optional, "op"))
         with at("op"):
             read_word(fields.pop("op", Gate.op), (Gate.op,))
         return Gate(**fields)
@@ -183,13 +173,8 @@ class Gate:
     ) -> tuple[Instruction, ...]:
         """Return a GATE that reads the vector, then the edit's instructions with flag GATED.
 
-        Args:
-            size: number of components of the vectors at the edit's tap.
-            read: the same of those that the gate reads; None: it is the edit's tap.
-            row: of several layers that are read, the index of the one whose part the GATE reads.
-
-        Raises:
-            SpecError: a vector has another width, or is a name that was not bound.
+        `size` is of the vectors at the edit's tap, `read` of what the gate reads, if elsewhere.
+        `row` is the index of the layer, of several, whose part the GATE reads.
         """
         with at("probe"):
             direction = self.probe.vector(size if read is None else read, row)
@@ -225,25 +210,19 @@ class Gate:
 
         A direction registered for a single tap is read there, unless the probe has a tap. A
         direction registered for several taps is read at each edit's tap, with its vector there.
-
-        Args:
-            lookup, num_layers: see Operation.bind.
-
-        Raises:
-            SpecError: a name is unknown, or has no vector for a requested tap.
         """
         with at("edit"):
             edits = self.edit.bind(lookup, num_layers)
         direction = self.probe.direction
         if not isinstance(direction, Named):
-            return tuple(self._wrap(edit, self.probe) for edit in edits)
+            return tuple(replace(self, edit=edit) for edit in edits)
         with at("probe"):
             with at("direction"):
                 registered = vectors_of(direction.name, lookup)
             if self.probe.layers:
                 layers = from_start(Layers(self.probe.layers), num_layers)
                 probe = self.probe.at_layers(direction.name, registered, layers)
-                return tuple(self._wrap(edit, probe) for edit in edits)
+                return tuple(replace(self, edit=edit, probe=probe) for edit in edits)
             return tuple(
                 gate
                 for edit in edits
@@ -265,7 +244,7 @@ class Gate:
             tap = taps[0]
         if tap is not None or is_plain(registered):
             vector = registered[None] if tap is None else pick(name, registered, tap)
-            return [self._wrap(edit, self.probe.at_tap(vector, tap))]
+            return [replace(self, edit=edit, probe=self.probe.at_tap(vector, tap))]
         layers = from_start(edit.layers, num_layers).indices if edit.sites.in_layers else ()
         if layers == "all":
             raise SpecError(
@@ -274,30 +253,21 @@ class Gate:
                 "layer=\"all\"; give the probe's layer, or list the edit's layers",
             )
         return [
-            self._wrap(
-                edit.replace(layer=layer, site=site),
-                self.probe.at_tap(pick(name, registered, (site, layer)), None),
+            replace(
+                self,
+                edit=edit.replace(layer=layer, site=site),
+                probe=self.probe.at_tap(pick(name, registered, (site, layer)), None),
             )
             for layer in layers
             for site in edit.sites
         ]
 
-    def _wrap(self, edit: PlainEdit, probe: Reading) -> Gate:
-        return replace(self, edit=edit, probe=probe)
-
 
 def _read_inner(value: object) -> PlainEdit:
     if isinstance(value, PlainEdit):
         return value
-    known = tuple(PLAIN)
     if isinstance(value, Gate) or (isinstance(value, Mapping) and value.get("op") == Gate.op):
         raise SpecError(
             "", "a `gate` cannot contain another `gate`; use the sum of their directions"
         )
-    if not isinstance(value, Mapping):
-        raise bad_edit(value, known)
-    if "op" not in value:
-        raise missing_op(known)
-    with at("op"):
-        word = read_word(value["op"], known)
-    return PLAIN[word].parse(value)
+    return read_kind(value, PLAIN).parse(value)

@@ -18,11 +18,7 @@ _HOLD = '"rest", or a number of tokens from 1'
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a gate remembers from one token of a request to the next.
-
-    Attributes:
-        hold: see `Gate`.
-    """
+    """What a gate remembers from one token of a request to the next; see `Gate`."""
 
     hold: Hold | None
     smooth: float | None
@@ -74,11 +70,7 @@ class Memory:
         return {name: value for name, value in every.items() if value is not None}
 
     def scan(self, gate: Instruction) -> Instruction:
-        """Return the SCAN, without a slot, whose score a gate reads instead of the stream.
-
-        Args:
-            gate: the GATE of a gate without memory, which reads the stream.
-        """
+        """Return the SCAN, without a slot, whose score a gate reads instead of the stream."""
         return Instruction(
             Op.SCAN,
             read=gate.read,
@@ -91,11 +83,7 @@ class Memory:
         )
 
     def gate(self, gate: Instruction, slot: int) -> Instruction:
-        """Return the GATE that reads the score of the SCAN.
-
-        Args:
-            gate: as for `scan`.
-        """
+        """Return the GATE that reads the score of the SCAN."""
         threshold = 0.5 if Flags.STEP in gate.flags else gate.b
         flags = gate.flags & ~Flags.FRESH
         return Instruction(Op.GATE, b=threshold, c=gate.c, flags=flags, slot=slot)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.argument_names import FrozenFields, accept_spellings, parameters_of, read_named
 from midstream.plan.forms import LayersLike, NumberLike, RowsOrNames, SitesLike
 from midstream.plan.heads import head_size, padded, read_indices
 from midstream.plan.operation import SITE, Operation, by_value, read_scalar
@@ -33,7 +33,7 @@ _MLP = (
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Reading:
+class Reading(FrozenFields):
     """The probe of a gate: score = ⟨h, direction⟩ + bias, or the sum of ⟨h, direction⟩ over layers.
 
     Attributes:
@@ -77,16 +77,13 @@ class Reading:
         """
         if is_by_layer(direction) or is_matrix(direction):
             rows, layer = read_per_layer("direction", direction, layer)
-            object.__setattr__(self, "direction", rows)
+            self._set(direction=rows)
         else:
-            with at("direction"):
-                object.__setattr__(self, "direction", read_direction(direction))
-        with at("bias"):
-            object.__setattr__(self, "bias", read_scalar(bias))
+            self._read(read_direction, direction=direction)
+        self._read(read_scalar, bias=bias)
         heads = () if head is None else read_indices(head, "head")
         if len(heads) > 1:
             raise SpecError("head", f"a gate reads one head, got {len(heads)}")
-        object.__setattr__(self, "head", heads[0] if heads else None)
         tap: Tap | None = None
         several: tuple[int, ...] = ()
         layers, sites = read_taps(layer, site, "layer", "site")
@@ -110,8 +107,7 @@ class Reading:
             raise SpecError(
                 "layer", "missing: the direction has one row for each of several layers"
             )
-        object.__setattr__(self, "tap", tap)
-        object.__setattr__(self, "layers", several)
+        self._set(head=heads[0] if heads else None, tap=tap, layers=several)
 
     def _check_layers(self, layers: Layers) -> tuple[int, ...]:
         """Return the layers if there are several, each with its own vector."""
@@ -130,11 +126,7 @@ class Reading:
 
     @staticmethod
     def parse(value: object) -> Reading:
-        """Read a Reading, a Probe of all positions, a direction, or a dict of the arguments.
-
-        Raises:
-            SpecError: another form, or a field is unknown, missing or malformed.
-        """
+        """Read a Reading, a Probe of all positions, a direction, or a dict of the arguments."""
         if isinstance(value, Reading):
             return value
         if isinstance(value, Operation) and not value.op:
@@ -145,11 +137,7 @@ class Reading:
         if isinstance(value, Mapping) and "mlp" in value:
             raise SpecError("mlp", _MLP)
         if isinstance(value, Mapping) and not {"f32", "name"} & set(value):
-            return Reading(
-                **read_named(
-                    value, required=("direction",), optional=("bias", "layer", "site", "head")
-                )
-            )
+            return Reading(**read_named(value, *parameters_of(Reading)))
         return Reading(direction)
 
     def to_dict(self) -> dict[str, object]:

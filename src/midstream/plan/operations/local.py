@@ -11,6 +11,8 @@ from midstream.plan.forms import LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.plan.instructions import Instruction
 from midstream.plan.local_functions import LocalFunction, function_of
 from midstream.plan.operation import Operation, one_edit
+from midstream.plan.operations.gate import Gate
+from midstream.plan.operations.plain import PlainEdit
 from midstream.validation import at
 
 
@@ -65,3 +67,6 @@ class Local(Operation):
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         # Changes no bit: the device counts the tokens at which the function is to be called.
         return one_edit([Instruction(Op.SCALE, a=1.0)])
+
+
+Edit = PlainEdit | Gate | Local

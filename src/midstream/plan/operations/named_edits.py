@@ -1,30 +1,46 @@
-"""Expansion of names: an edit with registered names becomes edits with vectors by value."""
+"""Expansion of edits with registered names, or rows of earlier requests, to edits by value."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from midstream.errors import SpecError
+from midstream.plan.captured_rows import CapturedRows, OpenRows
+from midstream.plan.heads import head_size
 from midstream.plan.operations.gate import Gate
-from midstream.plan.operations.local import Local
+from midstream.plan.operations.local import Edit, Local
 from midstream.plan.operations.plain import PlainEdit
+from midstream.plan.operations.replace import Replace
 from midstream.plan.operations.steer import Steer
 from midstream.plan.positions.positions import Positions
-from midstream.plan.vectors.named_lookup import Lookup, NamedEdits
+from midstream.plan.shape import ModelShape, VectorSize
+from midstream.plan.vectors.named_lookup import Lookup, NamedEdits, find_taps, from_start
 from midstream.plan.vectors.named_vector import Named
+from midstream.validation import at
 
-E = TypeVar("E", bound=PlainEdit | Gate | Local)
+E = TypeVar("E", bound=Edit)
 
 
-def bind_edit(
-    edit: PlainEdit | Gate | Local, lookup: Lookup, num_layers: int | None = None
-) -> tuple[PlainEdit | Gate | Local, ...]:
+def expand_edits(
+    edits: Sequence[Edit], known: Sequence[int], expand: Callable[[Edit], tuple[Edit, ...]]
+) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
+    """Return what each edit becomes, and each one's index before this and an earlier expansion."""
+    expanded: list[Edit] = []
+    origins: list[int] = []
+    for index, edit in enumerate(edits):
+        with at(f"edits[{index}]"):
+            expanded.extend(expand(edit))
+        origins += [known[index] if known else index] * (len(expanded) - len(origins))
+    return tuple(expanded), tuple(origins)
+
+
+def bind_edit(edit: Edit, lookup: Lookup, num_layers: int | None = None) -> tuple[Edit, ...]:
     """Return the edits that an edit stands for, with names replaced by what is registered.
 
-    A Steer whose vector is a name of whole edits stands for these edits, in their order. Its scale
-    multiplies the scale of each of them that is a Steer, also within a gate. Edits of other kinds
-    do not scale: bounds of a clamp, a replaced value or an affine map are absolute.
+    The scale of a Steer by a name of whole edits multiplies that of each Steer among them, also in
+    a gate. Other edits do not scale: bounds of a clamp or a replaced value are absolute.
     """
     if isinstance(edit, Steer) and isinstance(edit.vector, Named):
         registered = lookup(edit.vector.name)
@@ -51,9 +67,7 @@ def _check_bare(edit: Steer, name: str) -> None:
             )
 
 
-def _scaled_edits(
-    named: Named, scale: float, named_edits: NamedEdits
-) -> tuple[PlainEdit | Gate | Local, ...]:
+def _scaled_edits(named: Named, scale: float, named_edits: NamedEdits) -> tuple[Edit, ...]:
     factor = named.scale * scale
     if factor == 0.0:
         for edit in named_edits.edits:
@@ -72,3 +86,51 @@ def _scaled_edit(edit: E, factor: float) -> E:
     if isinstance(edit, Steer) and factor != 1.0:
         return edit.replace(scale=edit.scale * factor)
     return edit
+
+
+def has_captured(edit: Edit) -> bool:
+    """Return whether an edit has rows of an earlier request."""
+    inner = edit.edit if isinstance(edit, Gate) else edit
+    return isinstance(inner, Replace) and isinstance(inner.rows, CapturedRows)
+
+
+def fill_edit(edit: Edit, open_rows: OpenRows, shape: ModelShape) -> tuple[Edit, ...]:
+    """Return an edit with the rows that it refers to: one per site and layer; or itself."""
+    if isinstance(edit, Gate):
+        with at("edit"):
+            inner = _fill(edit.edit, open_rows, shape)
+        return tuple(dataclasses.replace(edit, edit=part) for part in inner)
+    if isinstance(edit, Local):
+        return (edit,)
+    return _fill(edit, open_rows, shape)
+
+
+def _fill(edit: PlainEdit, open_rows: OpenRows, shape: ModelShape) -> tuple[PlainEdit, ...]:
+    if not isinstance(edit, Replace) or not isinstance(edit.rows, CapturedRows):
+        return (edit,)
+    rows = edit.rows
+    with at("rows"):
+        source = open_rows(rows.id)
+    captured: dict[str, Any] = {rows.id: dict.fromkeys(source.taps)}
+    taps = find_taps(captured, from_start(edit.layers, shape.num_layers), edit.sites, edit.left)
+    assert taps is not None, "captured rows have taps"
+    edits = []
+    for tap in taps:
+        with at("rows"):
+            mine = source.read(tap, rows.positions)
+        place: dict[str, Any] = {"site": tap[0], "layer": tap[1]}
+        if edit.heads:
+            place |= {"head": None, "dims": _columns(edit, shape.size(tap))}
+        edits.append(edit.replace(rows=mine, **place))
+    return tuple(edits)
+
+
+def _columns(edit: Replace, size: VectorSize) -> list[int]:
+    """Return the components of an edit's heads, which are those that it replaces."""
+    if edit.norm is not None:
+        raise SpecError("norm", "unsupported with captured rows of single heads")
+    width = head_size(edit.heads, size)
+    dims = edit.dims or range(width)
+    if dims[-1] >= width:
+        raise SpecError("dims", f"{dims[-1]} is out of range: a head has {width} numbers")
+    return [head * width + dim for head in edit.heads for dim in dims]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar, get_args
+
 from midstream.errors import SpecError
 from midstream.plan.operations.ablate import Ablate
 from midstream.plan.operations.affine import Affine, LoReFT
@@ -13,8 +16,9 @@ from midstream.plan.operations.replace import Replace
 from midstream.plan.operations.route import Route
 from midstream.plan.operations.scale import Scale
 from midstream.plan.operations.steer import Steer
-from midstream.validation import kind, listed
+from midstream.validation import at, kind, listed, read_word
 
+K = TypeVar("K")
 PlainEdit = (
     Steer
     | Ablate
@@ -29,34 +33,18 @@ PlainEdit = (
     | Bias
 )
 
-KINDS: tuple[type[PlainEdit], ...] = (
-    Steer,
-    Ablate,
-    Clamp,
-    Feature,
-    Reconstruct,
-    Affine,
-    LoReFT,
-    Replace,
-    Scale,
-    Route,
-    Bias,
-)
-PLAIN: dict[str, type[PlainEdit]] = {kind.op: kind for kind in KINDS}
+PLAIN: dict[str, type[PlainEdit]] = {kind.op: kind for kind in get_args(PlainEdit)}
 
 
-def bad_edit(value: object, known: tuple[str, ...]) -> SpecError:
-    """Return the error for a value that is no edit."""
-    problem = f"expected an edit, or a dict with `op`, got {kind(value)}"
-    if callable(value):
-        problem += "; a function is called by Local(fn, layer=14), in engines that allow it"
-    return SpecError("", f"{problem}; write for example Steer(vector, layer=14); {_ops(known)}")
-
-
-def missing_op(known: tuple[str, ...]) -> SpecError:
-    """Return the error for a dict without `op`."""
-    return SpecError("", f"missing field `op`; {_ops(known)}")
-
-
-def _ops(known: tuple[str, ...]) -> str:
-    return f"known: {listed(known)}"
+def read_kind(value: object, known: Mapping[str, type[K]]) -> type[K]:
+    """Return the kind of an edit that a dict is, by its `op`, which determines the other fields."""
+    if not isinstance(value, Mapping):
+        problem = f"expected an edit, or a dict with `op`, got {kind(value)}"
+        if callable(value):
+            problem += "; a function is called by Local(fn, layer=14), in engines that allow it"
+        problem += "; write for example Steer(vector, layer=14)"
+        raise SpecError("", f"{problem}; known: {listed(known)}")
+    if "op" not in value:
+        raise SpecError("", f"missing field `op`; known: {listed(known)}")
+    with at("op"):
+        return known[read_word(value["op"], tuple(known))]

@@ -8,23 +8,11 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.ops.sae import layout
-from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    SitesLike,
-    VectorLike,
-)
+from midstream.plan import forms
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.instructions import Instruction
-from midstream.plan.operation import Operation, one_edit, read_norm, with_norm
-from midstream.plan.operations.feature import (
-    FeaturesLike,
-    read_changes,
-    read_sae,
-    short,
-)
+from midstream.plan.operation import Operation, one_edit, read_norm
+from midstream.plan.operations.feature import place_by_sae, read_changes, read_sae, short
 from midstream.plan.selection import WIDE
 from midstream.plan.vectors.named_lookup import Lookup, SaeCode, SaeName
 from midstream.plan.vectors.vector import Vector
@@ -71,15 +59,15 @@ class Reconstruct(Operation):
     def __init__(
         self,
         sae: str,
-        index: FeaturesLike | None = None,
+        index: forms.FeaturesLike | None = None,
         mode: Literal["set", "add", "scale", "ablate"] = "set",
-        value: NumberLike | VectorLike | None = None,
+        value: forms.NumberLike | forms.VectorLike | None = None,
         error: bool = False,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        layer: forms.LayersLike | None = None,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
@@ -123,7 +111,7 @@ class Reconstruct(Operation):
         arguments: dict[str, Any] = {"sae": self.sae}
         if self.index:
             arguments |= {"index": list(self.index), "mode": self.mode, "value": short(self.value)}
-        return with_norm({**arguments, "error": self.error}, self.norm)
+        return {**arguments, "error": self.error, **only_set(norm=self.norm)}
 
     def names(self) -> tuple[str, ...]:
         """Return the name of the SAE, if the edit is not bound."""
@@ -136,30 +124,16 @@ class Reconstruct(Operation):
         return edit
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Reconstruct, ...]:
-        """Return the edit with the place of its SAE in the workers' memory.
-
-        Args:
-            lookup: returns the SAE of a `SaeName`; raises SpecError for an unknown one.
-            num_layers: not used.
-
-        Raises:
-            SpecError: the SAE is unknown, lacks a feature or is not on the workers, or the layer
-                was omitted, and the SAE does not say where it was trained.
-        """
+        """Return the edit with the place of its SAE in the workers' memory."""
         if self.code is not None:
             return (self,)
         with at("sae"):
             source = lookup(SaeName(self.sae))
             code = source.reconstructs()
-            tap = source.tap if self.left else None
-            if self.left and tap is None:
-                raise SpecError("", "the SAE has no hook point; give both `layer` and `site`")
+            place = place_by_sae(self, source)
         for feature in self.index:
             if feature >= code.features:
                 raise SpecError("index", f"expected 0 to {code.features - 1}, got {feature}")
-        place: dict[str, Any] = {"layer": self.layers, "site": self.sites}
-        if tap is not None:
-            place |= {name: tap[name == "layer"] for name in self.left}
         edit = Reconstruct(**{**self.own(), **place, "positions": self.positions})
         if code.transcodes:
             if edit.sites.names != (READS,):

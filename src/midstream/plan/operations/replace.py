@@ -7,27 +7,12 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.plan.argument_names import accept_spellings
+from midstream.plan import forms
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.captured_rows import CapturedRows, is_captured
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsOrNames,
-    SitesLike,
-)
 from midstream.plan.heads import read_indices, with_dims
 from midstream.plan.instructions import Instruction
-from midstream.plan.operation import (
-    Operation,
-    one_edit,
-    read_norm,
-    read_scalar,
-    rows_by_value,
-    with_norm,
-)
+from midstream.plan.operation import Operation, one_edit, read_norm, read_scalar, rows_by_value
 from midstream.plan.vectors.matrix import read_rows_or_names
 from midstream.plan.vectors.named_vector import Named
 from midstream.plan.vectors.vector import Vector
@@ -59,16 +44,16 @@ class Replace(Operation):
     @accept_spellings
     def __init__(
         self,
-        rows: RowsOrNames | CapturedRows,
-        layer: LayersLike | None = None,
-        alpha: NumberLike = 1.0,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        rows: forms.RowsOrNames | CapturedRows,
+        layer: forms.LayersLike | None = None,
+        alpha: forms.NumberLike = 1.0,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
-        head: IndicesLike | None = None,
-        dims: IndicesLike | None = None,
+        head: forms.IndicesLike | None = None,
+        dims: forms.IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -94,15 +79,14 @@ class Replace(Operation):
                 self._set(rows=CapturedRows.parse(rows))
             else:
                 self._set(rows=read_rows_or_names(rows, MAX_ITEMS))
-        with at("alpha"):
-            self._set(alpha=read_scalar(alpha))
+        self._read(read_scalar, alpha=alpha)
         self._set(norm=read_norm(norm))
         self._set(dims=() if dims is None else read_indices(dims, "dims"))
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        arguments = with_norm({"rows": self.rows, "alpha": self.alpha}, self.norm)
-        return {**arguments, "dims": list(self.dims)} if self.dims else arguments
+        settings = only_set(norm=self.norm, dims=list(self.dims))
+        return {"rows": self.rows, "alpha": self.alpha, **settings}
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         if isinstance(self.rows, CapturedRows):

@@ -8,20 +8,12 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    SitesLike,
-)
-from midstream.plan.heads import mask_of, read_indices
+from midstream.plan import forms
+from midstream.plan.argument_names import accept_spellings, only_set
+from midstream.plan.heads import mask_of, read_indices, vector_of
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, one_edit, read_scalar
 from midstream.plan.shape import VectorSize
-from midstream.plan.vectors.vector import Vector
 from midstream.validation import MAX_ITEMS, at, float32, kind, read_int, show
 
 ROUTER = "router"
@@ -59,14 +51,14 @@ class Route(Operation):
     @accept_spellings
     def __init__(
         self,
-        activate: IndicesLike | None = None,
-        deactivate: IndicesLike | None = None,
-        bias: Mapping[int, NumberLike] | Mapping[str, NumberLike] | None = None,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
+        activate: forms.IndicesLike | None = None,
+        deactivate: forms.IndicesLike | None = None,
+        bias: Mapping[int, forms.NumberLike] | Mapping[str, forms.NumberLike] | None = None,
+        layer: forms.LayersLike | None = None,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -115,14 +107,11 @@ class Route(Operation):
         return bool(self.activate or self.deactivate)
 
     def own(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {}
-        if self.activate:
-            arguments["activate"] = list(self.activate)
-        if self.deactivate:
-            arguments["deactivate"] = list(self.deactivate)
-        if self.bias:
-            arguments["bias"] = {str(expert): number for expert, number in self.bias}
-        return arguments
+        return only_set(
+            activate=list(self.activate),
+            deactivate=list(self.deactivate),
+            bias={str(expert): number for expert, number in self.bias},
+        )
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         size = width if isinstance(width, VectorSize) else VectorSize(width)
@@ -130,16 +119,16 @@ class Route(Operation):
         steps = []
         added = {expert: number for expert, number in self.bias if expert not in self.activate}
         if added:
-            steps.append(Instruction(Op.ADD, write=(_vector(added, size),), a=1.0))
+            steps.append(Instruction(Op.ADD, write=(vector_of(added, size),), a=1.0))
         if self.deactivate:
             low = dict.fromkeys(self.deactivate, DEACTIVATED)
             mask = mask_of(self.deactivate, size)
-            steps.append(Instruction(Op.REPLACE, write=(_vector(low, size),), a=1.0, mask=mask))
+            steps.append(Instruction(Op.REPLACE, write=(vector_of(low, size),), a=1.0, mask=mask))
         if self.activate:
             own = {expert: number for expert, number in self.bias if expert in self.activate}
             mask = mask_of(self.activate, size)
             steps.append(
-                Instruction(Op.RAISE, write=(_vector(own, size),), a=1.0, b=MARGIN, mask=mask)
+                Instruction(Op.RAISE, write=(vector_of(own, size),), a=1.0, b=MARGIN, mask=mask)
             )
         return one_edit(steps, in_turn=True)
 
@@ -190,13 +179,3 @@ def _read_bias(value: object) -> tuple[tuple[int, float], ...]:
             if not 0 < abs(float32(biases[expert])) <= MAX_BIAS:
                 raise SpecError("", f"expected a number within ±500, not 0, got {number}")
     return tuple(sorted(biases.items()))
-
-
-def _vector(values: Mapping[int, float], size: int) -> Vector:
-    """Return the vector with some components, zero elsewhere."""
-    import numpy as np
-
-    array = np.zeros(size, np.float32)
-    for index, number in values.items():
-        array[index] = number
-    return Vector.parse(array)

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.ops.layout import Op
-from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    SitesLike,
-    VectorLike,
-)
+from midstream.plan import forms
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.heads import read_indices, with_dims
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, one_edit, read_scalar
@@ -48,15 +40,15 @@ class Scale(Operation):
     @accept_spellings
     def __init__(
         self,
-        factor: NumberLike | VectorLike,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
-        exclude: PositionsLike | None = None,
-        head: IndicesLike | None = None,
-        dims: IndicesLike | None = None,
-        shift: VectorLike | None = None,
+        factor: forms.NumberLike | forms.VectorLike,
+        layer: forms.LayersLike | None = None,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
+        exclude: forms.PositionsLike | None = None,
+        head: forms.IndicesLike | None = None,
+        dims: forms.IndicesLike | None = None,
+        shift: forms.VectorLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -70,18 +62,13 @@ class Scale(Operation):
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        with at("factor"):
-            self._set(factor=_read_factor(factor))
-        with at("shift"):
-            self._set(shift=None if shift is None else Vector.parse(shift))
+        self._read(_read_factor, factor=factor)
+        self._read_given(Vector.parse, shift=shift)
         self._set(dims=() if dims is None else read_indices(dims, "dims"))
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"factor": self.factor}
-        if self.shift is not None:
-            arguments["shift"] = self.shift
-        return {**arguments, "dims": list(self.dims)} if self.dims else arguments
+        return {"factor": self.factor, **only_set(shift=self.shift, dims=list(self.dims))}
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         if isinstance(self.factor, Vector):

@@ -9,17 +9,8 @@ from typing import Any, Literal, SupportsIndex
 
 from midstream.errors import ScaleWarning, SpecError
 from midstream.ops.layout import Flags, Op
+from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
-from midstream.plan.forms import (
-    IndicesLike,
-    LayersLike,
-    NumberLike,
-    PhaseLike,
-    PositionsLike,
-    RowsLike,
-    RowsOrNames,
-    SitesLike,
-)
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, one_edit, read_scalar, rows_by_value
 from midstream.plan.tokens import LOGIT, STREAM, read_kind, read_token
@@ -81,16 +72,16 @@ class Steer(Operation):
     @accept_spellings
     def __init__(
         self,
-        vector: RowsOrNames | None = None,
-        layer: LayersLike | None = None,
-        scale: NumberLike = 1.0,
-        site: SitesLike | None = None,
-        positions: PositionsLike = "all",
-        phase: PhaseLike | None = None,
+        vector: forms.RowsOrNames | None = None,
+        layer: forms.LayersLike | None = None,
+        scale: forms.NumberLike = 1.0,
+        site: forms.SitesLike | None = None,
+        positions: forms.PositionsLike = "all",
+        phase: forms.PhaseLike | None = None,
         norm: Literal["match", "keep"] | None = None,
-        exclude: PositionsLike | None = None,
-        rows: RowsLike | None = None,
-        head: IndicesLike | None = None,
+        exclude: forms.PositionsLike | None = None,
+        rows: forms.RowsLike | None = None,
+        head: forms.IndicesLike | None = None,
         *,
         token: SupportsIndex | str | None = None,
         lens: str | None = None,
@@ -141,8 +132,7 @@ class Steer(Operation):
         if vector is not None:
             vector, layer = self._read_vector(vector, layer)
         self._set(vector=vector)
-        with at("scale"):
-            self._set(scale=read_scalar(scale))
+        self._read(read_scalar, scale=scale)
         self._set_place(layer, site, positions, phase, exclude, head)
         if isinstance(self.vector, tuple):
             check_per_layer("vector", len(self.vector), self.layers)
@@ -154,11 +144,9 @@ class Steer(Operation):
         for name, value in (("vector", vector), ("rows", rows)):
             if value is not None:
                 raise SpecError("token", f"`{name}` is given too; give one of them")
-        with at("token"):
-            self._set(token=read_token(token))
+        self._read(read_token, token=token)
         if lens is not None:
-            with at("lens"):
-                self._set(lens=read_kind(lens))
+            self._read(read_kind, lens=lens)
 
     def _check_token(self) -> None:
         """Check that a token has a direction at the sites."""

@@ -11,8 +11,7 @@ from midstream.plan.operations.affine import Affine
 from midstream.plan.operations.bias import Bias
 from midstream.plan.operations.clamp import Clamp
 from midstream.plan.operations.gate import Gate
-from midstream.plan.operations.local import Local
-from midstream.plan.operations.plain import PlainEdit
+from midstream.plan.operations.local import Edit, Local
 from midstream.plan.operations.replace import Replace
 from midstream.plan.operations.steer import Steer
 from midstream.validation import at
@@ -27,14 +26,10 @@ _FIELDS: dict[type, str] = {
 }
 
 
-def with_strength(
-    edits: Sequence[PlainEdit | Gate | Local], factor: float
-) -> tuple[PlainEdit | Gate | Local, ...]:
-    """Return edits with a multiple of their strength: none of them if the factor is 0, unless one
-    is a Gate with memory, which goes on to read its tokens.
+def with_strength(edits: Sequence[Edit], factor: float) -> tuple[Edit, ...]:
+    """Return edits with a multiple of their `scale`, `strength` or `alpha`, or values of a Bias.
 
-    The strength of an edit is its `scale`, `strength` or `alpha`, or the values of a Bias; that of
-    a Gate is that of its edit.
+    Of factor 0 none are left, unless one is a Gate with memory, which goes on to read its tokens.
     """
     if factor == 0 and not any(isinstance(edit, Gate) and edit.memory.emit() for edit in edits):
         return ()
@@ -43,7 +38,7 @@ def with_strength(
     return tuple(_scaled(edit, factor, index) for index, edit in enumerate(edits))
 
 
-def _scaled(edit: PlainEdit | Gate | Local, factor: float, i: int) -> PlainEdit | Gate | Local:
+def _scaled(edit: Edit, factor: float, i: int) -> Edit:
     if isinstance(edit, Gate):
         inner = _scaled(edit.edit, factor, i)
         assert not isinstance(inner, Gate | Local)

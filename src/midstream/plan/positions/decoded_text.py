@@ -17,21 +17,14 @@ _LONGEST_WAIT = 32
 
 
 def text_map(tokenizer: Any, token_ids: Sequence[int]) -> TextMap:
-    """Return the decoded text of a prompt, and the characters of each token in it.
-
-    Special tokens are included. Tokens that together are one character have the same span.
-
-    Args:
-        tokenizer: vLLM's tokenizer, or any with transformers' `decode`.
-    """
+    """Return the decoded text of a prompt, special tokens included, and each token's characters."""
     return _Decoding(tokenizer, list(token_ids)).run()
 
 
 class _Decoding:
     """Decodes groups of tokens: usually one token, several if they share a character.
 
-    The text of a token is found by decoding it together with the previous group, as a decoder may
-    treat the first token differently, for instance drop its leading space.
+    A token is decoded together with the previous group, as decoders may drop a first token's space.
     """
 
     def __init__(self, tokenizer: Any, ids: list[int]) -> None:

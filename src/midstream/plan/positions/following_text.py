@@ -1,7 +1,4 @@
-"""Token ids of a text that follows other text, which are not always those of the text alone.
-
-Some tokenizers put a space before a text, and so have other tokens for a text that goes on.
-"""
+"""Token ids of a text that follows other text: some tokenizers put a space before a text alone."""
 
 from __future__ import annotations
 
@@ -19,18 +16,10 @@ _BEFORE = ("\n", "a", ".")
 def ids_after(
     tokenizer: Any, before: Sequence[int], whole: Sequence[int], text: str
 ) -> list[int] | None:
-    """Return the token ids of a text that follows another.
+    """Return the token ids of a text that follows another; None: none spell it there.
 
     They are the rest of both texts tokenized together, if that begins with the tokens of the first.
-    Otherwise a token spans the two, and they are those of the text elsewhere, if they spell it
-    here.
-
-    Args:
-        tokenizer: vLLM's tokenizer, or any with transformers' `encode` and `decode`.
-        text: the second text.
-
-    Returns:
-        The ids; None: there are none that spell the text behind the first.
+    Otherwise a token spans the two, and they are those of the text elsewhere, if they spell it.
     """
     before, whole = list(before), list(whole)
     if whole[: len(before)] == before:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import parameters_of
 from midstream.plan.positions.items import (
     MAX_IDS,
     VALUES,
@@ -130,14 +132,6 @@ def _value_of_dict(value: Mapping[Any, Any]) -> Value:
     )
 
 
-def _span(value: Mapping[Any, Any]) -> Span:
-    return _read_bounds(value, "slice", min_parts=1, make=Span)
-
-
-def _window(value: Mapping[Any, Any]) -> Window:
-    return _read_bounds(value, "window", min_parts=2, make=Window)
-
-
 def _read_bounds(
     value: Mapping[Any, Any], name: str, min_parts: int, make: Callable[..., Made]
 ) -> Made:
@@ -162,18 +156,14 @@ def _tokens(value: Mapping[Any, Any]) -> TokenIds:
         return TokenIds(ids)
 
 
-def _text(value: Mapping[Any, Any]) -> Text:
-    return Text(**read_fields(value, required=("text",), optional=("occurrence",)))
-
-
-def _role(value: Mapping[Any, Any]) -> Role:
-    return Role(**read_fields(value, required=("role",), optional=("message",)))
+def _of_fields(value: Mapping[Any, Any], make: Any) -> Any:
+    return make(**read_fields(value, *parameters_of(make)))
 
 
 _FORMS: dict[str, Callable[[Mapping[Any, Any]], Value]] = {
-    "slice": _span,
-    "window": _window,
+    "slice": partial(_read_bounds, name="slice", min_parts=1, make=Span),
+    "window": partial(_read_bounds, name="window", min_parts=2, make=Window),
     "tokens": _tokens,
-    "text": _text,
-    "role": _role,
+    "text": partial(_of_fields, make=Text),
+    "role": partial(_of_fields, make=Role),
 }

@@ -231,16 +231,8 @@ def show_ids(ids: tuple[int, ...]) -> str:
 def meets(item: Item, phase: str) -> bool:
     """Return whether the item selects a token of the phase for some prompt."""
     if phase == "prompt":
-        return _meets_prompt(item)
-    if phase == "generated":
-        return _meets_generated(item)
-    return True
-
-
-def _meets_prompt(item: Item) -> bool:
-    if isinstance(item, Window):
-        return item.start < 0
-    return item not in ("generated", "last")
+        return item.start < 0 if isinstance(item, Window) else item not in ("generated", "last")
+    return phase == "all" or _meets_generated(item)
 
 
 def _meets_generated(item: Item) -> bool:
@@ -249,10 +241,8 @@ def _meets_generated(item: Item) -> bool:
         stop = item.stop
         return stop is None or (stop > 0 and (item.start >= 1 or stop > item.step))
     if isinstance(item, Window):
-        if item.stop is None:
-            return True
-        if item.stop <= 0:
-            return False
+        if item.stop is None or item.stop <= 0:
+            return item.stop is None
         # Either the first step from a negative start passes the prompt's end, or a prompt of
         # `step` tokens clips the start to 0, so that the next position is the prompt's end.
         return item.start >= 0 or item.start + item.step < item.stop

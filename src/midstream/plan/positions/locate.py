@@ -24,12 +24,7 @@ _SHOWN_ROLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The ranges that an item selects.
-
-    Attributes:
-        ranges: non-empty ranges in any order; they may exceed the phase.
-        nothing: why `ranges` is empty, for messages.
-    """
+    """The ranges that an item selects, in any order, maybe beyond the phase; or why none."""
 
     ranges: tuple[Range, ...]
     nothing: str = ""
@@ -37,13 +32,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Locator:
-    """Locates items in one prompt.
-
-    Attributes:
-        max_tokens: maximum number of generated tokens; None: unknown.
-        phase: the phase to which spans with a step are restricted.
-        budget: counts what is matched, before it is listed.
-    """
+    """Locates items in one prompt; spans with a step only within the phase."""
 
     prompt: Prompt
     max_tokens: int | None
@@ -68,13 +57,16 @@ class Locator:
         return f"the prompt has {self.prompt.length} tokens{more}"
 
     def find(self, item: Item, max_ranges: int) -> Found:
-        """Return the ranges of an item.
-
-        Args:
-            max_ranges: maximum number of ranges to return.
-        """
+        """Return the ranges of an item, at most so many."""
         if isinstance(item, str):
-            return Found((self._word(item),))
+            end = self.prompt.length
+            words = {
+                "all": (0, None),
+                "prompt": (0, end),
+                "generated": (end, None),
+                "last_prompt": (end - 1, end),
+            }
+            return Found((words[item],))
         if isinstance(item, int):
             return self._int(item)
         if isinstance(item, (Span, Window)):
@@ -97,15 +89,6 @@ class Locator:
         """Return the positions of the prompt's tokens with one of these ids."""
         index = self.prompt.token_index
         return () if index is None else index.find(ids, self.budget)
-
-    def _word(self, word: str) -> Range:
-        end = self.prompt.length
-        return {
-            "all": (0, None),
-            "prompt": (0, end),
-            "generated": (end, None),
-            "last_prompt": (end - 1, end),
-        }[word]
 
     def _int(self, position: int) -> Found:
         length, rows = self.prompt.length, self.rows

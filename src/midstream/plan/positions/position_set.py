@@ -1,8 +1,4 @@
-"""`Where`: the positions selected in one request, as far as its prompt determines them.
-
-Selections by a generated token's id are decided by the worker when the token is computed, and
-again by the front end when the request has ended.
-"""
+"""`Where`: the positions selected in one request, as far as its prompt determines them."""
 
 from __future__ import annotations
 
@@ -15,13 +11,7 @@ from midstream.plan.positions.ranges import Range, Ranges, clip, merge
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Generated tokens selected by their ids.
-
-    Attributes:
-        ranges: the candidate positions; all at or after the prompt's end.
-        ids: token ids, ascending, at least one.
-        others: whether to select the tokens whose id is *not* in `ids` instead.
-    """
+    """Generated tokens at some positions with one of some ids, ascending, or none (`others`)."""
 
     ranges: Ranges
     ids: tuple[int, ...]
@@ -68,14 +58,7 @@ class Where:
         return merge(ranges)
 
     def first(self, most: int) -> Where:
-        """Return the first positions of the selection.
-
-        Args:
-            most: how many, at least 1.
-
-        Raises:
-            SpecError: which these are depends on what is generated.
-        """
+        """Return the first positions of the selection, if new tokens cannot change these."""
         ranges: list[Range] = []
         left, end = most, 0
         for start, stop in self.ranges:
@@ -94,11 +77,7 @@ class Where:
         return Where(tuple(ranges))
 
     def within(self, start: int, stop: int, token: Callable[[int], int]) -> Sequence[int]:
-        """Return the selected positions of [start, stop), ascending, without the final row.
-
-        Args:
-            token: returns the token id of a position; asked for generated tokens of `matches` only.
-        """
+        """Return the selected positions of [start, stop), ascending, without the final row."""
         if len(self.ranges) == 1 and not self.matches:
             ((first, end),) = self.ranges
             return range(max(first, start), stop if end is None else min(end, stop))
@@ -113,12 +92,8 @@ class Where:
         return sorted(positions)
 
     def final(self, length: int, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Return the selected positions of a request that has ended.
-
-        Args:
-            length: its number of rows, P + G − 1.
-            tokens: the token id of each position below `length`; only those of generated tokens
-                are read, and only for `matches`.
+        """Return the selected positions of an ended request; of `tokens` those of `matches` are
+        read.
         """
         ranges: list[Range] = list(self.ranges)
         for match in self.matches:

@@ -1,7 +1,6 @@
 """`Positions`: a selection of token positions, before the prompt is known.
 
-A position is the index of a token in its request, from 0, prompt tokens first. A request with P
-prompt and G generated tokens has rows at 0 … P + G − 2: the last sampled token is never fed back.
+A position is the index of a token in its request, from 0. The last sampled token has none.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import FrozenFields
 from midstream.plan.positions.item_parser import read_item, read_items
 from midstream.plan.positions.items import Item, Role, Span, Text, TokenIds, Window
 from midstream.validation import as_list, at, read_word
@@ -24,7 +24,7 @@ PHASES = ("all", "prompt", "generated")
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Positions:
+class Positions(FrozenFields):
     """The union of the included items minus the union of the excluded ones, within one phase.
 
     Rows that a request returns are in the order of their positions, whatever the order of the
@@ -74,9 +74,7 @@ class Positions:
             left_out = _read_exclude(exclude, word)
             if left_out and "last" in items:
                 raise SpecError("", _LAST_WITH_EXCLUDE)
-        object.__setattr__(self, "include", items)
-        object.__setattr__(self, "phase", word)
-        object.__setattr__(self, "exclude", left_out)
+        self._set(include=items, phase=word, exclude=left_out)
 
     @staticmethod
     def parse(value: object) -> Positions:
@@ -85,19 +83,7 @@ class Positions:
 
     @staticmethod
     def within(value: object, phase: object, exclude: object = None) -> Positions:
-        """Return Positions from the fields `positions`, `phase` and `exclude`.
-
-        Error paths start with these field names.
-
-        Args:
-            value: a Positions, or any form of the constructor's `include`.
-            phase: None: not given.
-            exclude: None: not given.
-
-        Raises:
-            SpecError: see the constructor; also if `value` is a Positions of another phase, or
-                its own `exclude` differs from the given one.
-        """
+        """Return Positions from the fields `positions`, `phase` and `exclude`; None: not given."""
         if isinstance(value, Positions):
             return _narrowed(value, phase, exclude)
         if phase is None:

@@ -16,15 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A chat message, located in the prompt.
-
-    Attributes:
-        role: as given by the caller.
-        index: index among all messages, from 0.
-        start: position of the first token with a character of the message's content.
-        stop: position after the last such token; equal to `start` if there is no content.
-        problem: why the tokens are unknown; then `start` and `stop` are invalid. None: known.
-    """
+    """A chat message; its content is at [start, stop) of the prompt, unless there is a problem."""
 
     role: str
     index: int
@@ -35,18 +27,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: its length, and optional information for locating positions.
+    """A prompt: its length P, and optional information for locating positions; None: unknown.
 
     `text` and `messages` may be functions, which are called at most once, on first use.
-
-    Attributes:
-        length: P, in tokens, at least 1.
-        token_ids: the id of each token; None: unknown, as with prompt embeddings.
-        text: the text and each token's span in it; None: unknown.
-        messages: the chat's messages; None: the prompt was not made from a chat.
-
-    Raises:
-        SpecError: a length below 1, or a number of token ids other than `length`.
     """
 
     length: int
@@ -64,11 +47,7 @@ class Prompt:
 
     @cached_property
     def text_map(self) -> TextMap | None:
-        """`text`, evaluated if it is a function.
-
-        Raises:
-            SpecError: raised by the function, or the text has another number of tokens.
-        """
+        """`text`, evaluated if it is a function."""
         text = self.text() if callable(self.text) else self.text
         if text is not None and len(text) != self.length:
             raise SpecError(
@@ -78,20 +57,12 @@ class Prompt:
 
     @cached_property
     def chat(self) -> tuple[Message, ...] | None:
-        """`messages`, evaluated if it is a function.
-
-        Raises:
-            SpecError: raised by the function.
-        """
+        """`messages`, evaluated if it is a function."""
         return self.messages() if callable(self.messages) else self.messages
 
     @cached_property
     def roles(self) -> Mapping[str, list[Message]] | None:
-        """The messages of `chat` by role, in the order of the chat.
-
-        Raises:
-            SpecError: raised by the function `messages`.
-        """
+        """The messages of `chat` by role, in the order of the chat."""
         if self.chat is None:
             return None
         messages_by_role: dict[str, list[Message]] = {}

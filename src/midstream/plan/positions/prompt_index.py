@@ -61,11 +61,7 @@ class TextIndex:
         self._num_kept = 0
 
     def find(self, wanted: str, budget: WorkBudget) -> Ints:
-        """Return the numbers of the places at which a text occurs, ascending.
-
-        Args:
-            budget: counts the places before they are listed.
-        """
+        """Return the numbers of the places at which a text occurs, ascending."""
         kept = self._kept.get(wanted)
         if kept is not None:
             budget.match(len(kept))
@@ -96,19 +92,13 @@ class TextIndex:
         return numbers
 
     def ranges(self, numbers: Ints, size: int) -> Ranges:
-        """Return the tokens of some occurrences.
-
-        Args:
-            numbers: the places of the occurrences, as `find` returns them.
-        """
+        """Return the tokens of the occurrences at some places, by their numbers."""
         firsts = np.searchsorted(self._stops, self._firsts[numbers], "right")
         ends = self._ends[self._places[numbers] + size]
         return merged(firsts, np.searchsorted(self._starts, ends, "left"))
 
     def _places_of_tokens(self, solid: Ints, before: Ints) -> tuple[Ints, Ints]:
-        """Return the places of all tokens, and of each place where the first token of an occurrence
-        that begins there starts; tokens that share their characters count once.
-        """
+        """Return the places of all tokens, and where the first token from each place starts."""
         starts, stops = self._starts, self._stops
         is_own = stops > starts
         is_own[1:] &= (starts[1:] != starts[:-1]) | (stops[1:] != stops[:-1])

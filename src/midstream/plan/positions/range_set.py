@@ -48,12 +48,7 @@ def least(end: int | None, other: int | None) -> int | None:
 
 
 def overlay(parts: Sequence[Ranges]) -> Iterator[tuple[int, int | None, tuple[int, ...]]]:
-    """Split the positions at every start and stop of several well-formed sets.
-
-    Yields:
-        (start, stop, indices of the sets that contain [start, stop)), in order from position 0;
-        the last stop is None.
-    """
+    """Yield (start, stop, indices of the sets with [start, stop)), split at every bound, from 0."""
     # Sweep line: the sets that start or stop at each bound.
     bounds: dict[int, list[int]] = {0: []}
     for index, ranges in enumerate(parts):

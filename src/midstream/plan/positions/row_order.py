@@ -13,18 +13,15 @@ _Place = tuple[int, int]
 
 
 def check_row_order(positions: Positions, prompt_len: int | None) -> None:
-    """Check that a list of single positions is as long and in the order as the rows of a result.
+    """Check that a list of single positions is in the order of the rows of a result, each once.
 
-    Rows are in the order of their positions, one for each. A list with a span, a text, or another
-    item of several positions is the union of its items, and is not checked.
-
-    Args:
-        positions: the positions of a capture or probe, whose result has a row for each.
-        prompt_len: number of the prompt's tokens; None: not known, and then only positions that are
-            counted from the same end are compared.
+    Items of several positions are not checked. If the prompt's length is None, only positions
+    counted from the same end are compared.
     """
     items = positions.include
-    if len(items) < 2 or not all(map(_is_single, items)):
+    if len(items) < 2:
+        return
+    if not all(isinstance(item, int) or item in ("last_prompt", "last") for item in items):
         return
     if prompt_len is None:
         for from_end in (False, True):
@@ -54,10 +51,6 @@ def _check(positions: Positions, chosen: range | list[int], prompt_len: int) -> 
             "which is listed first; list positions in ascending order, and find the row of each "
             "by the `positions` of the result",
         )
-
-
-def _is_single(item: Item) -> bool:
-    return isinstance(item, int) or item in ("last_prompt", "last")
 
 
 def _is_from_end(item: Item) -> bool:

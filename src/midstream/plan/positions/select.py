@@ -30,26 +30,15 @@ def select(
 ) -> Where:
     """Return the positions selected in a prompt: (include − exclude) within the phase.
 
-    Args:
-        prompt: the prompt; its length is enough unless `positions.needs_prompt`.
-        max_tokens: maximum number of generated tokens, at least 1; None: unknown.
-        budget: of all selections of one plan; None: this is the only one.
-
-    Returns:
-        The selected positions. The result does not depend on `max_tokens`, except that ranges
-        entirely past the last possible row are dropped. `matches` covers generated tokens only.
+    Of the prompt the length is enough unless `positions.needs_prompt`. The result depends on
+    `max_tokens` in one way: ranges entirely past the last possible row are dropped.
     """
     locator = Locator(prompt, max_tokens, positions.phase, budget or WorkBudget())
     return _Selector(positions, locator).select()
 
 
 class PromptSelections:
-    """The selections of one plan in one prompt: equal ones are located once, and all of them have
-    one budget.
-
-    Attributes:
-        prompt, max_tokens: see `select`.
-    """
+    """The selections of one plan in one prompt: equal ones are located once, with one budget."""
 
     def __init__(self, prompt: Prompt, max_tokens: int | None) -> None:
         self.prompt = prompt
@@ -72,24 +61,14 @@ class PromptSelections:
 def in_listed_order(
     positions: Positions, prompt: Prompt, max_tokens: int | None, most: int
 ) -> list[int]:
-    """Return the selected positions item by item, in the order of `include`; those of one item
-    ascend. A position that several items select is there once for each of them.
-
-    Args:
-        positions, prompt, max_tokens: see `select`, which must return bounded ranges alone.
-    """
+    """Return the selected positions item by item, in the order of `include`, some twice."""
     selector = _Selector(positions, Locator(prompt, max_tokens, positions.phase))
     return selector.in_listed_order(most)
 
 
 @dataclass(frozen=True, slots=True)
 class _Located:
-    """The located items of `include` or `exclude`.
-
-    Attributes:
-        ranges: ranges of all items except TokenIds; they may exceed the phase.
-        prompt: ranges of the prompt's tokens that match TokenIds.
-    """
+    """The items of `include` or `exclude`: ranges of all but TokenIds, and ranges of these."""
 
     ranges: Ranges
     prompt: Ranges
@@ -153,13 +132,7 @@ class _Selector:
         return where
 
     def _locate(self, items: Iterable[Item], path: Callable[[int], str], strict: bool) -> _Located:
-        """Locate items in the prompt.
-
-        Args:
-            items: the items of `include` or `exclude`.
-            path: returns the error path of an item by its index.
-            strict: whether an item that selects nothing is an error.
-        """
+        """Locate items; if strict, one that selects nothing is an error."""
         ranges: list[Range] = []
         ids: set[int] = set()
         in_prompt = self.positions.phase != "generated"

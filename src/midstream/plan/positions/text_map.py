@@ -13,15 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextMap:
-    """A text and, for each token, its half-open span of characters.
+    """A text and, for each token, its half-open span of characters, maybe empty.
 
-    Tokens that form a character only together share its span. A span may be empty. Starts and
-    stops ascend, not strictly.
-
-    Attributes:
-        text: the whole prompt, including special tokens as text.
-        starts: per token, index of its first character in `text`.
-        stops: per token, index after its last character.
+    Tokens that form a character only together share its span. Starts and stops never descend.
     """
 
     text: str
@@ -54,10 +48,7 @@ class TextMap:
         return TextIndex(self.text, self.starts, self.stops)
 
     def around(self, wanted: str) -> list[str] | None:
-        """Return the texts of the tokens at the first occurrence, plus one token on each side.
-
-        None: the text does not occur.
-        """
+        """Return the texts of the tokens around a text's first occurrence; None: there is none."""
         begin = self.text.find(wanted)
         if begin < 0:
             return None

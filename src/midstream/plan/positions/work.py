@@ -1,8 +1,6 @@
 """`WorkBudget`: what resolving the plan of one request may cost, counted before it is done.
 
-A client chooses how many items a plan has, how many layers and sites each of them has, and how long
-the prompt is. What is linear in the plan and in the prompt is never refused; the limits are for
-products of these lengths.
+What is linear in the plan and in the prompt is never refused; the limits are for products.
 """
 
 from __future__ import annotations
@@ -58,12 +56,7 @@ def check_taps(count: int) -> None:
 
 
 def check_called(prompts: int, size: int) -> None:
-    """Check the work for all prompts of a call that have one plan.
-
-    Args:
-        prompts: number of prompts.
-        size: taps and items of positions of the plan.
-    """
+    """Check the work for all prompts of a call, each of so many taps and positions."""
     if prompts > 1 and prompts * size > MAX_CALLED:
         raise SpecError(
             "",
@@ -73,12 +66,7 @@ def check_called(prompts: int, size: int) -> None:
 
 
 def check_overlaps(parts: Sequence[tuple[Ranges, int]], versions: int) -> None:
-    """Check in how many segments, and in how many combinations, the parts of a plan apply.
-
-    Args:
-        parts: of each part its positions, and the weight of its work in a combination, at least 1.
-        versions: how many versions of the plan have about these parts.
-    """
+    """Check in how many segments and combinations parts apply; of each, positions and weight."""
     bounds = sorted({bound for ranges, _ in parts for bound in _bounds(ranges)})
     count = versions * sum(
         (len(bounds) if stop is None else bisect_left(bounds, stop)) - bisect_left(bounds, start)

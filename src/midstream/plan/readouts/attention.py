@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.argument_names import accept_spellings, only_set, read_named
 from midstream.plan.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
 from midstream.plan.heads import head_size, read_ordered_indices
 from midstream.plan.positions.position_set import Where
@@ -35,10 +35,6 @@ MAX_TOP_KEYS = 1024
 MAX_FULL_KEYS = 4096
 FULL: Literal["full"] = "full"
 SCORES: Literal["scores"] = "scores"
-_FIELDS = (
-    "heads", "queries", "phase", "exclude", "name", "stream", "sink", "tag", "request_id",
-    "metadata", "layout",
-)  # fmt: skip
 _WORDS = ("top_keys", "mass", "entropy", "full", "scores")
 
 
@@ -174,26 +170,12 @@ class Attention(ReadOut):
             self._set_destination(place)
             check_row_order(self.positions, None)
         self._set(heads=None if chosen is None else read_ordered_indices(chosen, "heads"))
-        with at("reduce"):
-            self._set(reduce=read_reduction(reduce))
-        with at("name"):
-            self._set(name=read_name(name))
+        self._read(read_reduction, reduce=reduce)
+        self._read(read_name, name=name)
 
     @staticmethod
     def is_form(value: Mapping[str, Any]) -> bool:
         return "queries" in value or ("reduce" in value and not _reduces_rows(value))
-
-    @classmethod
-    def parse(cls, value: object) -> Attention:
-        """Read an Attention, or a dict of the constructor's arguments.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
-        if isinstance(value, Attention):
-            return value
-        assert isinstance(value, Mapping)
-        return Attention(**read_named(value, ("layers", "reduce"), _FIELDS))
 
     @property
     def selections(self) -> tuple[Positions, ...]:
@@ -229,25 +211,18 @@ class Attention(ReadOut):
                         "name; give one of them another `name`",
                     )
 
-    def without_place(self) -> Attention:
-        if not self._has_place:
-            return self
-        return Attention(
-            self.layers, self.heads, self.positions, reduce=self.reduce, name=self.name
-        )
-
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        fields: dict[str, object] = {"layers": self.layers.emit()}
-        if self.heads:
-            fields["heads"] = list(self.heads)
         queries = self.positions.to_dict()
-        fields["queries"] = queries.pop("positions")
-        fields |= queries
-        fields["reduce"] = self.reduce if isinstance(self.reduce, str) else self.reduce.emit()
-        if self.name:
-            fields["name"] = self.name
-        return fields | self._destination()
+        return {
+            "layers": self.layers.emit(),
+            **only_set(heads=list(self.heads or ())),
+            "queries": queries.pop("positions"),
+            **queries,
+            "reduce": self.reduce if isinstance(self.reduce, str) else self.reduce.emit(),
+            **only_set(name=self.name),
+            **self._destination(),
+        }
 
 
 def _reduces_rows(value: Mapping[str, Any]) -> bool:
@@ -259,11 +234,7 @@ def _reduces_rows(value: Mapping[str, Any]) -> bool:
 
 
 def read_reduction(value: object) -> Reduction:
-    """Read a reduction or its JSON form.
-
-    The forms are `{"top_keys": 16}`, `{"mass": {"positions": …}}`, `"entropy"`, `"full"` and
-    `"scores"`. The value of `mass` may also be positions alone.
-    """
+    """Read a reduction, or its JSON form such as `{"top_keys": 16}` or `{"mass": positions}`."""
     if isinstance(value, (TopKeys, Mass, Entropy)):
         return value
     if isinstance(value, str) and value in ("entropy", FULL, SCORES):
@@ -310,12 +281,7 @@ def pattern_of(
     shape: ModelShape,
     fields: tuple[str, str],
 ) -> Pattern:
-    """Return what is computed of the queries of some layers.
-
-    Args:
-        reduced: see `reduction_of`.
-        fields: names of the fields of layers and heads, for error paths.
-    """
+    """Return what is computed of the queries of some layers; `fields` names layers and heads."""
     with at(fields[0]):
         reads = tuple(_query_tap(layer, shape) for layer in layers)
     for tap in reads:
@@ -326,11 +292,7 @@ def pattern_of(
 
 
 def layers_of(selection: Layers, shape: ModelShape, field: str) -> list[int]:
-    """Return the layers, ascending.
-
-    Args:
-        field: name of the field that names them, for messages.
-    """
+    """Return the layers, ascending; `field` names them in messages."""
     indices = selection.indices
     if indices == "all":
         every = range(shape.num_layers)
@@ -395,11 +357,7 @@ def reduction_of(
 
 
 def _full_keys(word: str, where: Where, selections: PromptSelections) -> int:
-    """Return the number of keys that a query at the last of some positions may see, rounded up.
-
-    Args:
-        selections: those of the plan in its prompt.
-    """
+    """Return the number of keys that a query at the last of some positions may see, rounded up."""
     last, max_tokens = where.possible[-1][1], selections.max_tokens
     length = None if max_tokens is None else selections.prompt.length + max_tokens - 1
     if last is None or (length is not None and length < last):

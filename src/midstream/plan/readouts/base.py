@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import FrozenFields, only_set, parameters_of, read_named
 from midstream.plan.positions.position_set import Where
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
@@ -19,17 +21,20 @@ from midstream.plan.shape import ModelShape
 from midstream.plan.short_repr import short_repr
 from midstream.plan.sink_target import MEMORY, NO_METADATA, Metadata, read_name
 from midstream.sites import Tap
-from midstream.validation import at, kind, show
+from midstream.validation import kind, show
+
+# What `without_place` leaves of each field of a destination that a kind has.
+_NO_PLACE = {
+    "sink": MEMORY, "tag": "", "request_id": "", "metadata": NO_METADATA, "stream": False,
+    "layout": "",
+}  # fmt: skip
+
+R = TypeVar("R", bound="ReadOut")
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the read-outs of a plan are resolved with.
-
-    Attributes:
-        selections: those of the plan in its prompt.
-        select: returns the positions that a selection is in the prompt.
-    """
+    """What the read-outs of a plan are resolved with."""
 
     shape: ModelShape
     selections: PromptSelections
@@ -39,10 +44,8 @@ class Context:
 class ReadOutEngine(Protocol):
     """What an engine has for read-outs.
 
-    Attributes:
-        vocabulary: number of tokens.
-        last_stage: the taps of the last pipeline stage, which has the final norm and the head.
-        parts: number of parts of the vectors of each tap that the ranks have in parts.
+    `last_stage` are the taps of the pipeline stage with the final norm and the head; `parts` the
+    number of parts of a tap's vectors, where the ranks have these in parts.
     """
 
     @property
@@ -67,12 +70,8 @@ class ReadOutEngine(Protocol):
         """Return the encoder of a registered SAE."""
 
 
-class ReadOut(ABC):
-    """What a request returns of some positions. Each kind is a file of this package; `KINDS` has
-    all.
-
-    The properties here are what the kinds without such a field have.
-    """
+class ReadOut(FrozenFields, ABC):
+    """What a request returns of some positions; `KINDS` has all kinds."""
 
     __slots__ = ()
 
@@ -85,35 +84,43 @@ class ReadOut(ABC):
     sites: Sites
     positions: Positions
 
+    # What the kinds without such a field have.
+    stream: bool = False  # whether intermediate outputs have the rows so far
+    reuse: bool = False  # whether rows may come from earlier requests
+    heads: tuple[int, ...] | None = None  # the attention heads that are returned; None: all
+    sink: str = MEMORY
+    tag: str = ""
+    request_id: str = ""
+    metadata: Metadata = NO_METADATA
+    layout: str = ""
+
     @staticmethod
     @abstractmethod
     def is_form(value: Mapping[str, Any]) -> bool:
         """Return whether a dict is the form of this kind, and of none before it in `KINDS`."""
 
     @classmethod
-    @abstractmethod
-    def parse(cls, value: object) -> ReadOut:
-        """Read one, or a dict of the constructor's arguments.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+    def parse(cls: type[R], value: object) -> R:
+        """Read one, or a dict of the constructor's arguments."""
+        if isinstance(value, cls):
+            return value
+        assert isinstance(value, Mapping)
+        return cls(**read_named(value, *parameters_of(cls)))
 
     @abstractmethod
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
 
-    @abstractmethod
-    def without_place(self) -> ReadOut:
+    def without_place(self: R) -> R:
         """Return a copy without sink, tag, request_id, metadata, stream and layout."""
+        if not self._has_place:
+            return self
+        own = {name: value for name, value in _NO_PLACE.items() if name in self.__slots__}
+        return self._changed(**own)
 
     @abstractmethod
     def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
-        """Resolve it against a model and a prompt.
-
-        Args:
-            source: its index in the plan.
-        """
+        """Resolve it, the plan's read-out `source`, against a model and a prompt."""
 
     @classmethod
     def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:
@@ -153,56 +160,12 @@ class ReadOut(ABC):
         return nullcontext()
 
     @property
-    def stream(self) -> bool:
-        """Whether intermediate outputs have the rows so far."""
-        return False
-
-    @property
-    def reuse(self) -> bool:
-        """Whether rows may come from earlier requests."""
-        return False
-
-    @property
-    def heads(self) -> tuple[int, ...] | None:
-        """The attention heads that are returned; None: all."""
-        return None
-
-    @property
-    def sink(self) -> str:
-        """Where the rows go."""
-        return MEMORY
-
-    @property
-    def tag(self) -> str:
-        """Name under which a sink stores them."""
-        return ""
-
-    @property
-    def request_id(self) -> str:
-        """Unique name under which a sink stores them."""
-        return ""
-
-    @property
-    def metadata(self) -> Metadata:
-        """JSON values that a sink stores with them."""
-        return NO_METADATA
-
-    @property
-    def layout(self) -> str:
-        """Layout of a sink's files."""
-        return ""
-
-    @property
     def place(self) -> tuple[str, str, str]:
         """(sink, tag, request_id): the destination of the rows."""
         return self.sink, self.tag, self.request_id
 
     def __repr__(self) -> str:
         return short_repr(type(self), self.to_dict())
-
-    def _set(self, **fields: object) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
 
     def _set_where(
         self, layers: object, sites: object, positions: object, phase: object, exclude: object
@@ -218,27 +181,16 @@ class ReadOut(ABC):
 
     def _set_stream(self, stream: object) -> None:
         """Read `stream`, and check the order of the positions, each of which has a row."""
-        with at("stream"):
-            self._set(stream=read_stream(stream, MEMORY))
+        self._read(partial(read_stream, sink=MEMORY), stream=stream)
         check_row_order(self.positions, None)
 
     def _set_destination(self, fields: Mapping[str, Any]) -> None:
         """Read sink, tag, request_id, metadata, stream and layout."""
-        with at("sink"):
-            sink = read_name(fields["sink"], may_be_empty=False)
-        with at("tag"):
-            tag = read_name(fields["tag"])
-        with at("request_id"):
-            request_id = read_name(fields["request_id"])
-        with at("metadata"):
-            metadata = fields["metadata"]
-            kept = NO_METADATA if metadata is None else Metadata(metadata) or NO_METADATA
-        with at("stream"):
-            stream = read_stream(fields["stream"], sink)
-        with at("layout"):
-            layout = _read_layout(fields["layout"], sink)
-        self._set(sink=sink, tag=tag, request_id=request_id, metadata=kept)
-        self._set(stream=stream, layout=layout)
+        self._read(partial(read_name, may_be_empty=False), sink=fields["sink"])
+        self._read(read_name, tag=fields["tag"], request_id=fields["request_id"])
+        self._read(lambda value: Metadata(value) or NO_METADATA, metadata=fields["metadata"])
+        self._read(partial(read_stream, sink=self.sink), stream=fields["stream"])
+        self._read(partial(_read_layout, sink=self.sink), layout=fields["layout"])
 
     @property
     def _has_place(self) -> bool:
@@ -248,20 +200,14 @@ class ReadOut(ABC):
 
     def _destination(self) -> dict[str, object]:
         """Return the JSON form of the fields of `_set_destination` that are set."""
-        fields: dict[str, object] = {}
-        if self.sink != MEMORY:
-            fields["sink"] = self.sink
-        if self.tag:
-            fields["tag"] = self.tag
-        if self.request_id:
-            fields["request_id"] = self.request_id
-        if self.metadata:
-            fields["metadata"] = self.metadata.to_dict()
-        if self.stream:
-            fields["stream"] = True
-        if self.layout:
-            fields["layout"] = self.layout
-        return fields
+        return only_set(
+            sink="" if self.sink == MEMORY else self.sink,
+            tag=self.tag,
+            request_id=self.request_id,
+            metadata=self.metadata.to_dict() if self.metadata else None,
+            stream=self.stream,
+            layout=self.layout,
+        )
 
 
 def check_tokens(capture: ResolvedCapture, engine: ReadOutEngine) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.argument_names import accept_spellings, only_set, parameters_of, read_named
 from midstream.plan.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.plan.heads import head_size, read_ordered_indices
 from midstream.plan.positions.positions import Positions
@@ -16,29 +17,9 @@ from midstream.plan.readouts.base import Context, ReadOut
 from midstream.plan.readouts.reduced import check_reduced, resolve_reduced
 from midstream.plan.resolved import REDUCING, ResolvedCapture, limited
 from midstream.plan.selection import Layers, Sites
-from midstream.plan.sink_target import MEMORY, NO_METADATA, Metadata
+from midstream.plan.sink_target import MEMORY, Metadata
 from midstream.plan.tap_lookup import find_taps
 from midstream.validation import INT_LIMIT, at, is_int, kind, read_int, show
-
-FIELDS = (
-    "layers",
-    "sites",
-    "positions",
-    "phase",
-    "exclude",
-    "codec",
-    "return",
-    "sink",
-    "tag",
-    "request_id",
-    "metadata",
-    "stream",
-    "layout",
-    "heads",
-    "reduce",
-    "max_rows",
-    "reuse",
-)
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -147,16 +128,13 @@ class Capture(ReadOut):
         self._set_where(layers, sites, positions, phase, exclude)
         self._set(codec="" if codec in (None, "") else _read_codec(codec))
         with at("return"):
-            self._set(return_="" if return_ in (None, "") else _read_return(return_))
+            self._set(return_="" if return_ is None else _read_choice(return_, RETURNS))
         place = {"sink": sink, "tag": tag, "request_id": request_id, "metadata": metadata}
         self._set_destination({**place, "stream": stream, "layout": layout})
         self._set(heads=_read_heads(heads, self.sink))
-        with at("reduce"):
-            self._set(reduce=_read_reduce(reduce))
-        with at("max_rows"):
-            self._set(max_rows=_read_max_rows(max_rows))
-        with at("reuse"):
-            self._set(reuse=_read_reuse(reuse, self.stream))
+        self._read(partial(_read_choice, choices=REDUCTIONS), reduce=reduce)
+        self._read_given(_read_max_rows, max_rows=max_rows)
+        self._read(partial(_read_reuse, is_streamed=self.stream), reuse=reuse)
         if self.reduce:
             self._check_reduced()
         if self.returns_each:
@@ -168,11 +146,7 @@ class Capture(ReadOut):
 
     @classmethod
     def parse(cls, value: object) -> Capture:
-        """Read a Capture, or a dict of the constructor's arguments with `return` for `return_`.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read a Capture, or a dict of the constructor's arguments with `return` for `return_`."""
         if isinstance(value, Capture):
             return value
         if isinstance(value, ReadOut):
@@ -210,34 +184,21 @@ class Capture(ReadOut):
     def returns_vectors(self) -> bool:
         return not self.reduce
 
-    def without_place(self) -> Capture:
-        """Return a copy without sink, tag, request_id, metadata, stream and layout."""
-        if not self._has_place:
-            return self
-        bare: dict[str, Any] = {"sink": MEMORY, "tag": "", "request_id": "", "layout": ""}
-        return replace(self, **bare, metadata=NO_METADATA, stream=False)
-
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; destination fields only where set."""
-        fields: dict[str, object] = {
+        return {
             **({"layers": self.layers.emit()} if self.sites.in_layers else {}),
             "sites": self.sites.emit(),
             **self.positions.to_dict(),
+            **only_set(**{"codec": self.codec, "return": self.return_}),
+            **self._destination(),
+            **only_set(
+                heads=list(self.heads or ()),
+                reduce=self.reduce,
+                max_rows=self.max_rows,
+                reuse=self.reuse,
+            ),
         }
-        if self.codec:
-            fields["codec"] = self.codec
-        if self.return_:
-            fields["return"] = self.return_
-        fields |= self._destination()
-        if self.heads:
-            fields["heads"] = list(self.heads)
-        if self.reduce:
-            fields["reduce"] = self.reduce
-        if self.max_rows is not None:
-            fields["max_rows"] = self.max_rows
-        if self.reuse:
-            fields["reuse"] = True
-        return fields
 
     def _check_reduced(self) -> None:
         """Check that the other fields are possible where rows are reduced."""
@@ -251,6 +212,9 @@ class Capture(ReadOut):
         ):
             if is_set:
                 raise SpecError(name, f'with reduce="{self.reduce}" there is only {right}')
+
+
+FIELDS = tuple(name.rstrip("_") for name in parameters_of(Capture)[1])  # of its dict
 
 
 def bad_capture(value: object) -> SpecError:
@@ -280,9 +244,7 @@ def _read_heads(value: object, sink: str) -> tuple[int, ...] | None:
     return heads
 
 
-def _read_max_rows(value: object) -> int | None:
-    if value is None:
-        return None
+def _read_max_rows(value: object) -> int:
     max_rows = read_int(value)
     if not 1 <= max_rows <= INT_LIMIT:
         raise SpecError("", f"expected at least 1, got {max_rows}")
@@ -297,19 +259,11 @@ def _read_reuse(value: object, is_streamed: bool) -> bool:
     return value
 
 
-def _read_reduce(value: object) -> str:
+def _read_choice(value: object, choices: Sequence[str]) -> str:
     if not isinstance(value, str):
         raise SpecError("", f"expected `str`, got {kind(value)}")
-    if value and value not in REDUCTIONS:
-        raise SpecError("", f"expected one of {', '.join(REDUCTIONS)}, got {show(value)}")
-    return value
-
-
-def _read_return(value: object) -> str:
-    if not isinstance(value, str):
-        raise SpecError("", f"expected `str`, got {kind(value)}")
-    if value not in RETURNS:
-        raise SpecError("", f"expected one of {', '.join(RETURNS)}, got {show(value)}")
+    if value and value not in choices:
+        raise SpecError("", f"expected one of {', '.join(choices)}, got {show(value)}")
     return value
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.forms import PhaseLike, PositionsLike
 from midstream.plan.positions.positions import Positions
 from midstream.plan.readouts.base import Context, ReadOut, ReadOutEngine, check_names
@@ -19,9 +19,6 @@ from midstream.plan.tap_lookup import find_taps
 from midstream.validation import INT_LIMIT, as_list, at, is_int, kind, listed, read_int
 
 MAX_FEATURES = 1024
-_FIELDS = (
-    "sae", "top", "positions", "phase", "exclude", "features", "layer", "site", "name", "stream",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -89,22 +86,17 @@ class Features(ReadOut):
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        with at("layer"):
-            layer_index = None if layer is None else read_int(layer)
+        self._read_given(read_int, layer=layer)
         sites = "resid_post" if site is None else site
-        layers: Any = "all" if layer_index is None else [layer_index]
+        layers: Any = "all" if self.layer is None else [self.layer]
         self._set_where(layers, sites, positions, phase, exclude)
         self._set_stream(stream)
         if len(self.sites.names) != 1 or self.sites.names[0] not in WIDE:
             raise SpecError("site", f"expected one of {listed(WIDE)}, got {site!r}")
-        self._set(layer=layer_index)
         self._set(site=None if site is None else self.sites.names[0])
-        with at("sae"):
-            self._set(sae=_read_sae(sae))
-        with at("top"):
-            self._set(top=read_top(top))
-        with at("features"):
-            self._set(features=_read_features(features))
+        self._read(_read_sae, sae=sae)
+        self._read(read_top, top=top)
+        self._read(_read_features, features=features)
         if not (self.top or self.features):
             raise SpecError("top", "expected at least 1 where `features` are not given")
         with at("name"):
@@ -114,24 +106,20 @@ class Features(ReadOut):
     def is_form(value: Mapping[str, Any]) -> bool:
         return "sae" in value
 
-    @classmethod
-    def parse(cls, value: object) -> Features:
-        """Read a Features, or a dict of the constructor's arguments.
-
-        Raises:
-            SpecError: a field is unknown or malformed.
-        """
-        if isinstance(value, Features):
-            return value
-        assert isinstance(value, Mapping)
-        return Features(**read_named(value, ("sae",), _FIELDS))
-
     def at_tap(self, site: str, layer: int) -> Features:
         """Return it with the site and layer of its SAE, where these are not given."""
         if self.layer is not None and self.site is not None:
             return self
-        layer_index = layer if self.layer is None else self.layer
-        return self._copy(layer_index, self.site or site, self.stream)
+        return Features(
+            self.sae,
+            self.top,
+            self.positions,
+            features=self.features,
+            layer=layer if self.layer is None else self.layer,
+            site=self.site or site,
+            name=self.name,
+            stream=self.stream,
+        )
 
     def bind(self, engine: ReadOutEngine) -> Features:
         tap = engine.sae_tap(self.sae)
@@ -172,37 +160,16 @@ class Features(ReadOut):
     def weights(self) -> tuple[tuple[str, str], ...]:
         return (("sae", self.sae),)
 
-    def without_place(self) -> Features:
-        """Return a copy without `stream`."""
-        return self._copy(self.layer, self.site, False) if self.stream else self
-
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        fields: dict[str, object] = {"sae": self.sae, "top": self.top}
-        if self.features:
-            fields["features"] = list(self.features)
-        fields |= self.positions.to_dict()
-        if self.layer is not None:
-            fields["layer"] = self.layer
-        if self.site is not None:
-            fields["site"] = self.site
-        if self.name != self.sae:
-            fields["name"] = self.name
-        if self.stream:
-            fields["stream"] = True
-        return fields
-
-    def _copy(self, layer: int | None, site: str | None, stream: bool) -> Features:
-        return Features(
-            self.sae,
-            self.top,
-            self.positions,
-            features=self.features,
-            layer=layer,
-            site=site,
-            name=self.name,
-            stream=stream,
-        )
+        name = "" if self.name == self.sae else self.name
+        return {
+            "sae": self.sae,
+            "top": self.top,
+            **only_set(features=list(self.features)),
+            **self.positions.to_dict(),
+            **only_set(layer=self.layer, site=self.site, name=name, stream=self.stream),
+        }
 
 
 def _read_sae(value: object) -> str:

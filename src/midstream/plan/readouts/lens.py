@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.argument_names import accept_spellings, only_set
 from midstream.plan.forms import LayersLike, PhaseLike, PositionsLike
 from midstream.plan.positions.positions import Positions
 from midstream.plan.readouts.base import Context, ReadOut, ReadOutEngine, check_names, check_tokens
@@ -23,9 +24,6 @@ MAX_TOP = 1024
 MAX_TOKENS = 64
 # Layers that the stream has passed at a site of layer i, beyond i.
 AFTER = {"resid_pre": 0, "resid_post": 1}
-_FIELDS = (
-    "layers", "top", "tokens", "positions", "phase", "exclude", "kind", "site", "name", "stream",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -95,16 +93,13 @@ class Lens(ReadOut):
         """
         self._set_where(layers, site, positions, phase, exclude)
         self._set_stream(stream)
-        with at("kind"):
-            self._set(kind=read_kind(kind))
+        self._read(read_kind, kind=kind)
         if len(self.sites.names) != 1 or self.sites.names[0] not in STREAM:
             raise SpecError(
                 "site", f"a lens reads the stream: expected one of {listed(STREAM)}, got {site!r}"
             )
-        with at("top"):
-            self._set(top=read_top(top))
-        with at("tokens"):
-            self._set(tokens=read_tokens(tokens, MAX_TOKENS))
+        self._read(read_top, top=top)
+        self._read(partial(read_tokens, most=MAX_TOKENS), tokens=tokens)
         if not (self.top or self.tokens):
             raise SpecError("top", "expected at least 1 where `tokens` are not given")
         with at("name"):
@@ -115,30 +110,11 @@ class Lens(ReadOut):
         has_layers = "layers" in value or "layer" in value
         return "kind" in value or (has_layers and ("top" in value or "tokens" in value))
 
-    @classmethod
-    def parse(cls, value: object) -> Lens:
-        """Read a Lens, or a dict of the constructor's arguments.
-
-        Raises:
-            SpecError: a field is unknown or malformed.
-        """
-        if isinstance(value, Lens):
-            return value
-        assert isinstance(value, Mapping)
-        return Lens(**read_named(value, (), _FIELDS))
-
     def with_ids(self, id_of: Callable[[str], int]) -> Lens:
-        """Return the lens with the ids of its tokens.
-
-        Args:
-            id_of: returns the id of a token's text.
-
-        Raises:
-            SpecError: a text is not one token, or two are the same.
-        """
+        """Return the lens with the ids of its tokens."""
         if not any(isinstance(token, str) for token in self.tokens):
             return self
-        return self._copy(ids_of(self.tokens, id_of), self.stream)
+        return self._changed(tokens=tuple(ids_of(self.tokens, id_of)))
 
     def bind(self, engine: ReadOutEngine) -> Lens:
         return self.with_ids(engine.token_id)
@@ -187,35 +163,17 @@ class Lens(ReadOut):
     def weights(self) -> tuple[tuple[str, str], ...]:
         return () if self.kind == LOGIT else (("lens", self.kind),)
 
-    def without_place(self) -> Lens:
-        """Return a copy without `stream`."""
-        return self._copy(self.tokens, False) if self.stream else self
-
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        fields: dict[str, object] = {"layers": self.layers.emit(), "top": self.top}
-        if self.tokens:
-            fields["tokens"] = list(self.tokens)
-        fields |= self.positions.to_dict()
-        fields["kind"] = self.kind
-        fields["site"] = self.sites.names[0]
-        if self.name != self.kind:
-            fields["name"] = self.name
-        if self.stream:
-            fields["stream"] = True
-        return fields
-
-    def _copy(self, tokens: Sequence[int | str], stream: bool) -> Lens:
-        return Lens(
-            self.layers,
-            self.top,
-            tokens,
-            self.positions,
-            kind=self.kind,
-            site=self.sites.names[0],
-            name=self.name,
-            stream=stream,
-        )
+        return {
+            "layers": self.layers.emit(),
+            "top": self.top,
+            **only_set(tokens=list(self.tokens)),
+            **self.positions.to_dict(),
+            "kind": self.kind,
+            "site": self.sites.names[0],
+            **only_set(name="" if self.name == self.kind else self.name, stream=self.stream),
+        }
 
 
 def read_top(value: object) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.argument_names import accept_spellings
 from midstream.plan.forms import PhaseLike, PositionsLike
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
@@ -15,14 +15,13 @@ from midstream.plan.readouts.base import Context, ReadOut, ReadOutEngine, check_
 from midstream.plan.resolved import Pattern, ResolvedCapture
 from midstream.plan.selection import Layers, Sites
 from midstream.plan.tokens import ids_of, known_ids, read_tokens
-from midstream.validation import at, read_int
+from midstream.validation import read_int
 
 MAX_TOP = 1024
 MAX_TOKENS = 1024
 ALL: Literal["all"] = "all"
 # What a model lacks whose head does not read the output of its final norm.
 HEAD = "head"
-_FIELDS = ("top", "tokens", "positions", "phase", "exclude")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -77,41 +76,15 @@ class Logits(ReadOut):
         check_row_order(self.positions, None)
         if (top is None) == (tokens is None):
             raise SpecError("", "give either `top` or `tokens`")
-        count = 0
-        if top is not None:
-            with at("top"):
-                count = read_int(top)
-                if not 1 <= count <= MAX_TOP:
-                    raise SpecError("", f"expected 1 to {MAX_TOP}, got {count}")
-        self._set(top=count)
-        with at("tokens"):
-            self._set(tokens=() if tokens is None else _read_tokens(tokens))
+        self._read(_read_top, top=top)
+        self._read(_read_tokens, tokens=tokens)
 
     @staticmethod
     def is_form(value: Mapping[str, Any]) -> bool:
         return "top" in value or "tokens" in value
 
-    @classmethod
-    def parse(cls, value: object) -> Logits:
-        """Read a Logits, or a dict of the constructor's arguments.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
-        if isinstance(value, Logits):
-            return value
-        assert isinstance(value, Mapping)
-        return Logits(**read_named(value, (), _FIELDS))
-
     def with_ids(self, id_of: Callable[[str], int]) -> Logits:
-        """Return it with the ids of its tokens.
-
-        Args:
-            id_of: returns the id of a token's text.
-
-        Raises:
-            SpecError: a text is not one token, or two are the same.
-        """
+        """Return it with the ids of its tokens."""
         if isinstance(self.tokens, str) or not any(isinstance(token, str) for token in self.tokens):
             return self
         return Logits(tokens=ids_of(self.tokens, id_of), positions=self.positions)
@@ -161,10 +134,6 @@ class Logits(ReadOut):
             pattern = replace(pattern, size=engine.vocabulary + 1)
         return replace(capture, pattern=pattern)
 
-    def without_place(self) -> Logits:
-        """Return it as it is: its rows are on the output alone."""
-        return self
-
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
         fields: dict[str, object] = {"top": self.top}
@@ -173,7 +142,18 @@ class Logits(ReadOut):
         return fields | self.positions.to_dict()
 
 
+def _read_top(value: object) -> int:
+    if value is None:
+        return 0
+    top = read_int(value)
+    if not 1 <= top <= MAX_TOP:
+        raise SpecError("", f"expected 1 to {MAX_TOP}, got {top}")
+    return top
+
+
 def _read_tokens(value: Any) -> tuple[int | str, ...] | Literal["all"]:
+    if value is None:
+        return ()
     if isinstance(value, str) and value == ALL:
         return ALL
     tokens = read_tokens(value, MAX_TOKENS)

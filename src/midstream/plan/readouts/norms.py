@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.argument_names import accept_spellings, parameters_of, read_named
 from midstream.plan.forms import LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
@@ -18,11 +18,6 @@ from midstream.plan.sink_target import MEMORY, Metadata
 from midstream.plan.tap_lookup import find_taps
 from midstream.sites import Tap
 from midstream.validation import kind
-
-_FIELDS = (
-    "layers", "sites", "positions", "phase", "exclude", "stream", "sink", "tag", "request_id",
-    "metadata", "layout",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -89,15 +84,11 @@ class Norms(ReadOut):
 
     @classmethod
     def parse(cls, value: object) -> Norms:
-        """Read a Norms, or a dict of the constructor's arguments with `"norms": true`.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read a Norms, or a dict of the constructor's arguments with `"norms": true`."""
         if isinstance(value, Norms):
             return value
         assert isinstance(value, Mapping)
-        fields = read_named(value, ("norms",), _FIELDS)
+        fields = read_named(value, ("norms",), parameters_of(Norms)[1])
         marker = fields.pop("norms")
         if marker is not True:
             shown = marker if isinstance(marker, bool) else kind(marker)
@@ -135,9 +126,6 @@ class Norms(ReadOut):
                     "all of it; capture the rows, or use tensor_parallel_size=1",
                 )
         return capture
-
-    def without_place(self) -> Norms:
-        return Norms(self.layers, self.sites, self.positions) if self._has_place else self
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""

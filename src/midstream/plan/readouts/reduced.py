@@ -24,12 +24,7 @@ def resolve_reduced(
     prompt_len: int,
     shape: ModelShape,
 ) -> list[ResolvedCapture]:
-    """Resolve a capture whose rows are reduced: one for each width of vectors.
-
-    Args:
-        source: its index in the plan.
-        taps: where rows are captured, in the order of a forward pass.
-    """
+    """Resolve a capture whose rows are reduced: one for each width of vectors."""
     if kind in REDUCING:
         _check_prompt(kind, where, prompt_len)
     by_width: dict[int, list[Tap]] = {}
@@ -57,11 +52,7 @@ def _check_prompt(kind: str, where: Where, prompt_len: int) -> None:
 
 
 def check_reduced(captures: Sequence[ResolvedCapture]) -> None:
-    """Check that what is reduced is captured once.
-
-    Args:
-        captures: those of `Capture`s.
-    """
+    """Check that what is reduced is captured once."""
     seen: dict[Tap, tuple[int, bool]] = {}
     for capture in captures:
         reduced = is_reduced(capture)
@@ -77,11 +68,7 @@ def check_reduced(captures: Sequence[ResolvedCapture]) -> None:
 
 
 def with_split_rows(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> ResolvedPlan:
-    """Return a plan whose reduced rows are in parts where the ranks have parts of the vectors.
-
-    Args:
-        parts: number of parts of the vectors that ranks have in parts, by tap.
-    """
+    """Return a plan whose reduced rows have as many parts as the vectors have on the ranks."""
     captures: list[ResolvedCapture] = []
     for capture in plan.captures:
         pattern = capture.pattern

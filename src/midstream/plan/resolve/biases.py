@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
+from midstream.plan.heads import mask_of
 from midstream.plan.instructions import Instruction
 from midstream.plan.operations import Bias, Edit, Gate
-from midstream.plan.operations.bias import switch
 from midstream.plan.positions.position_set import Where
 
 
@@ -29,7 +29,8 @@ def bias_of(edit: Edit) -> Bias | None:
 
 def check_sampled(where: Where, prompt_len: int) -> None:
     """Check that a token is sampled from each of the positions."""
-    first = min(start for ranges in _ranges(where) for start, _ in ranges)
+    parts = (where.ranges, *(match.ranges for match in where.matches))
+    first = min(start for ranges in parts for start, _ in ranges)
     if first < prompt_len - 1:
         raise SpecError(
             "positions",
@@ -44,12 +45,6 @@ def with_switch(steps: tuple[Instruction, ...], index: int, width: int) -> tuple
     if index >= width:
         raise SpecError("", f"a request can have at most {width} biases in this model")
     return tuple(
-        replace(step, write=(switch(index, width),)) if step.op is Op.ADD else step
+        replace(step, write=(mask_of((index,), width),)) if step.op is Op.ADD else step
         for step in steps
     )
-
-
-def _ranges(where: Where) -> list[tuple[tuple[int, int | None], ...]]:
-    return [
-        ranges for ranges in (where.ranges, *(match.ranges for match in where.matches)) if ranges
-    ]

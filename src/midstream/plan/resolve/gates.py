@@ -30,9 +30,7 @@ def row_of(shape: ModelShape, edit: Gate, tap: Tap) -> int:
 
 
 def gate_taps(shape: ModelShape, edit: Gate) -> list[Tap | None]:
-    """Return the taps that a gate names to be read, in the order of a forward pass; None alone:
-    there is none.
-    """
+    """Return the taps that a gate reads, in the order of a forward pass; [None]: it names none."""
     if edit.probe.tap is None:
         return [None]
     site, index = edit.probe.tap
@@ -62,8 +60,9 @@ def check_order(taps: tuple[Tap, ...], read: Tap | None) -> None:
 def gated_steps(
     steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None, adds: bool
 ) -> list[Steps]:
-    """Return the edit's instructions at each tap; the gate reads the score in the slot, to which
-    it adds at the tap that it reads itself, if there are layers before.
+    """Return the edit's instructions at each tap, where the gate reads the score in the slot.
+
+    At the tap that the gate reads itself, it adds to that score, if there are layers before.
     """
     if slot is None:
         return [Steps(steps)] * len(taps)

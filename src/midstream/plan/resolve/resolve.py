@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op, limit_of
-from midstream.plan.control.act import Switch
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import refreshed
 from midstream.plan.operations import Bias, Edit, Gate, Local, Reconstruct, Route, Steer
@@ -23,16 +22,10 @@ from midstream.plan.positions.select import MAX_RANGES, PromptSelections
 from midstream.plan.positions.work import check_overlaps, check_taps
 from midstream.plan.probe import Probe
 from midstream.plan.readouts import KINDS, Capture, ReadOut
+from midstream.plan.readouts.attention import ATTENTION, layers_of, pattern_of, reduction_of
 from midstream.plan.readouts.base import Context
-from midstream.plan.resolve.attention_probe import resolve_attention_probe
+from midstream.plan.resolve import gates
 from midstream.plan.resolve.biases import bias_of, check_sampled, with_switch
-from midstream.plan.resolve.gates import (
-    check_order,
-    gate_taps,
-    gated_steps,
-    place_of,
-    row_of,
-)
 from midstream.plan.resolve.row_placement import RowPlacement
 from midstream.plan.resolved import (
     ResolvedBias,
@@ -41,6 +34,7 @@ from midstream.plan.resolved import (
     ResolvedFunction,
     ResolvedPlan,
     ResolvedProbe,
+    SlottedPattern,
     Steps,
 )
 from midstream.plan.shape import ModelShape, VectorSize
@@ -59,32 +53,10 @@ def resolve(
 ) -> ResolvedPlan:
     """Resolve a plan for one model and one prompt.
 
-    Args:
-        plan: the request's plan, with names bound; None: server-wide edits and captures only.
-        prompt: the prompt; for most plans its length is enough.
-        max_tokens: maximum number of generated tokens, at least 1; None: unknown.
-        before: server-wide edits, applied before the plan's, and server-wide probes. Those that
-            select nothing in this request are skipped rather than rejected.
-        also: server-wide captures, added after the plan's; skipped likewise.
+    `before` are server-wide edits, applied before the plan's, and probes; `also` such captures.
+    Those that select nothing in this request are skipped. `max_tokens` None: unknown.
     """
-    return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before, also)
-
-
-@dataclass(frozen=True, slots=True)
-class Nothing:
-    """The empty plan of a request without one (a Plan cannot be empty)."""
-
-    captures: tuple[ReadOut, ...] = ()
-    edits: tuple[Edit, ...] = ()
-    probes: tuple[Probe, ...] = ()
-    switches: tuple[Switch, ...] = ()
-
-    def origin(self, index: int) -> int:
-        """Return `index`; see `Plan.origin`."""
-        return index
-
-
-NOTHING = Nothing()
+    return _Resolver(shape, prompt, max_tokens).resolve(plan or Plan(), before, also)
 
 
 class _Resolver:
@@ -108,7 +80,7 @@ class _Resolver:
         self._gate_slots: dict[tuple[Tap, Instruction, Where], int] = {}
 
     def resolve(
-        self, plan: Plan | Nothing, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
+        self, plan: Plan, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
     ) -> ResolvedPlan:
         check_taps(_num_taps(plan, (*before, *also), self._shape.num_layers))
         captures: list[ResolvedCapture] = []
@@ -186,15 +158,20 @@ class _Resolver:
         """Return one probe without a name for each layer, in the order of a forward pass."""
         where = self._select(probe.positions)
         if probe.attention is not None:
-            args = (where, self._shape, self._selections)
-            return [resolve_attention_probe(probe, self._new_slot(), *args)]
+            layers = layers_of(probe.layers, self._shape, "layer")
+            with at("attention"):
+                reduced = reduction_of(probe.attention, where, self._selections)
+            pattern = pattern_of(layers, probe.heads, reduced, self._shape, ("layer", "head"))
+            num_heads = self._shape.num_heads(pattern.reads[0])
+            slotted = SlottedPattern(self._new_slot(), pattern, num_heads)
+            return [ResolvedProbe("", ATTENTION, layers[0], Steps(()), where, slotted)]
         taps = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
         slot = self._new_slot()
         probes: list[ResolvedProbe] = []
         for tap in taps:
             steps = probe.steps(self._shape.size(tap))
             if isinstance(probe.direction, tuple):
-                steps = (steps[place_of(self._shape, tap, probe.layers)],)
+                steps = (steps[gates.place_of(self._shape, tap, probe.layers)],)
             probes.append(ResolvedProbe("", *tap, _scored(steps, slot, bool(probes)), where))
         return probes
 
@@ -212,7 +189,7 @@ class _Resolver:
             check_sampled(where, self._prompt.length)
         reads: list[Tap | None] = [None]
         if isinstance(edit, Gate):
-            reads = gate_taps(self._shape, edit)
+            reads = gates.gate_taps(self._shape, edit)
         *before, read = reads
         slot, placed = None, False
         if isinstance(edit, Gate) and read is not None:
@@ -221,7 +198,7 @@ class _Resolver:
         for size, mine in self._by_size(taps):
             if isinstance(edit, Gate) and read is not None:
                 instructions = edit.steps(
-                    size, self._shape.size(read), row_of(self._shape, edit, read)
+                    size, self._shape.size(read), gates.row_of(self._shape, edit, read)
                 )
             else:
                 instructions = edit.steps(size)
@@ -234,7 +211,7 @@ class _Resolver:
                 if max(len(step.write) for step in instructions) > 1:
                     parts = self._rows.place(instructions, edit.positions, where)
             if isinstance(edit, Gate) and edit.memory:
-                check_order(taps, read)
+                gates.check_order(taps, read)
             elif read is not None and not placed:
                 slot, placed = self._gate_slot(read, taps, instructions[0], where, slot), True
             for steps, part in parts:
@@ -243,7 +220,7 @@ class _Resolver:
                 elif read is None:
                     shared = [Steps(steps)] * len(mine)
                 else:
-                    shared = gated_steps(steps, mine, read, slot, bool(before))
+                    shared = gates.gated_steps(steps, mine, read, slot, bool(before))
                 resolved += [
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
@@ -262,17 +239,13 @@ class _Resolver:
         return [(shape.size(mine[0]), tuple(mine)) for mine in taps_by_size.values()]
 
     def _earlier_parts(self, edit: Gate, taps: list[Tap | None], where: Where) -> int | None:
-        """Let the score of a gate be added up in the layers before the last that it reads.
-
-        Returns:
-            Its slot; None: there are no such layers.
-        """
+        """Let a gate's score be added up in the layers before the last; return its slot, if any."""
         slot = self._new_slot() if taps else None
         for index, tap in enumerate(taps):
             assert tap is not None
             assert slot is not None
             with at("probe"):
-                row = edit.probe.vector(self._shape.size(tap), row_of(self._shape, edit, tap))
+                row = edit.probe.vector(self._shape.size(tap), gates.row_of(self._shape, edit, tap))
             probe = Instruction(Op.PROBE, row, flags=Flags.FRESH)
             self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, index > 0), where))
         return slot
@@ -280,10 +253,11 @@ class _Resolver:
     def _gate_slot(
         self, tap: Tap, taps: tuple[Tap, ...], gate: Instruction, where: Where, slot: int | None
     ) -> int | None:
-        """Return the slot of a gate's score, whose last part is read at `tap`; `slot` is that
-        of the parts before, if there are any. None: the gate reads and applies at that tap only.
+        """Return the slot of a gate's score; `slot` is that of its parts in the layers before.
+
+        None: the gate reads and applies at `tap` only.
         """
-        check_order(taps, tap)
+        gates.check_order(taps, tap)
         if taps == (tap,):
             return slot
         if tap in taps:
@@ -313,9 +287,7 @@ class _Resolver:
         read: Tap | None,
         where: Where,
     ) -> list[Steps]:
-        """Return the instructions of the edit of a gate with memory at each tap; the gate reads a
-        SCAN at the tap `read`; None: at each tap.
-        """
+        """Return the edit of a gate with memory at each tap; it reads a SCAN at `read`, or each."""
         scan, rest = edit.memory.scan(steps[0]), refreshed(list(steps[1:]))
         slots = [self._shared_slot(read or tap, scan, where) for tap in taps]
         return [Steps((edit.memory.gate(steps[0], slot), *rest)) for slot in slots]
@@ -325,13 +297,8 @@ class _Resolver:
         return self._slots - 1
 
 
-def _num_taps(plan: Plan | Nothing, others: Sequence[Any], num_layers: int) -> int:
-    """Return the number of taps of a plan, and of the versions that its probes switch to.
-
-    Args:
-        others: edits, probes and captures of every request.
-        num_layers: number of layers of the model.
-    """
+def _num_taps(plan: Plan, others: Sequence[Any], num_layers: int) -> int:
+    """Return the number of taps of a plan with the versions that its probes switch to."""
 
     def taps(parts: Sequence[Any]) -> int:
         return sum(num_taps(part.layers, part.sites, num_layers) for part in parts)
@@ -355,8 +322,9 @@ def weighed(plan: ResolvedPlan) -> list[tuple[Ranges, int]]:
 
 
 def _memory_first(edits: Sequence[Edit]) -> list[int]:
-    """Return the indices of edits, those of gates with memory first: their scores have the same
-    columns in all versions of a plan, whatever other gates these have.
+    """Return the indices of edits, gates with memory first.
+
+    Their scores have the same columns in all versions of a plan, whatever other gates these have.
     """
     remembers = [isinstance(edit, Gate) and bool(edit.memory) for edit in edits]
     return sorted(range(len(edits)), key=lambda index: not remembers[index])

@@ -20,12 +20,7 @@ Instructions = tuple[Instruction, ...]
 
 @dataclass(frozen=True, slots=True)
 class RowPlacement:
-    """Places the rows of edits of one prompt.
-
-    Attributes:
-        max_tokens: maximum number of generated tokens; None: unknown.
-        order: for positions that were listed, the indices of their items by ascending position.
-    """
+    """Places the rows of edits of one prompt; `order` is of positions that were listed."""
 
     prompt: Prompt
     max_tokens: int | None
@@ -34,11 +29,7 @@ class RowPlacement:
     def place(
         self, steps: Instructions, positions: Positions, where: Where
     ) -> list[tuple[Instructions, Where]]:
-        """Return (instructions, positions) of each run of positions, of an edit with several rows.
-
-        The k-th listed position gets the k-th row. Items that select several positions list them in
-        ascending order.
-        """
+        """Return (instructions, positions) of each run; the k-th position gets the k-th row."""
         rows = max(len(step.write) for step in steps)
         if not where.is_bounded:
             raise SpecError(

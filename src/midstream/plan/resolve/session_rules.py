@@ -18,10 +18,7 @@ _INSTEAD = 'use "all", positions counted from the session\'s start, token ids, o
 def check_growing(
     plan: Plan | None, before: Sequence[ServerWide], also: Sequence[Capture] = ()
 ) -> None:
-    """Check that a plan's positions are well-defined in a streaming-input session.
-
-    The prompt of such a session grows with every input, so positions must not depend on its end.
-    """
+    """Check that no position depends on the prompt's end, which moves in a streaming session."""
     for index, edit in enumerate(before):
         with at(f"steering[{index}]"):
             _check(edit.positions)

@@ -1,14 +1,13 @@
 """Resolved plans as bytes, for the workers: one msgpack message, read strictly. Never pickle.
 
 The message holds each distinct vector once, as little-endian float32 or as the digest of a vector
-that the reader has, and each distinct list of instructions once. Instructions refer to vectors, and
-edits and probes to lists of instructions, by index. What `from_bytes` returns passes every check
-here, so the bytes need no second form.
+that the reader has, and each distinct list of instructions once; others refer to them by index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Annotated, Literal, TypeVar
 
@@ -17,6 +16,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from midstream.errors import SpecError
 from midstream.ops.layout import HELD, Flags, Op
+from midstream.plan.argument_names import read_each
 from midstream.plan.instructions import Instruction
 from midstream.plan.positions.position_set import Match, Where
 from midstream.plan.positions.range_set import intersect
@@ -116,47 +116,37 @@ _DECODER = Decoder(PlanMessage)
 
 
 def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
-    """Pack a plan.
-
-    Args:
-        named: its vectors that the reader has; the bytes have the digest of each instead of its
-            numbers.
-    """
+    """Pack a plan; of its vectors in `named`, which the reader has, as digests."""
     shared = _Shared()
-    edits = tuple(
-        [
-            EditMessage(edit.site, edit.layer, shared.place(edit.steps), edit.where, edit.source)
-            for edit in plan.edits
-        ]
-    )
-    probes = tuple(
-        [
-            ProbeMessage(
-                probe.name,
-                probe.site,
-                probe.layer,
-                shared.place(probe.steps) if probe.attention is None else None,
-                probe.where,
-                probe.attention,
-            )
-            for probe in plan.probes
-        ]
-    )
+    edits = [
+        EditMessage(edit.site, edit.layer, shared.place(edit.steps), edit.where, edit.source)
+        for edit in plan.edits
+    ]
+    probes = [
+        ProbeMessage(
+            probe.name,
+            probe.site,
+            probe.layer,
+            shared.place(probe.steps) if probe.attention is None else None,
+            probe.where,
+            probe.attention,
+        )
+        for probe in plan.probes
+    ]
+    vectors = [
+        NamedVectorMessage(vector.digest) if vector in named else vector.data
+        for vector in shared.vectors
+    ]
     message = PlanMessage(
         format="midstream plan 11",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
-        vectors=tuple(
-            [
-                NamedVectorMessage(vector.digest) if vector in named else vector.data
-                for vector in shared.vectors
-            ]
-        ),
+        vectors=tuple(vectors),
         steps=tuple(shared.steps),
-        edits=edits,
+        edits=tuple(edits),
         captures=plan.captures,
-        probes=probes,
+        probes=tuple(probes),
         biases=plan.biases,
         functions=plan.functions,
     )
@@ -199,49 +189,22 @@ class _Shared:
 
 
 def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> ResolvedPlan:
-    """Read a plan that `to_bytes` packed.
-
-    Args:
-        data: the bytes.
-        known: the vectors that the bytes may name, by digest.
-    """
+    """Read a plan that `to_bytes` packed, with the vectors that it names by digest."""
     if not isinstance(data, bytes):
         raise SpecError("", f"expected `bytes`, got {kind(data)}")
     message = read_message(_DECODER.decode, data)
-    vectors = []
-    for index, vector in enumerate(message.vectors):
-        with at(f"vectors[{index}]"):
-            vectors.append(_read_vector(vector, known or {}))
-    steps = []
-    for index, instructions in enumerate(message.steps):
-        with at(f"steps[{index}]"):
-            steps.append(
-                Steps(
-                    tuple([_read_instruction(instruction, vectors) for instruction in instructions])
-                )
-            )
-    edits = []
-    for index, edit in enumerate(message.edits):
-        with at(f"edits[{index}]"):
-            edits.append(_read_edit(edit, steps))
-    for index, capture in enumerate(message.captures):
-        with at(f"captures[{index}]"):
-            _check_capture(capture)
-    probes = []
-    for index, probe in enumerate(message.probes):
-        with at(f"probes[{index}]"):
-            probes.append(_read_probe(probe, steps))
-    for index, bias in enumerate(message.biases):
-        with at(f"biases[{index}]"):
-            _check_bias(bias)
-    for index, function in enumerate(message.functions):
-        with at(f"functions[{index}]"):
-            _check_function(function)
+    vectors = read_each("vectors", message.vectors, partial(_read_vector, known=known or {}))
+    steps = read_each("steps", message.steps, partial(_read_steps, vectors=vectors))
+    edits = read_each("edits", message.edits, partial(_read_edit, steps=steps))
+    read_each("captures", message.captures, _check_capture)
+    probes = read_each("probes", message.probes, partial(_read_probe, steps=steps))
+    read_each("biases", message.biases, _check_bias)
+    read_each("functions", message.functions, _check_function)
     return ResolvedPlan(
         message.prompt_len,
-        tuple(edits),
+        edits,
         message.captures,
-        tuple(probes),
+        probes,
         message.codec,
         message.sharded,
         message.biases,
@@ -256,6 +219,10 @@ def _read_vector(message: bytes | NamedVectorMessage, known: Mapping[str, Vector
     if vector is None:
         raise SpecError("", f"there is no vector with the digest {message.digest!r} here")
     return vector
+
+
+def _read_steps(message: tuple[InstructionMessage, ...], vectors: Sequence[Vector]) -> Steps:
+    return Steps(tuple([_read_instruction(instruction, vectors) for instruction in message]))
 
 
 def _read_instruction(message: InstructionMessage, vectors: Sequence[Vector]) -> Instruction:

@@ -38,10 +38,7 @@ def unit(vector: Vector) -> Vector:
 
 @lru_cache(maxsize=64)
 def orthonormal(rows: tuple[Vector, ...]) -> tuple[Vector, ...]:
-    """Return an orthonormal basis of the rows' span.
-
-    Each row is orthogonalised twice (Gram–Schmidt) for numerical accuracy.
-    """
+    """Return an orthonormal basis of the rows' span; each row is orthogonalised twice."""
     import numpy as np
 
     basis: list[NDArray[np.float64]] = []

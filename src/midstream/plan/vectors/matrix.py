@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import read_each
 from midstream.plan.shape import VectorSize
 from midstream.plan.vectors.named_vector import Named, is_named, read_direction, read_row
-from midstream.plan.vectors.vector import MAX_NUMBERS, Vector, check_unmasked, read_base64
+from midstream.plan.vectors.vector import MAX_NUMBERS, Vector, check_unmasked, read_base64, rounded
 from midstream.validation import at, kind, read_fields, read_int
 
 # Bounds the orthonormalisation work and the number of instructions of one edit.
@@ -19,7 +20,6 @@ MAX_RANK = 256
 # Of a `Matrix`.
 MAX_WIDTH = math.isqrt(MAX_NUMBERS)
 
-_SHAPED = ("f32", "shape")
 _SQUARE = (
     'a square matrix: a 2-D numpy array or torch tensor, a list of rows, or {"f32": "<base64 of '
     'little-endian float32>", "shape": [width, width]}'
@@ -53,12 +53,7 @@ class Matrix(Vector):
 
 
 def read_matrix(value: object) -> Matrix | Named:
-    """Read a square matrix by value, rounded to float32, or the name of registered ones.
-
-    Args:
-        value: a Matrix; a 2-D numpy array or torch tensor, or a list of rows; `{"f32": "<base64>",
-            "shape": [width, width]}`; or any form of Named.parse with a scale of 1.
-    """
+    """Read a square matrix by value (`matrix_of`), or the name of registered ones, of scale 1."""
     if is_named(value):
         named = read_row(value)
         assert isinstance(named, Named)
@@ -71,18 +66,8 @@ def matrix_of(value: object) -> Matrix:
     if isinstance(value, Matrix):
         return value
     if isinstance(value, Mapping):
-        fields = read_fields(value, required=_SHAPED)
-        count, width = _read_shape(fields["shape"])
-        with at("shape"):
-            check_square((count, width))
+        data, _ = _read_shaped(value, check_square)
         with at("f32"):
-            data = read_base64(fields["f32"])
-            if len(data) != 4 * count * width:
-                raise SpecError(
-                    "",
-                    f"expected {4 * count * width} bytes, {count} rows of {width} float32, got "
-                    f"{len(data)}",
-                )
             return Matrix(data)
     return _from_square(value)
 
@@ -128,20 +113,7 @@ def _from_square(value: Any) -> Matrix:
     check_unmasked(value)
     array = np.asarray(value)
     check_square(array.shape)
-    if array.dtype.kind not in "fiu":
-        raise SpecError("", f"expected real numbers, got an array of {array.dtype}")
-    finite = np.isfinite(array)
-    if not finite.all():
-        row, column = divmod(int(np.argmin(finite)), array.shape[1])
-        raise SpecError(
-            f"[{row}][{column}]", f"expected a finite number, got {float(array[row, column])}"
-        )
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = np.ascontiguousarray(array, dtype="<f4")
-    if not np.isfinite(rounded).all():
-        row, column = divmod(int(np.argmin(np.isfinite(rounded))), array.shape[1])
-        raise SpecError(f"[{row}][{column}]", f"{float(array[row, column])!r} overflows float32")
-    return Matrix(rounded.tobytes())
+    return Matrix(rounded(array))
 
 
 def check_square(shape: tuple[int, ...]) -> None:
@@ -153,13 +125,7 @@ def check_square(shape: tuple[int, ...]) -> None:
 
 
 def read_rows(value: object, most: int = MAX_RANK) -> tuple[Vector, ...]:
-    """Read the rows of a matrix [r, width]; one vector [width] is a matrix of one row.
-
-    Args:
-        value: any form of one vector; a list or tuple of these; a 2-D numpy array or torch
-            tensor; or `{"f32": "<base64>", "shape": [r, width]}`.
-        most: the maximum of r; r is at least 1.
-    """
+    """Read the rows of a matrix [r, width], 1 to `most`; one vector is a matrix of one row."""
     rows = _read(value, most, Vector.parse)
     return tuple(row for row in rows if isinstance(row, Vector))
 
@@ -243,10 +209,23 @@ def _from_list(
 
 
 def _from_base64(value: Mapping[Any, Any], most: int) -> tuple[Vector, ...]:
-    fields = read_fields(value, required=_SHAPED)
-    count, width = _read_shape(fields["shape"])
+    data, width = _read_shaped(value, lambda shape: _check_count(shape[0], most))
+    rows = [data[start : start + 4 * width] for start in range(0, len(data), 4 * width)]
+    return read_each("", rows, Vector)
+
+
+def _read_shaped(
+    value: Mapping[Any, Any], check: Callable[[tuple[int, ...]], None]
+) -> tuple[bytes, int]:
+    """Return the bytes of a matrix in base64, and its width; `check` is given its shape."""
+    fields = read_fields(value, required=("f32", "shape"))
     with at("shape"):
-        _check_count(count, most)
+        sizes = fields["shape"]
+        if not isinstance(sizes, (list, tuple)) or len(sizes) != 2:
+            shown = f"{len(sizes)} parts" if isinstance(sizes, (list, tuple)) else kind(sizes)
+            raise SpecError("", f"expected [rows, width], got {shown}")
+        count, width = read_each("", sizes, _read_size)
+        check((count, width))
     with at("f32"):
         data = read_base64(fields["f32"])
         if len(data) != 4 * count * width:
@@ -255,26 +234,14 @@ def _from_base64(value: Mapping[Any, Any], most: int) -> tuple[Vector, ...]:
                 f"expected {4 * count * width} bytes, {count} rows of {width} float32, got "
                 f"{len(data)}",
             )
-    rows = []
-    for index in range(count):
-        with at(f"[{index}]"):
-            rows.append(Vector(data[4 * width * index : 4 * width * (index + 1)]))
-    return tuple(rows)
+    return data, width
 
 
-def _read_shape(value: object) -> tuple[int, int]:
-    with at("shape"):
-        if not isinstance(value, (list, tuple)) or len(value) != 2:
-            shown = f"{len(value)} parts" if isinstance(value, (list, tuple)) else kind(value)
-            raise SpecError("", f"expected [rows, width], got {shown}")
-        sizes = []
-        for index, part in enumerate(value):
-            with at(f"[{index}]"):
-                size = read_int(part)
-                if size < 1:
-                    raise SpecError("", f"expected at least 1, got {size}")
-                sizes.append(size)
-    return sizes[0], sizes[1]
+def _read_size(value: object) -> int:
+    size = read_int(value)
+    if size < 1:
+        raise SpecError("", f"expected at least 1, got {size}")
+    return size
 
 
 def _check_count(count: int, most: int) -> None:

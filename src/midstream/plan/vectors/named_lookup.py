@@ -1,8 +1,4 @@
-"""Lookup of registered names, and of the taps and vectors of those that have vectors.
-
-A registered name has one vector per tap, for one or more taps; or a single vector without a tap; or
-whole edits.
-"""
+"""Lookup of registered names, and of the taps and vectors of those that have vectors."""
 
 from __future__ import annotations
 
@@ -21,11 +17,7 @@ Registered = Mapping[Tap | None, Vector]  # one vector per tap, or a single one 
 
 @dataclass(frozen=True, slots=True)
 class NamedEdits:
-    """Whole edits registered under a name, for a `Steer` that has the name as its vector.
-
-    Attributes:
-        edits: the edits, with vectors by value; see `midstream.plan.operations.bind_edit`.
-    """
+    """Whole edits registered under a name, by value, for a `Steer` with the name as its vector."""
 
     edits: tuple[Any, ...]
 
@@ -40,11 +32,8 @@ class SaeName:
 class SaeCode(NamedTuple):
     """A registered SAE that reconstructs vectors on the workers.
 
-    Attributes:
-        place: where it is in their memory; see `midstream.ops.sae.layout`.
-        digest: sha256 of its numbers, in hex.
-        features: number of its features.
-        transcodes: whether it reads one site and writes another.
+    `place` is where it is in their memory, see `midstream.ops.sae.layout`; `digest` the sha256 of
+    its numbers; `transcodes` whether it reads one site and writes another.
     """
 
     name: str
@@ -93,10 +82,7 @@ def vectors_of(name: str, lookup: Lookup) -> Registered:
 
 
 def from_start(layers: Layers, num_layers: int | None) -> Layers:
-    """Return the layers with negative indices converted to indices from 0.
-
-    Returned unchanged if `num_layers` is None or the layers are "all".
-    """
+    """Return the layers counted from 0; unchanged if `num_layers` is None."""
     if num_layers is None or layers.indices == "all":
         return layers
     return Layers([index_from_start(index, num_layers) for index in layers.indices])
@@ -135,10 +121,6 @@ def find_taps(
 
     None means the edit's own layers and sites, with the same vectors at all of them: no name is
     registered with taps. An omitted field, or "all" layers, selects every tap of the names.
-
-    Args:
-        registered: the registered vectors of each name; at least one name.
-        left: which of "layer" and "site" were omitted.
     """
     tapped = {name: vectors for name, vectors in registered.items() if not is_plain(vectors)}
     if not tapped:
@@ -157,14 +139,8 @@ def find_taps(
             missing = [tap for tap in chosen[other] if tap not in chosen[lacking]]
             if missing:
                 site, layer = missing[0]
-                raise SpecError(
-                    "layer",
-                    _has_none(
-                        lacking,
-                        registered[lacking],
-                        f"{site} at layer {layer}, where `{other}` has one",
-                    ),
-                )
+                what = f"{site} at layer {layer}, where `{other}` has one"
+                raise SpecError("layer", _has_none(lacking, registered[lacking], what))
     return chosen[first]
 
 

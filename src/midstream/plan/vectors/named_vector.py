@@ -14,10 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9_:-][A-Za-z0-9_.:/-]{0,127}")
 
 
 def read_name(value: object) -> str:
-    """Check the name of a registered vector and return it.
-
-    A name has 1 to 128 of the characters A–Z a–z 0–9 _ . : / - and starts with no dot or slash.
-    """
+    """Check the name of a registered vector and return it."""
     if not isinstance(value, str):
         raise SpecError("", f"expected a name, `str`, got {kind(value)}")
     if not _NAME.fullmatch(value):
@@ -54,11 +51,7 @@ class Named:
 
     @staticmethod
     def parse(value: object) -> Named:
-        """Read a Named, a name as `str`, or `{"name": …, "scale": …}` (`scale` is optional).
-
-        Raises:
-            SpecError: another form, or a field is unknown, missing or malformed.
-        """
+        """Read a Named, a name as `str`, or `{"name": …, "scale": …}` (`scale` is optional)."""
         if isinstance(value, Named):
             return value
         if isinstance(value, str):

@@ -28,16 +28,7 @@ def is_by_layer(value: object) -> bool:
 def read_by_layer(
     field: str, value: Mapping[Any, Any], layer: object
 ) -> tuple[tuple[Vector, ...], list[int]]:
-    """Read a dict of vectors by layer.
-
-    Args:
-        field: name of the argument, for error paths.
-        value: {layer: any form of Vector.parse}; a layer is an int, or a str of its digits.
-        layer: the argument `layer`, which must be None.
-
-    Returns:
-        The vectors, and their layers in the same order.
-    """
+    """Read {layer: vector}; return the vectors and their layers. `layer` must be None."""
     if layer is not None:
         raise SpecError("layer", f"`{field}` is a dict by layer, which has the layers; omit it")
     rows: list[Vector] = []
@@ -55,16 +46,7 @@ def read_by_layer(
 def read_per_layer(
     field: str, value: object, layer: object
 ) -> tuple[Vector | Named | tuple[Vector, ...], Any]:
-    """Read one vector or name, or several vectors, one per layer.
-
-    Args:
-        field: name of the argument, for error paths.
-        value: any form of a vector or a name; {layer: vector}; or a matrix [layers, width].
-        layer: the argument `layer`.
-
-    Returns:
-        The vector or name, or a tuple of several vectors; and the layers.
-    """
+    """Read one vector or name, or several vectors, one per layer; return also the layers."""
     if is_by_layer(value):
         assert isinstance(value, Mapping)
         rows, layer = read_by_layer(field, value, layer)

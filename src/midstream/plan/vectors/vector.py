@@ -56,16 +56,7 @@ class Vector:
 
     @staticmethod
     def parse(value: object) -> Vector:
-        """Read a vector from any of its forms, on any device, rounded to float32.
-
-        Args:
-            value: a Vector; a list or tuple of numbers; a numpy array, torch tensor or pandas
-                Series, [size] or [1, size]; or `{"f32": "<base64>"}`.
-
-        Raises:
-            SpecError: another form; a shape other than [size] with size ≥ 1; a number that is not
-                finite or exceeds float32's range (the path has its index).
-        """
+        """Read a vector from any of its forms, on any device, rounded to float32."""
         if type(value) is Vector:  # a Matrix is not one
             return value
         if isinstance(value, (list, tuple)):
@@ -171,16 +162,22 @@ def _from_array(array: Any) -> Vector:
 
     _check_shape(array)
     check_unmasked(array)
+    return Vector(rounded(np.asarray(array).reshape(-1)))
+
+
+def rounded(array: NDArray[Any]) -> bytes:
+    """Return an array's numbers as little-endian float32."""
+    import numpy as np
+
     if array.dtype.kind not in "fiu":
         raise SpecError("", f"expected real numbers, got an array of {array.dtype}")
-    array = np.asarray(array).reshape(-1)
     _check_finite(array)
     with np.errstate(over="ignore", under="ignore"):
-        rounded = array.astype("<f4")
-    if not np.isfinite(rounded).all():
-        index = int(np.argmin(np.isfinite(rounded)))
-        raise SpecError(f"[{index}]", f"{float(array[index])!r} overflows float32")
-    return Vector(rounded.tobytes())
+        numbers: NDArray[np.float32] = np.ascontiguousarray(array, dtype="<f4")
+    index = _first_not_finite(numbers)
+    if index is not None:
+        raise SpecError(_path(index), f"{float(array[index])!r} overflows float32")
+    return numbers.tobytes()
 
 
 def _as_array(value: Any) -> Any:
@@ -210,9 +207,19 @@ def _check_shape(array: Any) -> None:
 
 
 def _check_finite(array: NDArray[Any]) -> None:
+    index = _first_not_finite(array)
+    if index is not None:
+        raise SpecError(_path(index), f"expected a finite number, got {float(array[index])}")
+
+
+def _first_not_finite(array: NDArray[Any]) -> tuple[int, ...] | None:
     import numpy as np
 
     finite = np.isfinite(array)
-    if not finite.all():
-        index = int(np.argmin(finite))
-        raise SpecError(f"[{index}]", f"expected a finite number, got {float(array[index])}")
+    if finite.all():
+        return None
+    return tuple(map(int, np.unravel_index(int(np.argmin(finite)), array.shape)))
+
+
+def _path(index: tuple[int, ...]) -> str:
+    return "".join(f"[{place}]" for place in index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from midstream.results.readouts.attention import AttentionResults
 from midstream.results.readouts.features import FeatureResults
@@ -33,12 +33,7 @@ class ReadOutResult(Protocol):
 
     @staticmethod
     def decode(rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Any]]) -> Any:
-        """Return the result, in memory of its own; None: none of the read-outs has rows.
-
-        Args:
-            rows: all rows of a completion, by the taps of the resolved read-outs.
-            readouts: the read-outs of this kind, resolved and as given.
-        """
+        """Return what the read-outs, resolved and as given, have among all rows; None: nothing."""
 
     @property
     def nbytes(self) -> int:
@@ -95,32 +90,27 @@ class OnlyReadOuts:
     @property
     def attention(self) -> AttentionResults | None:
         """Attention weights of the only choice; None with several choices."""
-        attention: AttentionResults | None = self._only("attention")
-        return attention
+        return cast("AttentionResults | None", self._only("attention"))
 
     @property
     def logits(self) -> LogitRows | None:
         """Logits of the only choice; None with several choices."""
-        logits: LogitRows | None = self._only("logits")
-        return logits
+        return cast("LogitRows | None", self._only("logits"))
 
     @property
     def lens(self) -> LensResults | None:
         """Tokens of layers of the only choice; None with several choices."""
-        lens: LensResults | None = self._only("lens")
-        return lens
+        return cast("LensResults | None", self._only("lens"))
 
     @property
     def features(self) -> FeatureResults | None:
         """Active features of SAEs of the only choice; None with several choices."""
-        features: FeatureResults | None = self._only("features")
-        return features
+        return cast("FeatureResults | None", self._only("features"))
 
     @property
     def norms(self) -> NormResults | None:
         """Norms of vectors of the only choice; None with several choices."""
-        norms: NormResults | None = self._only("norms")
-        return norms
+        return cast("NormResults | None", self._only("norms"))
 
     def _only(self, name: str) -> Any:
         raise NotImplementedError

@@ -188,13 +188,7 @@ class AttentionResults(LayerRows[AttentionRows]):
 def _draw(
     rows: AttentionRows, tokens: Any, head: int | None, most: int | None = None
 ) -> viz.Picture:
-    """Return the picture of some rows; see `AttentionRows.picture`.
-
-    Args:
-        tokens: texts of the tokens by position; None: unknown.
-        head: one of the rows' heads; None: all.
-        most: number of queries, and of keys or lines, that are shown; None: all.
-    """
+    """Return the picture of a head, or of all, with at most so many queries and keys, or lines."""
     if head is not None and head not in rows.heads:
         raise SpecError("head", f"expected one of {list(rows.heads)}, got {head!r}")
 
@@ -209,32 +203,25 @@ def _draw(
     if rows.keys is not None:
         keys = to_numpy(rows.keys)[:most, at]
         return _top_keys(values, keys, (queries, heads), name, most)
-    if rows.reduce in ("mass", "entropy"):
-        is_mass = rows.reduce == "mass"
-        return viz.heatmap(
-            values,
-            queries,
-            heads,
-            title=f"{rows.reduce} of attention{_part(is_cut)}",
-            row_title="query",
-            column_title="head",
-            unit="" if is_mass else "nats",
-            center=None,
-            limits=(0, 1) if is_mass else None,
-        )
-    mean = values.mean(1)[:, :most]
-    is_full = rows.reduce == "full"
-    of = f"head {heads[0]}" if len(heads) == 1 else f"mean of {len(heads)} heads"
-    is_cut = is_cut or mean.shape[1] < values.shape[2]
+    columns: list[Any] = heads
+    column_title, title = "head", f"{rows.reduce} of attention"
+    if rows.reduce in ("full", "scores"):
+        mean = values.mean(1)[:, :most]
+        is_cut = is_cut or mean.shape[1] < values.shape[2]
+        values = np.where(np.isfinite(mean), mean, np.nan)
+        columns, column_title = [name(key) for key in range(mean.shape[1])], "key"
+        of = f"head {heads[0]}" if len(heads) == 1 else f"mean of {len(heads)} heads"
+        title = f"{'attention' if rows.reduce == 'full' else 'scores'}, {of}"
     return viz.heatmap(
-        np.where(np.isfinite(mean), mean, np.nan),
+        values,
         queries,
-        [name(key) for key in range(mean.shape[1])],
-        title=f"{'attention' if is_full else 'scores'}, {of}{_part(is_cut)}",
+        columns,
+        title=f"{title}{_part(is_cut)}",
         row_title="query",
-        column_title="key",
+        column_title=column_title,
+        unit="nats" if rows.reduce == "entropy" else "",
         center=None,
-        limits=(0, 1) if is_full else None,
+        limits=(0, 1) if rows.reduce in ("mass", "full") else None,
     )
 
 
@@ -245,14 +232,9 @@ def _top_keys(
     name: Callable[[int], str],
     most: int | None,
 ) -> viz.Picture:
-    """Draw a line for each query and head: its keys, coloured by weight.
+    """Draw a line for each query and head: its keys, coloured by weight; at most so many lines.
 
-    Args:
-        values: float64 [queries, heads, k].
-        keys: int64 [queries, heads, k], −1 for none.
-        names: those of the queries, and the heads.
-        name: the function that names a key by its position.
-        most: number of lines; None: all.
+    Weights and keys are [queries, heads, k]; a key of −1 is none. `name` names a key by position.
     """
     lines = [f"{query}, head {head}" for query in names[0] for head in names[1]]
     count = keys.shape[2]
@@ -281,12 +263,7 @@ def _part(is_cut: bool) -> str:
 def _rows_of(
     rows: Activations, tap: Tap, pattern: Pattern, count: int, asked: tuple[int, ...] | None
 ) -> AttentionRows:
-    """Return the rows of attention of one layer, in memory of their own.
-
-    Args:
-        count: number of heads that a row has.
-        asked: the heads that the caller gets; None: all.
-    """
+    """Return the rows of one layer, of `count` heads, in memory of their own."""
     import torch
 
     values = rows[tap].as_subclass(torch.Tensor).unflatten(1, (count, pattern.size))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from midstream.validation import as_number, is_int
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from midstream.plan.resolved import ResolvedCapture
+    from midstream.results.activations import Activations
 
 
 class ReadOutRows(Protocol):
@@ -61,16 +67,39 @@ class KeyedRows(Mapping[K, R]):
         return key
 
 
+class NamedRows(KeyedRows[str, R]):
+    """Rows by the names of the read-outs."""
+
+    # Has `of(rows, capture, readout)`, `to_json` and `from_json`.
+    kind: ClassVar[Any]
+
+    @classmethod
+    def decode(
+        cls, rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Any]]
+    ) -> Self | None:
+        """Return what read-outs have among the rows of a completion; None: they have none."""
+        results = {
+            readout.name: cls.kind.of(rows, capture, readout)
+            for capture, readout in readouts
+            if capture.taps[0] in rows.counts()
+        }
+        return cls(results) if results else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form of the rows by name."""
+        return {name: self.kind.to_json(rows) for name, rows in self.items()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned."""
+        return cls({name: cls.kind.from_json(rows) for name, rows in value.items()})
+
+
 class LayerRows(KeyedRows[tuple[str, int], R]):
     """Rows by (site or name, layer). Layer −1 is the model's last one."""
 
     def __init__(self, rows: Mapping[tuple[str, int], R], num_layers: int | None = None) -> None:
-        """Create from rows.
-
-        Args:
-            rows: by (site or name, layer from 0).
-            num_layers: layers of the model, for negative layers; None: unknown.
-        """
+        """Create from rows; the number of layers is for negative ones; None: unknown."""
         super().__init__(rows)
         self._num_layers = num_layers
 

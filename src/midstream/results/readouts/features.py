@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.results.arrays import array_of, from_base64, to_base64
-from midstream.results.readouts.base import KeyedRows
+from midstream.results.readouts.base import NamedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,11 +83,7 @@ class FeatureRows:
             lines.append(
                 [str(position), *word, *(f"{feature} {value:.3g}" for feature, value in cells)]
             )
-        columns = max(map(len, lines), default=0)
-        widths = [
-            max(len(line[column]) for line in lines if column < len(line))
-            for column in range(columns)
-        ]
+        widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
     def picture(self, tokens: Any = None, top: int = _SHOWN, rows: slice = slice(None)) -> Picture:
@@ -105,10 +102,8 @@ class FeatureRows:
         every = list(self._cells(top))
         cells = every[rows]
         width = max((len(pairs) for _, pairs in cells), default=0)
-        names = []
-        for row, _ in cells:
-            place = int(self.positions[row])
-            names.append(str(place) if tokens is None else f"{place} {tokens[place]}")
+        places = [int(self.positions[row]) for row, _ in cells]
+        names = [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places]
         values = [value for _, pairs in cells for _, value in pairs]
         left_out = f": {len(cells)} of {len(every)} positions" if len(cells) < len(every) else ""
         return viz.heatmap(
@@ -135,6 +130,28 @@ class FeatureRows:
         for row in range(len(self)):
             pairs = zip(self.ids[row, :top].tolist(), self.values[row, :top].tolist(), strict=True)
             yield row, [pair for pair in pairs if pair[0] >= 0]
+
+    @staticmethod
+    def of(rows: Activations, capture: ResolvedCapture, asked: Features) -> FeatureRows:
+        """Return the rows of an SAE, in memory of their own."""
+        import torch
+
+        pattern = capture.pattern
+        assert pattern is not None
+        (tap,) = capture.taps
+        features = tuple(feature for feature, _ in pattern.keys)
+        every = rows[tap].as_subclass(torch.Tensor)
+        sizes = [asked.top, asked.top, len(features), 1]
+        ids, values, chosen, number = every.split(sizes, -1)
+        return FeatureRows(
+            ids.contiguous().view(torch.int32).long(),
+            values.clone(),
+            features,
+            chosen.clone(),
+            number.contiguous().view(torch.int32).long()[:, 0],
+            rows.positions_of(*tap).clone(),
+            *pattern.reads[0],
+        )
 
     @property
     def nbytes(self) -> int:
@@ -169,59 +186,16 @@ class FeatureRows:
         return FeatureRows(**arrays, features=features, positions=positions, **where)
 
 
-class FeatureResults(KeyedRows[str, FeatureRows]):
-    """What the SAEs of a request returned for one completion, by the names of the `Features`:
-    by default those of the SAEs.
-    """
+class FeatureResults(NamedRows[FeatureRows]):
+    """What SAEs returned for one completion, by the names of the `Features`."""
 
     rows_field: ClassVar[str] = "feature_rows"
     about: ClassVar[str] = "Active features, by name."
     json_type: ClassVar[str] = "object"
     fewer: ClassVar[str] = "fewer positions, or a smaller `top`"
     unknown = "there are no features {}; there are {}"
-
-    @staticmethod
-    def decode(
-        rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Features]]
-    ) -> FeatureResults | None:
-        """Return what read-outs have among the rows of a completion; None: they have none."""
-        results = {
-            asked.name: _features_of(rows, capture, asked.top)
-            for capture, asked in readouts
-            if capture.taps[0] in rows.counts()
-        }
-        return FeatureResults(results) if results else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return `FeatureRows.to_json` of each, by name."""
-        return {name: rows.to_json() for name, rows in self.items()}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> FeatureResults:
-        """Read what `to_json` returned."""
-        return FeatureResults({name: FeatureRows.from_json(rows) for name, rows in value.items()})
+    kind = FeatureRows
 
 
 def _padded(pairs: list[tuple[int, float]], width: int) -> list[tuple[int, float]]:
     return pairs + [(-1, float("nan"))] * (width - len(pairs))
-
-
-def _features_of(rows: Activations, capture: ResolvedCapture, top: int) -> FeatureRows:
-    """Return the rows of an SAE, in memory of their own."""
-    import torch
-
-    pattern = capture.pattern
-    assert pattern is not None
-    (tap,) = capture.taps
-    features = tuple(feature for feature, _ in pattern.keys)
-    every = rows[tap].as_subclass(torch.Tensor)
-    ids, values, chosen, number = every.split([top, top, len(features), 1], -1)
-    return FeatureRows(
-        ids.contiguous().view(torch.int32).long(),
-        values.clone(),
-        features,
-        chosen.clone(),
-        number.contiguous().view(torch.int32).long()[:, 0],
-        rows.positions_of(*tap).clone(),
-        *pattern.reads[0],
-    )

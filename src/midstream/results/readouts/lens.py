@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from midstream.results.arrays import array_of, from_base64, to_base64
-from midstream.results.readouts.base import KeyedRows
-from midstream.results.readouts.lens_table import LensCell, LensTable, shown_by, token_cell
+from midstream.results.readouts.base import NamedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,48 @@ if TYPE_CHECKING:
 # Arrays of the JSON form, with the dtypes in it and here.
 _FLOATS = "values", "token_values", "logsumexp"
 _INTS = "ids", "ranks"
+
+
+class LensCell(NamedTuple):
+    """A cell: its text, and the probability by which notebooks colour it, 0 to 1."""
+
+    text: str
+    probability: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LensTable:
+    """A table; prints as plain text, and is coloured by probability in a notebook."""
+
+    headings: Sequence[str]
+    lines: Sequence[Sequence[LensCell]]
+    column_title: str = ""
+
+    def __str__(self) -> str:
+        rows = [list(self.headings), *([cell.text for cell in line] for line in self.lines)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        from midstream import viz
+
+        first, *columns = self.headings
+        picture = viz.heatmap(
+            [[cell.probability or math.nan for cell in line[1:]] for line in self.lines],
+            [line[0].text for line in self.lines],
+            columns,
+            title="" if first == "layer" else first,
+            row_title="layer",
+            column_title=self.column_title,
+            center=None,
+            limits=(0, 1),
+            fmt=".3f",
+            texts=[[cell.text for cell in line[1:]] for line in self.lines],
+        )
+        return picture._repr_html_()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +117,7 @@ class LensRows:
             row: index of the position among `positions`.
             top: number of tokens of each layer, where as many were asked for.
         """
-        show = shown_by(tokenizer)
+        show = _shown_by(tokenizer)
         top = min(top, self.ids.shape[2])
         lines = []
         for index, layer in _from_last(self.layers):
@@ -85,7 +127,7 @@ class LensRows:
             lines.append(
                 [
                     LensCell(str(layer)),
-                    *(token_cell(show, *pair) for pair in zip(ids, logprobs, strict=True)),
+                    *(_token_cell(show, *pair) for pair in zip(ids, logprobs, strict=True)),
                     *(LensCell(f"#{rank}") for rank in ranks),
                 ]
             )
@@ -98,7 +140,7 @@ class LensRows:
         Args:
             tokenizer: as for `table`.
         """
-        show = shown_by(tokenizer)
+        show = _shown_by(tokenizer)
         ids, logprobs = self.ids[..., :1], self.logprobs[..., :1]
         lines = []
         for index, layer in _from_last(self.layers):
@@ -107,12 +149,35 @@ class LensRows:
                 logprobs[:, index].reshape(-1).tolist(),
                 strict=True,
             )
-            lines.append([LensCell(str(layer)), *(token_cell(show, *pair) for pair in pairs)])
+            lines.append([LensCell(str(layer)), *(_token_cell(show, *pair) for pair in pairs)])
         top = self.positions.tolist() if self.ids.shape[2] else []
         return LensTable(["layer", *map(str, top)], lines, "position")
 
     def _repr_html_(self) -> str:
         return self.grid()._repr_html_()
+
+    @staticmethod
+    def of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:
+        """Return the rows of a lens, in memory of their own, with the layers as they are listed."""
+        import torch
+
+        assert capture.pattern is not None
+        tokens, top = tuple(token for token, _ in capture.pattern.keys), asked.top
+        taps = {tap[1]: tap for tap in capture.taps}
+        layers = _as_listed(sorted(taps), asked.layers)
+        every = torch.stack([rows[taps[layer]].as_subclass(torch.Tensor) for layer in layers], 1)
+        sizes = [top, top, len(tokens), len(tokens), 1]
+        ids, values, chosen, ranks, total = every.split(sizes, -1)
+        return LensRows(
+            values.clone(),
+            ids.contiguous().view(torch.int32).long(),
+            tokens,
+            chosen.clone(),
+            ranks.contiguous().view(torch.int32).long(),
+            total[..., 0].clone(),
+            rows.positions_of(*capture.taps[0]).clone(),
+            layers,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -148,37 +213,15 @@ class LensRows:
         return LensRows(**arrays, tokens=tokens, positions=positions, layers=tuple(value["layers"]))
 
 
-class LensResults(KeyedRows[str, LensRows]):
-    """What the lenses of a request returned for one completion, by the names of the lenses:
-    `lens["logit"]` is that of a `Lens` without a name of its own.
-    """
+class LensResults(NamedRows[LensRows]):
+    """What lenses returned for one completion, by their names, as "logit"."""
 
     rows_field: ClassVar[str] = "lens_rows"
     about: ClassVar[str] = "Tokens of layers, by name of the lens."
     json_type: ClassVar[str] = "object"
     fewer: ClassVar[str] = "fewer positions, layers or tokens"
     unknown = "there is no lens {}; there is {}"
-
-    @staticmethod
-    def decode(
-        rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Lens]]
-    ) -> LensResults | None:
-        """Return what read-outs have among the rows of a completion; None: they have none."""
-        results = {
-            asked.name: _lens_of(rows, capture, asked)
-            for capture, asked in readouts
-            if capture.taps[0] in rows.counts()
-        }
-        return LensResults(results) if results else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return `LensRows.to_json` of each, by name."""
-        return {name: rows.to_json() for name, rows in self.items()}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> LensResults:
-        """Read what `to_json` returned."""
-        return LensResults({name: LensRows.from_json(rows) for name, rows in value.items()})
+    kind = LensRows
 
 
 def _from_last(layers: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -186,38 +229,24 @@ def _from_last(layers: tuple[int, ...]) -> list[tuple[int, int]]:
     return sorted(enumerate(layers), key=lambda pair: -pair[1])
 
 
-def _lens_of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:
-    """Return the rows of a lens, in memory of their own, with the layers as they are listed."""
-    import torch
-
-    assert capture.pattern is not None
-    tokens, top = tuple(token for token, _ in capture.pattern.keys), asked.top
-    taps = {tap[1]: tap for tap in capture.taps}
-    layers = _as_listed(sorted(taps), asked.layers)
-    every = torch.stack([rows[taps[layer]].as_subclass(torch.Tensor) for layer in layers], 1)
-    ids, values, chosen, ranks, total = every.split([top, top, len(tokens), len(tokens), 1], -1)
-    return LensRows(
-        values.clone(),
-        ids.contiguous().view(torch.int32).long(),
-        tokens,
-        chosen.clone(),
-        ranks.contiguous().view(torch.int32).long(),
-        total[..., 0].clone(),
-        rows.positions_of(*capture.taps[0]).clone(),
-        layers,
-    )
-
-
 def _as_listed(layers: list[int], asked: Layers) -> tuple[int, ...]:
-    """Return layers in the order in which a request lists them.
-
-    Args:
-        layers: the layers, from 0, ascending.
-        asked: the same as listed; a negative layer is counted from the last.
-    """
+    """Return ascending layers in the order in which a request lists them."""
     if asked.indices == "all":
         return tuple(layers)
     from_end = sorted(layer for layer in asked.indices if layer < 0)
     rest = [layer for layer in layers if layer not in asked.indices]
     named = dict(zip(from_end, rest, strict=True))
     return tuple(named.get(layer, layer) for layer in asked.indices)
+
+
+def _token_cell(show: Callable[[int], str], token: int, logprob: float) -> LensCell:
+    """Return the cell of a token with its probability."""
+    probability = math.exp(logprob)
+    return LensCell(f"{show(token)} {100 * probability:.0f}%", probability)
+
+
+def _shown_by(tokenizer: Any) -> Callable[[int], str]:
+    """Return the function that shows a token: its text as Python writes it, or its id."""
+    if tokenizer is None:
+        return str
+    return lambda token: repr(tokenizer.decode([token]))
