@@ -1,8 +1,4 @@
-"""Assembly of the sub-commands.
-
-A sub-command is a module with a function of the same name: its parameters are the options, its
-docstring is the help. It is listed only in `midstream.entries`.
-"""
+"""Assembly of the sub-commands: functions in modules of their names; see `midstream.entries`."""
 
 from __future__ import annotations
 

@@ -20,11 +20,7 @@ def print_json(value: Any) -> None:
 
 
 def refuse(problem: str, as_json: bool) -> typer.Exit:
-    """Report that the command was rejected, and return the exception to raise.
-
-    Args:
-        as_json: whether to print it as JSON on standard output too.
-    """
+    """Report that the command was rejected, also as JSON if asked; return what to raise."""
     typer.echo(f"error: {problem}", err=True)
     if as_json:
         print_json({"status": REFUSED, "error": problem})

@@ -87,13 +87,7 @@ def serve(
 def server_command(
     model: str, settings: dict[str, Any], words: list[str], sinks: list[str] | None = None
 ) -> list[str]:
-    """Return the command that starts vLLM's server with midstream.
-
-    Args:
-        model: folder or name.
-        words: arguments for `vllm serve`.
-        sinks: sinks as words, besides those of the settings.
-    """
+    """Return the command of vLLM's server with midstream, `words` for it and more `sinks`."""
     words, in_file = _read_config_file(words)
     words, additional = _take_additional_config(words, in_file)
     in_additional = additional.pop(KEY, {})
@@ -122,9 +116,7 @@ def server_command(
 
 
 def _enable_plugin() -> None:
-    """Make sure that vLLM loads midstream: check that the plugin is installed, and add it to
-    `VLLM_PLUGINS` if that is set.
-    """
+    """Check that vLLM can load midstream's plugin, and add it to `VLLM_PLUGINS` if set."""
     if not entry_points(group=GROUP, name=KEY):
         typer.echo(
             "error: midstream is not installed as a package, so vLLM cannot load it; "
@@ -138,10 +130,7 @@ def _enable_plugin() -> None:
 
 
 def _one_front_end(arguments: list[str]) -> list[str]:
-    """Return arguments for a single API server process, if the server has replicas.
-
-    vLLM starts one per replica by default, and each would have only its part of the capacity.
-    """
+    """Return arguments for one API server: else each replica's has a part of the capacity."""
     has_replicas = _has(arguments, _REPLICAS)
     is_explicit = _has(arguments, _COUNT) or _has(arguments, _HEADLESS)
     return ["--api-server-count", "1"] if has_replicas and not is_explicit else []
@@ -175,11 +164,7 @@ def _server(model: str, arguments: list[str]) -> list[str]:
 
 
 def _read_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return vLLM's arguments, with `--config FILE` as two words, and the options in that file.
-
-    vLLM gives options of the command line precedence over the file's, and this command always gives
-    `--additional-config`: the file's must be read here.
-    """
+    """Return arguments, `--config FILE` as two, and that file's options, which must be merged."""
     split = [part for word in words for part in _split(word, "--config")]
     if "--config" not in split:
         return split, {}
@@ -204,9 +189,7 @@ def _split(word: str, option: str) -> list[str]:
 def _take_additional_config(
     words: list[str], in_file: dict[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return vLLM's arguments without `--additional-config`, and its value joined with the one of
-    the file.
-    """
+    """Return arguments without `--additional-config`, and its value with the file's."""
     additional: dict[str, Any] = {}
     for name, value in in_file.items():
         if _is_additional(f"--{name}"):

@@ -21,13 +21,7 @@ def connected(
     timeout: float | None,
     http: Any,
 ) -> Any:
-    """Return the HTTP client of a client.
-
-    Args:
-        keys: API key and admin key; None: there is none.
-        timeout: timeout of a request in seconds; None: no timeout.
-        http: the caller's own HTTP client; None: a new one is made.
-    """
+    """Return the caller's HTTP client, or a new one with these keys (API's, admin's)."""
     if http is not None:
         _check(http, *keys)
         return http
@@ -84,9 +78,7 @@ def named_failures(http: Any) -> Iterator[None]:
 
 
 def _proxy_of(url: str) -> tuple[str, str] | None:
-    """Return the environment's proxy for a URL: the variable, and its address without a password;
-    None if there is none.
-    """
+    """Return the environment's proxy for a URL: variable, and address without password."""
     parts = urlsplit(url)
     if urllib.request.proxy_bypass(parts.hostname or ""):
         return None

@@ -118,12 +118,7 @@ class Reader:
         return urls
 
     def read(self, value: dict[str, Any], fetched: Mapping[str, bytes]) -> ServedOutput:
-        """Add a response or a stream event, and return the accumulated output.
-
-        Args:
-            value: JSON of the response or event.
-            fetched: contents of fetched handles, by URL.
-        """
+        """Add a response or event, with contents of handles by URL; return the output so far."""
         self.output.raw = value
         self.output.request_id = value.get("id", self.output.request_id)
         for choice in value.get("choices") or ():

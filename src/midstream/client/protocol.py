@@ -1,7 +1,4 @@
-"""Sans-I/O protocol of the clients: exchanges with a server, for blocking and asyncio clients.
-
-An exchange is a generator: it yields HTTP requests, is sent their responses, and returns a result.
-"""
+"""Exchanges with a server: generators that yield requests, are sent responses, return results."""
 
 from __future__ import annotations
 
@@ -39,11 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A request to the server.
-
-    Attributes:
-        json: JSON value of the body; None: no body.
-    """
+    """A request to the server; `json` is the body's value, None: no body."""
 
     method: str
     path: str
@@ -68,11 +61,7 @@ def call(method: str, path: str, json: Any = None) -> Exchange[Any]:
 
 
 def complete(path: str, arguments: Mapping[str, Any], **more: Any) -> Exchange[ServedOutput]:
-    """Return the output of a completion, with its rows.
-
-    Args:
-        arguments, more: see `body_of`.
-    """
+    """Return the output of a completion, with its rows; for the arguments see `body_of`."""
     if arguments.get("stream"):
         raise SpecError("stream", "this returns the whole answer; use the client's stream()")
     body = body_of(arguments, **more)
@@ -82,12 +71,7 @@ def complete(path: str, arguments: Mapping[str, Any], **more: Any) -> Exchange[S
 
 
 def read(answer: Any, keep: bool = False) -> Exchange[ServedOutput]:
-    """Return a response of any client as a ServedOutput; see `Client.read`.
-
-    Args:
-        answer: JSON of the response, or an object with `model_dump`.
-        keep: whether cached rows stay on the server.
-    """
+    """Return a response of any client as a ServedOutput; `keep`: its rows stay on the server."""
     reader, value = Reader(), plain(answer)
     return reader.read(value, (yield from _fetch_rows(reader, value, keep)))
 
@@ -120,12 +104,6 @@ class OutputStream:
     """A streamed completion."""
 
     def __init__(self, arguments: Mapping[str, Any], prompt: Any, messages: Any) -> None:
-        """Prepare the request.
-
-        Args:
-            prompt: the prompt; None: `messages` is given.
-            messages: the conversation; None: `prompt` is given.
-        """
         if prompt is not None and messages is not None:
             raise SpecError("messages", "a stream has a prompt or messages; give one of them")
         path = COMPLETIONS if messages is None else CHAT
@@ -194,12 +172,7 @@ def parameter(name: str) -> Exchange[Any]:
 
 
 def body_of(arguments: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the JSON body of a request.
-
-    Args:
-        arguments: keyword arguments of the call: midstream's, and fields of the server's API.
-        more: fields that the call itself sets; those that are None are omitted.
-    """
+    """Return the JSON body of a call's arguments, with `more` that the call sets unless None."""
     fields = {name: arguments[name] for name in FIELDS if name in arguments}
     if _keeps(arguments):
         fields["activations"] = "handle"
@@ -236,11 +209,7 @@ def path_of(name: str) -> str:
 
 
 def upload_of(vectors: Any) -> Any:
-    """Return vectors or whole edits in the JSON form of the server.
-
-    Args:
-        vectors: as for `VectorRegistry.register`, except a path.
-    """
+    """Return vectors or whole edits, as for `VectorRegistry.register`, in JSON form."""
     from midstream.plan.vectors.matrix import read_vector_or_matrix
     from midstream.steering.edit_forms import names_edits, read_named_edits
 

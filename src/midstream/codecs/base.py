@@ -104,13 +104,7 @@ def check_shape(codec: Codec, data: Tensor, hidden: int, dtype: torch.dtype) -> 
 
 
 def reject_rows(spec: str, wrong: Tensor, problem: str) -> None:
-    """Raise an error if any row is malformed.
-
-    Args:
-        spec: text of the codec, for the message.
-        wrong: bool [n], whether each row is malformed.
-        problem: description for the message, which follows `row 3:`.
-    """
+    """Raise an error with the first malformed row, if any; `wrong`: bool [n]."""
     if bool(wrong.any()):
         raise CodecError(f"{spec}: row {int(wrong.nonzero()[0])}: {problem}")
 
@@ -133,12 +127,7 @@ def bytes_of(rows: Tensor) -> Tensor:
 
 
 def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret bytes as another dtype: a view where alignment allows it, else a copy.
-
-    Args:
-        data: uint8 [..., m], m a multiple of the dtype's size.
-        dtype: a dtype of any size.
-    """
+    """Reinterpret uint8 [..., m] as another dtype: a view where alignment allows, else a copy."""
     *strides, last = data.stride()
     offsets = (data.storage_offset(), *strides)
     if last != 1 or any(offset % dtype.itemsize for offset in offsets):

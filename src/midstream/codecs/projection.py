@@ -31,12 +31,7 @@ def projection(k: int, hidden: int, seed: int, device: torch.device) -> Tensor:
 
 
 def projection_matrix(k: int, hidden: int, seed: int) -> NDArray[np.float32]:
-    """Compute the projection, float32 [k, hidden]; see the module's docstring.
-
-    Args:
-        k, hidden: at least 1.
-        seed: 0 ≤ seed < 2**64.
-    """
+    """Compute the projection, float32 [k, hidden]; see the module's docstring."""
     count = k * hidden
     pairs = -(-count // 2)
     # numpy guarantees the raw outputs of bit generators, but not its distributions.

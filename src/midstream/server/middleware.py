@@ -1,10 +1,4 @@
-"""ASGI middleware around vLLM's endpoints: removes the field `midstream` from requests, and adds
-results to responses.
-
-vLLM's handlers parse bodies themselves, so a request with the field is parsed twice and written
-once, and so is its response. Other requests pass unchanged. Bodies are read only for paths whose
-handler reads JSON; vLLM's check of its API key comes before this.
-"""
+"""ASGI middleware: takes the field `midstream` out of requests, and adds results to responses."""
 
 from __future__ import annotations
 
@@ -50,29 +44,19 @@ _FORM_BYTES = len(f'name="{KEY}"') + 1  # of a match, and what is before it
 
 
 class _Parsed(NamedTuple):
-    """A body with the field `midstream`.
-
-    Attributes:
-        value: the body without it, and with the request's id.
-        id: see `open_requests`.
-        body: `value` as JSON.
-    """
+    """A body with the field `midstream`."""
 
     field: MidstreamField
-    value: dict[str, Any]
-    id: str
-    body: bytes
+    value: dict[str, Any]  # the body without it, and with the request's id
+    id: str  # see `open_requests`
+    body: bytes  # `value` as JSON
 
 
 class _Opened(NamedTuple):
-    """A request with the field `midstream`.
-
-    Attributes:
-        id: see `open_requests`.
-    """
+    """A request with the field `midstream`."""
 
     context: RequestContext
-    id: str
+    id: str  # see `open_requests`
     body: bytes
 
 
@@ -185,9 +169,7 @@ class Middleware:
         return named
 
     def _is_read(self, scope: Scope, path: str) -> bool:
-        """Return whether the body of a path may have the field: it is an endpoint's, and not of
-        midstream's own endpoints.
-        """
+        """Return whether a path is of an endpoint, and not midstream's own, that reads a body."""
         if self._paths is None:
             self._paths = frozenset(PATHS) | {
                 route.path
@@ -244,11 +226,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
 
 
 def _parse(path: str, fields: frozenset[str] | None, body: bytes) -> _Parsed | None:
-    """Return a body with the field `midstream`; None if the field is absent.
-
-    Args:
-        fields: fields that vLLM defines for the endpoint; None: other fields are not checked.
-    """
+    """Return a body with the field `midstream`; None if absent. `fields`: vLLM's; None: any."""
     # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
     first = body.find(_MARK)
     is_named = first >= 0
@@ -325,12 +303,7 @@ class _Replay:
 def _parse_if_asked(
     body: bytes, fields: frozenset[str] | None
 ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], bytes]] | None:
-    """Parse a body that concerns midstream, and return it with what writes it again after changes;
-    None if it does not, or is not JSON, which vLLM reports.
-
-    Args:
-        fields: fields that vLLM defines for the endpoint; None: other fields are not checked.
-    """
+    """Return a body that concerns midstream, and its writer; None: it does not, or is no JSON."""
     write: Callable[[dict[str, Any]], bytes] = _written
     try:
         value, text, places = read_json_members(body)
@@ -351,12 +324,7 @@ def _written(
     text: str = "",
     places: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> bytes:
-    """Return a body as JSON. Members that did not change keep their text: nothing else runs in the
-    process while a long one is written.
-
-    Args:
-        text, places: see `read_json_members`.
-    """
+    """Return a body as JSON. Unchanged members keep their text: long ones take time to write."""
     parts: list[bytes] = []
     for name, member in value.items():
         parts.append(f"{', ' if parts else '{'}{json.dumps(name)}: ".encode())
@@ -386,9 +354,7 @@ def _parse_leniently(body: bytes) -> object:
 
 
 def _asking(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object with the last value of each key; of several `vllm_xargs` the last that has
-    the field, so that it is not passed over.
-    """
+    """Return an object with each key's last value; of `vllm_xargs` the last that has the field."""
     return dict(pairs) | {name: value for name, value in pairs if _has_field({name: value})}
 
 

@@ -1,9 +1,4 @@
-"""What a client is told if another API server process does not answer as it should.
-
-Only a socket that nobody listens on is a process that has ended. One that is slow, one that ends in
-the middle of an answer, one that rejects a request, and a fault of this process are other problems,
-which the client or the operator can do other things about.
-"""
+"""What a client is told if another API server process does not answer as it should."""
 
 from __future__ import annotations
 
@@ -25,11 +20,7 @@ _OTHER = "another API server process of this server"
 
 @contextmanager
 def peer_errors(seconds: float) -> Iterator[None]:
-    """Convert what httpx raises while another process is asked.
-
-    Args:
-        seconds: how long a part of the answer may take.
-    """
+    """Convert what httpx raises while a process is asked, of which a part may take `seconds`."""
     try:
         yield
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -37,11 +28,7 @@ def peer_errors(seconds: float) -> Iterator[None]:
 
 
 def failure_of(error: Exception, seconds: float) -> HttpError:
-    """Return the answer to a client in place of that of another process.
-
-    Args:
-        seconds: how long a part of the answer may take.
-    """
+    """Return the answer to a client in place of another process's, which had `seconds` for it."""
     number, text = _os_error(error)
     if number in _NO_MEMORY:
         return HttpError(507, f"this process cannot ask {_OTHER}: {text}")

@@ -1,9 +1,7 @@
 """The API server processes of one server: a client may ask any of them for what one of them has.
 
-Cached rows, running requests and rows of server-wide captures are in the process that computed
-them. The other processes ask it for them, and change the server-wide captures of all, by HTTP on a
-socket that each has in the server's private folder. They send the client's own headers, so that
-each process checks them itself.
+They ask each other, and change the server-wide captures of all, by HTTP on sockets in the server's
+private folder. They send the client's own headers, so that each process checks them itself.
 """
 
 from __future__ import annotations
@@ -40,18 +38,11 @@ Way = Callable[[ASGIApp, Scope, bytes, Receive, Send], Coroutine[Any, Any, None]
 
 
 class Peers:
-    """The other processes, as one of them sees them. Call on the event loop, but for `read_rows`.
-
-    Attributes:
-        front_ends: how many processes there are, and the number of this one.
-    """
+    """The other processes, as one of them sees them. Call on the event loop, but `read_rows`."""
 
     def __init__(self, folder: Path, front_ends: FrontEnds) -> None:
-        """Args:
-        front_ends: how many processes there are, and the number of this one.
-        """
         self._folder = folder
-        self.front_ends = front_ends
+        self.front_ends = front_ends  # how many there are, and the number of this one
         self._others = [n for n in range(front_ends.count) if n != front_ends.number]
         self._changing = asyncio.Lock()  # held by process 0 while it changes all
         self._server: uvicorn.Server | None = None
@@ -95,12 +86,7 @@ class Peers:
     async def each(
         self, scope: Scope, method: str = "GET", path: str = ""
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the JSON of one other process's answer to a request after the other; nothing if the
-        request comes from one of them.
-
-        Args:
-            method, path: the request; "": the path of the client's.
-        """
+        """Yield the JSON of each other process's answer; nothing for a request from one of them."""
         for number in () if PEER in scope else self._others:
             answer = await self._ask(number, scope, method, path)
             if answer is not None and answer.status_code == 200:
@@ -115,9 +101,7 @@ class Peers:
                 await self._ask(number, scope, "GET", "")
 
     def read_rows(self, scope: Scope, name: str) -> bytes | None:
-        """Return the cached rows of an id as safetensors, of the process that has them; None: none
-        has. Blocks.
-        """
+        """Return cached rows as safetensors from the process that has them, or None. Blocks."""
         # Those of the body that names the rows are not of this request.
         headers = [
             header
@@ -205,9 +189,7 @@ class Peers:
     async def _pass_on(
         self, number: int, scope: Scope, body: bytes, send: Send, but: int | None = None
     ) -> bool:
-        """Send the answer of another process; return False, and send nothing, if it has the status
-        `but`.
-        """
+        """Send another process's answer; return False, and send nothing, for the status `but`."""
         has_begun = False
         try:
             async with (

@@ -13,16 +13,9 @@ _MOST = 1 << 16
 
 
 class RefusalLogger:
-    """ASGI `send` that reports error responses to a callback."""
+    """ASGI `send` that reports each error response by its status, and the invalid field or None."""
 
     def __init__(self, send: Send, on_error: Callable[[int, str | None], None]) -> None:
-        """Wrap a `send`.
-
-        Args:
-            send: the ASGI `send` to forward messages to.
-            on_error: called with the status of an error response, and the invalid field if the
-                response names one.
-        """
         self._send = send
         self._on_error = on_error
         self._status = 0

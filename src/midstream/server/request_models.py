@@ -10,11 +10,7 @@ from pydantic import BaseModel
 
 
 def body_fields(app: Any) -> dict[str, frozenset[str]]:
-    """Return the fields of the models that vLLM's endpoints read their bodies as, by path.
-
-    Args:
-        app: the Starlette application; None: unknown.
-    """
+    """Return the fields of the models that vLLM's endpoints read their bodies as, by path."""
     by_path = {}
     for route in getattr(app, "routes", ()):
         endpoint = getattr(route, "endpoint", None)

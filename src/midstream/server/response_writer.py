@@ -24,32 +24,21 @@ if TYPE_CHECKING:
 
 
 class ResponseWriter:
-    """ASGI `send` that adds results to a response.
-
-    Attributes:
-        is_stalled: whether the response ended because its client read nothing of it.
-    """
+    """ASGI `send` that adds results to a response."""
 
     def __init__(
         self,
         context: RequestContext,
         server: Server,
         send: Send,
-        on_error: Callable[[int, str | None], None],
+        on_error: Callable[[int, str | None], None],  # for errors that the status does not show
     ) -> None:
-        """Create a writer for one response.
-
-        Args:
-            send: the ASGI `send` to forward messages to.
-            on_error: called with status and field for an error inside a stream that has begun,
-                since the HTTP status does not show it.
-        """
         self._on_error = on_error
         self._context = context
         self._server = server
         self._send = send
         self._start: Message | None = None  # delayed until the status is final
-        self.is_stalled = False
+        self.is_stalled = False  # whether its client read nothing of it
         self._has_begun = False  # whether a part of the response was sent
         self._is_stream = False
         self._is_first = True  # no event except comments has been received
@@ -133,9 +122,7 @@ class ResponseWriter:
         return json.dumps(value).encode()
 
     def _with_param(self, body: bytes) -> bytes:
-        """Add the name of the invalid field to an error response that vLLM made of midstream's
-        exception.
-        """
+        """Add the name of the invalid field to vLLM's response to midstream's exception."""
         field = self._context.invalid_field
         value = read_error(body) if field else None
         if value is None or value["error"].get("param") is not None:
@@ -185,9 +172,7 @@ class ResponseWriter:
             raise
 
     async def _convert_first_error(self, event: Event) -> bool:
-        """Answer a stream that begins with an error by an error response of its status; return
-        whether it did.
-        """
+        """Answer a stream that begins with an error by its status; return whether it did."""
         if b'"error"' not in event.data:
             return False
         value = event.value
@@ -206,9 +191,7 @@ class ResponseWriter:
         return True
 
     async def _with_updates(self, event: Event) -> list[Event]:
-        """Return an event with the new results of its choices, and before `[DONE]` the remaining
-        ones.
-        """
+        """Return an event with new results of its choices, and before `[DONE]` the remaining."""
         if event.data == DONE:
             _check_reached(self._context)
             return [*await self._remaining(), event]
@@ -233,9 +216,7 @@ class ResponseWriter:
         return [event.with_data(value) if changed else event]
 
     async def _encode(self, choice: Any) -> dict[str, Any]:
-        """Return the new results of a choice, which count as sent; an empty dict if there are
-        none.
-        """
+        """Return the new results of a choice, which count as sent; empty if there are none."""
         update = self._context.updates.pop(choice, None)
         if update is None:
             return {}
@@ -264,9 +245,7 @@ class ResponseWriter:
 
 
 def _check_reached(context: RequestContext) -> None:
-    """Check that a request's plan went with an engine call: else vLLM's answer is that of a request
-    without one.
-    """
+    """Check that the plan went with an engine call: else vLLM's answer is one without it."""
     if not context.calls:
         raise HttpError(500, "vLLM made no engine call with this request's plan", KEY)
 
@@ -281,9 +260,7 @@ def _is_last(event: Event) -> bool:
 
 
 def _ending(update: ChoiceUpdate) -> dict[str, Any]:
-    """Return the fields of a choice that ended without a token, of which vLLM sends no event: a
-    probe stopped it in the prompt.
-    """
+    """Return the fields of a choice that a probe stopped in the prompt, without an event."""
     final = update.final
     if final is None or not any(action.kind == "stop" for action in final.receipt.actions):
         return {}
@@ -293,9 +270,7 @@ def _ending(update: ChoiceUpdate) -> dict[str, Any]:
 
 
 def _is_chunk(event: Event) -> bool:
-    """Return whether an event is one of vLLM's chunks with the only choice of a response. It is not
-    parsed: inside of a JSON string, the quotes of `_CHOICE` would be escaped.
-    """
+    """Return whether an event is a chunk of one choice: in JSON strings, quotes are escaped."""
     return not event.name and _CHOICE in event.data and _is_object(event.data)
 
 
@@ -310,9 +285,7 @@ def _with_field(body: bytes, results: dict[str, Any]) -> bytes:
 
 
 def _responses_field(encoded: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the field of a Responses API body, which has no choices: one result, or one per engine
-    call in `turns`.
-    """
+    """Return the field of a Responses API body: one result, or one per engine call in `turns`."""
     return encoded[0] if len(encoded) == 1 else {"turns": encoded}
 
 

@@ -36,12 +36,6 @@ class ResultEncoder:
     def __init__(
         self, settings: HttpSettings, captures: CaptureCache, hidden: int, dtype: torch.dtype
     ) -> None:
-        """Create an encoder for one engine.
-
-        Args:
-            captures: cache for rows that clients fetch later.
-            dtype: dtype of the captured vectors.
-        """
         self._settings = settings
         self._captures = captures
         self._vectors = (hidden, dtype)

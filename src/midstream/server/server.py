@@ -58,28 +58,16 @@ _PATH_SHOWN, _ID_SHOWN = 200, 128
 
 
 class Server:
-    """State that middleware and routes share.
-
-    Attributes:
-        peers: the other API server processes of this server; None: there are none.
-        open_requests: the requests with the field `midstream` that are not answered yet.
-    """
+    """State that middleware and routes share."""
 
     def __init__(
         self,
         settings: HttpSettings,
         *,
-        admin: bool,
-        has_key: bool,
-        check_host: Callable[[Mapping[str, str]], None],
+        admin: bool,  # whether vectors and steering can be changed over HTTP
+        has_key: bool,  # whether vLLM checks an API key before
+        check_host: Callable[[Mapping[str, str]], None],  # raises HttpError
     ) -> None:
-        """Create the state, before the engine exists.
-
-        Args:
-            admin: whether vectors and steering can be changed over HTTP.
-            has_key: whether vLLM checks an API key before requests reach midstream.
-            check_host: raises HttpError for headers of a request that is to be rejected.
-        """
         self.settings = settings
         self._has_key = has_key
         self.check_host = check_host
@@ -91,7 +79,7 @@ class Server:
         self._llm: Any = None
         self._expiry: asyncio.Task[None] | None = None
         self._shared: SharedFolder | None = None
-        self.peers: Peers | None = None
+        self.peers: Peers | None = None  # the other API server processes
         self._answers: ResultEncoder | None = None
         self._template: dict[str, Any] = {}
         self.open_requests = OpenRequests()
@@ -99,11 +87,7 @@ class Server:
         self.sweeps = SweepPace(settings.running_sweeps, settings.sweep_wait_seconds)
 
     async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
-        """Connect the engine.
-
-        Args:
-            template: arguments of chat templates from the server's settings.
-        """
+        """Connect the engine; `template`: arguments of chat templates from the settings."""
         await llm.ready()
         info = llm.info
         dtype: torch.dtype = getattr(torch, info.dtype)
@@ -130,26 +114,19 @@ class Server:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests with a plan are accepted: the engine runs, its taps were checked, the
-        vectors and edits of the settings are registered, and it does not shut down.
-        """
+        """Whether requests with a plan are accepted: the engine is set up and not shutting down."""
         llm = self._llm
         return llm is not None and not llm.errored and not llm.intake.is_closed
 
     @property
     def steering(self) -> str | None:
-        """Epoch and digest of the server-wide steering; None if there is none.
-
-        A restart begins a new count of epochs: the digest tells whether the edits are the same.
-        """
+        """Epoch of server-wide steering, and digest, which a restart keeps; None: there is none."""
         if self._llm is None or not self._llm.steering.plan_edits():
             return None
         return f"epoch={self._llm.steering.epoch}, digest={self._llm.steering.digest[:16]}"
 
     def owns(self, scope: Scope, cached: CachedCapture) -> bool:
-        """Return whether cached rows are those of a request's client. Without keys, all clients
-        that know an id may use it.
-        """
+        """Return whether rows are those of a request's client; without keys, all may use an id."""
         return not self._has_key or cached.client == self.client_of(scope)
 
     @property
@@ -164,9 +141,7 @@ class Server:
         return self._answers
 
     def client_of(self, scope: Scope) -> str:
-        """Return the id of a request's client: a hash of its API key, or its address on a server
-        without a key.
-        """
+        """Return the id of a request's client: a hash of its API key, else its address."""
         if self._has_key:
             # Ignore the scheme before the key, whose case and spelling vary.
             _, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -299,9 +274,7 @@ def _check_plain(params: Any) -> None:
 
 
 def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | None]:
-    """Return the other processes of a server, and the folder by which vectors and steering are
-    theirs and other servers' too; None: there are none.
-    """
+    """Return the other processes, and the folder with shared vectors and steering, if any."""
     peers = None
     if llm.info.front_ends.count > 1:
         own = own_folder()
@@ -325,9 +298,7 @@ def _check_prompts(body: Mapping[str, Any], plan: Plan, layers: int) -> None:
 
 
 def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:
-    """Return the context of a function that returns the cached rows of an id, for edits of a
-    request. Not on the event loop: the rows may be another process's.
-    """
+    """Return the context of what opens cached rows. Not on the event loop: it may ask peers."""
     elsewhere = None if server.peers is None else partial(server.peers.read_rows, scope)
     owns, most = partial(server.owns, scope), server.settings.max_body_bytes
     return opened_rows(server.captures, server.client_of(scope), owns, most, elsewhere)

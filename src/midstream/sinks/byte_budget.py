@@ -8,10 +8,7 @@ from concurrent.futures import Future
 
 
 class ByteBudget:
-    """Budget of bytes, granted in the order of requests. Thread-safe.
-
-    A request above the whole budget is granted while nothing else is in use.
-    """
+    """Bytes, granted in the order of requests; one above all is granted alone. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -9,17 +9,10 @@ from contextlib import contextmanager
 
 
 class CallWatch:
-    """Says when a call takes longer than its limit. The call itself cannot be ended: its thread
-    stays in it, and must be a daemon.
-    """
+    """Says when a call takes longer than its limit; its thread, a daemon, stays in it."""
 
     def __init__(self, name: str, seconds: float, late: Callable[[str], object]) -> None:
-        """Create it.
-
-        Args:
-            late: is called with the name of a call that has just taken so long, in the thread that
-                watches; a call that returns meanwhile waits for its end.
-        """
+        """Begin; `late` is called with the name of a late call, in the thread that watches."""
         self._seconds = seconds
         self._late = late
         self._call = ""  # name of the call under way

@@ -18,7 +18,6 @@ class ThreadCall(Generic[R]):
     """A call that is made in a thread of its own, which may never return."""
 
     def __init__(self, call: Callable[[], R]) -> None:
-        """Begin a call."""
         self._call = call
         self._result: Future[R] = Future()
         threading.Thread(target=self._run, name="midstream call", daemon=True).start()
@@ -80,11 +79,7 @@ def _make_calls(calls: SimpleQueue[Any]) -> None:
 
 
 def in_threads(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
-    """Return `work(item)` for each item, in order.
-
-    The interpreter joins the threads of a `ThreadPoolExecutor` when it exits, so that one which
-    waits for a file system that does not answer keeps the process from exiting. These are daemons.
-    """
+    """Return `work(item)` for each item, in order; unlike an executor's, threads are daemons."""
     results: list[Future[R]] = [Future() for _ in items]
     numbers = count()
 

@@ -1,15 +1,7 @@
 """Sinks `npz` and `filesystem`: npz files and JSON manifests, in one of three layouts.
 
-- `per_file`: a folder per request, an npz file per site and layer;
-- `packed`: a folder per request with one file `rows.npz`, whose arrays have names such as
-  `resid_post.12.rows`;
-- `sharded`: a folder `shard-…` per flush, for all its requests: `rows.npz`, whose arrays have names
-  such as `0.resid_post.12.rows`, and `manifest.json`, whose `requests` are their manifests.
-
-Paths are `root/tag/name/manifest.json` and `root/tag/name/resid_post.12.npz`; without a tag
-`root/name/…`; with several completions `root/tag/name/0/…`, `…/1/…`. A folder appears atomically by
-a rename, after its files were synced to disk. Existing files are never overwritten. Names that
-begin with a dot and end in `.part` are unfinished and may be deleted.
+`docs/sinks.md` describes the layouts. A folder appears atomically by a rename, after its files were
+synced to disk. Existing files are never overwritten. Names `.*.part` are unfinished.
 """
 
 from __future__ import annotations
@@ -43,18 +35,13 @@ _SYNC_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """A written folder that is not yet renamed to its final name.
+    """A written folder that is not yet renamed to its final name."""
 
-    Attributes:
-        parents: names of the folders between the root and this one.
-        manifest: the manifest, with full paths, as the caller gets it.
-    """
-
-    parents: tuple[str, ...]
+    parents: tuple[str, ...]  # names of the folders between the root and this one
     part: str
     name: str
     files: tuple[str, ...]
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # with full paths, as the caller gets it
 
 
 class FileSink(Sink):
@@ -64,11 +51,7 @@ class FileSink(Sink):
     layouts = LAYOUTS
     keeps = ("attention", "norms")
 
-    def __init__(self, root: str, layout: str = PER_FILE) -> None:
-        """Args:
-        root: path of a folder; created if missing.
-        layout: layout of captures that name none: "per_file", "packed" or "sharded".
-        """
+    def __init__(self, root: str, layout: str = PER_FILE) -> None:  # of captures that name none
         if layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
         self._layout = layout
@@ -146,12 +129,7 @@ class FileSink(Sink):
     def _make(
         self, parents: Sequence[str], name: str, fill: Callable[[int], dict[str, Any]]
     ) -> _Folder:
-        """Write the files of a folder under its temporary name.
-
-        Args:
-            parents: names of the folders between the root and this one.
-            fill: writes files to the folder's descriptor; returns the manifest, names as paths.
-        """
+        """Write a folder under its temporary name by `fill`, which returns its manifest."""
         path = os.path.join(self._root, *parents, name)
         part = f".{name}.{uuid.uuid4().hex}.part"
         with folder_beneath(self._root, parents, makes=True) as parent:
@@ -264,14 +242,7 @@ class FileSink(Sink):
         return self._origin
 
     def _sync(self, files: Sequence[tuple[tuple[str, ...], str]]) -> dict[tuple[str, ...], str]:
-        """Sync files to disk, several in parallel, which costs little more than one.
-
-        Args:
-            files: (folders from the root, name) of each file.
-
-        Returns:
-            The error message of each folder that has one.
-        """
+        """Sync (folders from the root, name) in parallel; return the errors by folder."""
 
         def sync(file: tuple[tuple[str, ...], str]) -> str:
             folders, name = file

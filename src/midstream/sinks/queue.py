@@ -1,8 +1,7 @@
 """Delivery queue of one sink, with a thread that writes, flushes and reports results.
 
-A sink is code of others on a file system of others, so that any call of it may never return. Each
-has a time limit: after it, all that the sink was given ends with an error, and so does what comes
-until the call returns.
+Any call of a sink may never return. After a time limit all that it was given ends with an error,
+and so does what comes until the call returns.
 """
 
 from __future__ import annotations
@@ -38,17 +37,11 @@ _LOOK_SECONDS = 0.1  # interval of looks at a sink that is being closed
 
 @dataclass(slots=True)
 class _Entry:
-    """One pending delivery.
+    """One pending delivery."""
 
-    Attributes:
-        delivery: the delivery; None once it is written, to free its rows.
-        size: bytes that it uses of the budget.
-        patience: seconds after the write by which it must be flushed.
-    """
-
-    delivery: Delivery | None
-    size: int
-    patience: float
+    delivery: Delivery | None  # None once it is written, to free its rows
+    size: int  # bytes that it uses of the budget
+    patience: float  # seconds after the write by which it must be flushed
     done: Future[CaptureResult] = field(default_factory=Future)
     result: CaptureResult = field(default_factory=CaptureResult)
     is_reported: bool = False
@@ -56,17 +49,11 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class QueueTimes:
-    """Times of one sink's queue, in seconds.
+    """Times of one sink's queue, in seconds."""
 
-    Attributes:
-        patience: maximum wait of a delivery for its flush.
-        call: maximum time of one call of the sink: a write, a flush, or its close.
-        close: maximum time in which what is queued is written when the queue is closed.
-    """
-
-    patience: float = PATIENCE
-    call: float = CALL_SECONDS
-    close: float = CLOSE_SECONDS
+    patience: float = PATIENCE  # maximum wait of a delivery for its flush
+    call: float = CALL_SECONDS  # maximum time of one call of the sink
+    close: float = CLOSE_SECONDS  # maximum time for what is queued when the queue is closed
 
 
 class SinkQueue:
@@ -79,10 +66,6 @@ class SinkQueue:
     def __init__(
         self, name: str, sink: Sink, most_bytes: int, times: QueueTimes | None = None
     ) -> None:
-        """Args:
-        most_bytes: limit for deliveries whose result is pending, in bytes.
-        times: its times; None: the defaults.
-        """
         self.name = name
         self._sink = sink
         self._most = most_bytes
@@ -102,11 +85,7 @@ class SinkQueue:
         self._process = os.getpid()
 
     def put(self, delivery: Delivery, size: int) -> Future[CaptureResult]:
-        """Queue a delivery, blocking until the budget has capacity for it.
-
-        It is flushed when the queue's patience has passed, capacity is needed, or the queue is
-        drained. Returns the future of the result.
-        """
+        """Queue a delivery, blocking until the budget has capacity; return its result's future."""
         grant = self._acquire(size)
         try:
             grant.result()
@@ -116,11 +95,7 @@ class SinkQueue:
         return self._append(_Entry(delivery, size, self._times.patience))
 
     async def put_soon(self, delivery: Delivery, size: int) -> Future[CaptureResult]:
-        """Queue a delivery as `put` does, for an event loop.
-
-        A caller waits for the last delivery of a completion, which is therefore flushed after the
-        sink's `group_seconds`.
-        """
+        """Queue a delivery as `put` does; the last one of a completion after `group_seconds`."""
         grant = self._acquire(size)
         try:
             await asyncio.wrap_future(grant)
@@ -215,11 +190,7 @@ class SinkQueue:
         self._fail_all(f"{call} has not returned for {limit}", call)
 
     def _fail_all(self, why: str, call: str = "") -> None:
-        """End all deliveries with an error.
-
-        Args:
-            call: the call of the sink that does not return; empty: the queue is closed.
-        """
+        """End all deliveries with an error: a `call` does not return, or the queue is closed."""
         with self._changed:
             self._stalled = why
             queued, current = tuple(self._queue), self._current
@@ -259,10 +230,7 @@ class SinkQueue:
             _LOGGER.error("closing the sink %s failed: %s", self.name, problem)
 
     def _next(self) -> _Entry | None:
-        """Return the next delivery to write, blocking until there is one.
-
-        None: the written deliveries must be flushed or, if there are none, the thread must end.
-        """
+        """Return the next delivery, blocking; None: flush what is written, or end the thread."""
         with self._changed:
             while True:
                 is_large = 2 * self._unflushed >= self._most
@@ -345,10 +313,7 @@ def _flushed(sink: Sink) -> list[CaptureResult] | None:
 
 
 def _guarded(call: Callable[[], T]) -> tuple[T | None, str]:
-    """Call a method of the sink; return its result and the message of its exception.
-
-    An exception must not end the thread, on which all deliveries depend.
-    """
+    """Call a method; return its result and its exception's message: the thread must not end."""
     try:
         return call(), ""
     except BaseException as error:

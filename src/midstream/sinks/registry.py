@@ -1,8 +1,4 @@
-"""Registry of sinks by name: built-in sinks and those of other packages.
-
-A package registers a sink with an entry point of the group `midstream.sinks`, a subclass of Sink.
-The settings of an engine may also have the path of a class, or a sink itself. Requests never have.
-"""
+"""Registry of sinks by name: built-in ones, and those of other packages by entry points."""
 
 from __future__ import annotations
 

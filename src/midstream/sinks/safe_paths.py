@@ -11,12 +11,7 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextmanager
 def folder_beneath(root: str, parts: Sequence[str], *, makes: bool) -> Iterator[int]:
-    """Open the folder `root/part/part` and yield its descriptor.
-
-    Args:
-        root: path of an existing folder, which may be a link.
-        makes: whether to create missing folders below the root, durably.
-    """
+    """Open a folder below an existing root, made durably if `makes`; yield its descriptor."""
     folder = os.open(root, FOLDER)
     try:
         for part in parts:

@@ -63,9 +63,7 @@ class SinkSet:
         return (MEMORY, *self._sinks)
 
     def check(self, plan: Plan) -> None:
-        """Check whether the sinks can store the rows of a plan's captures, as far as is known
-        without their file systems; see `check_places`.
-        """
+        """Check whether the sinks can store a plan's rows, as far as known without file systems."""
         for index, sink in enumerate(capture.sink for capture in plan.captures):
             if sink == MEMORY:
                 continue
@@ -92,9 +90,7 @@ class SinkSet:
         return any(True for _ in self._placed(plan))
 
     def check_places(self, plan: Plan) -> None:
-        """Check whether a plan's rows can be stored where it says. It waits for the file systems of
-        the sinks, for a few seconds at most, so not on an event loop.
-        """
+        """Check where a plan's rows are to go. Waits for seconds, so not on an event loop."""
         for index, sink, check in self._placed(plan):
             with at(f"capture[{index}]"):
                 self._check_answers(sink)
@@ -122,9 +118,7 @@ class SinkSet:
         )
 
     def names_of(self, plan: Plan | None) -> RequestNames | None:
-        """Return the names that a caller gives the rows of a request, to be taken before it is
-        computed; None: it gives none.
-        """
+        """Return the names of a request's rows, to be taken before it is computed; None: none."""
         named: dict[tuple[str, str], NamedCapture] = {}
         places = [] if plan is None else [capture.place for capture in plan.captures]
         for index, (sink, tag, request_id) in enumerate(places):

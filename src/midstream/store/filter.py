@@ -72,11 +72,7 @@ class Filter:
         )
 
     def rows_of(self, shard: Shard, group: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Return the indices of the matching rows of a group, int64, ascending.
-
-        Args:
-            wanted: result of `requests_of` for the shard.
-        """
+        """Return the matching rows of a group, int64, ascending; `wanted`: of `requests_of`."""
         owners, bounds = shard.owners(group)
         chosen = wanted[owners]
         counts = np.diff(bounds)[chosen]
@@ -198,13 +194,7 @@ def _matches(
     prompts: NDArray[np.int64],
     tokens: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Return bool [n]: the rows that match.
-
-    Args:
-        places: int64 [n], position of each row.
-        prompts: int64 [n], prompt length of each row's request.
-        tokens: int64 [n], token id of each row.
-    """
+    """Return bool [n]: the matching rows, given position, prompt length and token of each."""
     mask = np.zeros(len(places), np.bool_)
     for item in positions.include:
         mask |= _item_matches(item, places, prompts, tokens)

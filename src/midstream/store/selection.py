@@ -25,16 +25,12 @@ from midstream.validation import is_int, kind, show
 
 @dataclass(frozen=True, slots=True)
 class SelectionSegment:
-    """Rows of one tap in one group of a shard.
-
-    Attributes:
-        rows: int64 [n], indices of rows in the group, ascending.
-    """
+    """Rows of one tap in one group of a shard."""
 
     shard: Shard
     group: int
     tap: Tap
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [n], indices in the group, ascending
 
 
 class Selection:
@@ -50,9 +46,6 @@ class Selection:
     """
 
     def __init__(self, shards: Sequence[Shard], chosen: Filter) -> None:
-        """Raises:
-        StoreError: the rows differ in codec, width or dtype, or an index is damaged.
-        """
         self._segments = _segments(shards, chosen)
         self._ends = np.cumsum([len(segment.rows) for segment in self._segments], dtype=np.int64)
         self.taps = tuple(dict.fromkeys(segment.tap for segment in self._segments))
@@ -148,16 +141,11 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The rows of a batch that belong to one segment.
-
-    Attributes:
-        rows: int64 [n], indices of rows in its group.
-        where: int64 [n], indices of rows in the batch.
-    """
+    """The rows of a batch that belong to one segment."""
 
     segment: SelectionSegment
-    rows: NDArray[np.int64]
-    where: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [n], indices in its group
+    where: NDArray[np.int64]  # [n], indices in the batch
 
 
 class Batch:

@@ -19,14 +19,10 @@ from midstream.store.format.shard import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRows(Rows):
-    """Rows of one completion at one tap, stored in a shard.
-
-    Attributes:
-        run: the rows of the completion in their group.
-    """
+    """Rows of one completion at one tap, stored in a shard."""
 
     shard: Shard
-    run: Run
+    run: Run  # the rows of the completion in their group
     tap: Tap
 
     def __len__(self) -> int:
@@ -47,11 +43,7 @@ class StoredRows(Rows):
 
 
 def decode(shard: Shard, tap: Tap, data: Tensor) -> Tensor:
-    """Decode rows of a shard to [n, width].
-
-    Args:
-        data: uint8 [n, row_bytes].
-    """
+    """Decode rows of a shard, uint8 [n, row_bytes], to [n, width]."""
     header = shard.header
     try:
         return header.open_codec().decode(data, header.width(tap), header.torch_dtype)
@@ -95,10 +87,7 @@ def read_activations(shard: Shard, request: int) -> Activations:
 
 
 def _by_position(places: list[np.ndarray], tokens: list[np.ndarray]) -> Tensor:
-    """Return token ids by position, int64; 0 where no token is stored.
-
-    Pages without any token take no memory.
-    """
+    """Return token ids by position, int64, 0 where none is; empty pages take no memory."""
     token_ids = np.zeros(
         max((int(positions[-1]) + 1 for positions in places if len(positions)), default=0), np.int64
     )

@@ -137,10 +137,7 @@ class Writer:
         return written if "://" in written else Path(written)
 
     def _held(self) -> threading.Lock:
-        """Return the lock, for a `with` block of this process.
-
-        In a forked one a thread that it lacks may hold it for good.
-        """
+        """Return the lock; in a forked process a thread that it lacks may hold it for good."""
         if self._process != os.getpid():
             raise StoreError(
                 f"{self._folder}: the writer belongs to another process; create one in this process"

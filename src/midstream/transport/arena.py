@@ -1,8 +1,4 @@
-"""Arena for captured rows between the device and their readers: a log of shared segments.
-
-Each step's rows are written behind those of the step before. A segment is reused when neither the
-row index nor a reader needs anything in it.
-"""
+"""Arena for captured rows: a log of shared segments, reused when nothing needs their rows."""
 
 from __future__ import annotations
 
@@ -21,21 +17,12 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class ArenaSettings:
-    """Size of an arena, and what happens when it is full.
+    """Size of an arena in bytes, and what happens when it is full."""
 
-    Attributes:
-        budget: total memory of the segments, in bytes.
-        segment: minimum size of a segment, in bytes.
-        overflow: "block": the front end admits only requests that fit, so rows always get
-            memory, beyond the budget if needed; "spill": segments beyond the budget are files;
-            "drop": rows beyond the budget are dropped, by request; see `StepRecorder`.
-        spill_folder: folder of these files, which have no name.
-    """
-
-    budget: int
-    segment: int
-    overflow: str
-    spill_folder: Path
+    budget: int  # total memory of the segments
+    segment: int  # minimum size
+    overflow: str  # "block": the front end admits only what fits; "spill" to files; "drop" rows
+    spill_folder: Path  # of files without a name
 
 
 @dataclass(slots=True)
@@ -48,28 +35,18 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of bytes of a segment.
+    """A range of bytes of a segment."""
 
-    Attributes:
-        segment: the segment's number, unique for the lifetime of the arena.
-        offset: start of the range in the segment, in bytes.
-        memory: uint8, the bytes of the range.
-        pinned: whether a device can write to it asynchronously.
-    """
-
-    segment: int
+    segment: int  # number, unique for the lifetime of the arena
     offset: int
-    memory: Tensor
-    pinned: bool
+    memory: Tensor  # uint8, the bytes of the range
+    pinned: bool  # whether a device can write to it asynchronously
 
 
 class Arena:
     """Allocator and owner of the segments."""
 
     def __init__(self, settings: ArenaSettings, pin: bool) -> None:
-        """Args:
-        pin: whether to pin memory for writes by a CUDA device.
-        """
         self._settings = settings
         self._pin = pin
         self._segments: dict[int, _Segment] = {}
@@ -134,11 +111,7 @@ class Arena:
                     self._free.append(segment)
 
     def lease(self, segments: list[int]) -> int | None:
-        """Lease segments to a reader until it ends the lease; return the lease's number.
-
-        Every segment must already have a user for the lease. Returns None if there are too many
-        leases.
-        """
+        """Lease segments, which have a user for it; return the lease's number, None: too many."""
         return self._leases.give(segments)
 
     def sweep(self) -> None:
@@ -168,10 +141,7 @@ class Arena:
 
     @property
     def used(self) -> dict[str, int]:
-        """Usage: bytes in memory, free and on disk; number of leases and segments.
-
-        `spills` counts all segments that were ever created on disk.
-        """
+        """Usage: bytes, leases, segments, and how many were ever created on disk (`spills`)."""
         return {
             "memory_bytes": self._memory_bytes,
             "free_bytes": sum(segment.memory.nbytes for segment in self._free),

@@ -1,9 +1,4 @@
-"""Anonymous memory shared by processes of one machine.
-
-It has no name and leaves nothing behind: the kernel frees it when the last process that maps it has
-ended, even after a crash. `multiprocessing.shared_memory` has names, and leaks them when a process
-is killed.
-"""
+"""Anonymous memory shared by processes; the kernel frees it with the last, even after a crash."""
 
 from __future__ import annotations
 
@@ -19,18 +14,10 @@ from torch import Tensor
 
 
 class SharedMemory:
-    """Shared memory created by this process; others can map it until it is closed.
-
-    Attributes:
-        fd: file descriptor by which other processes map it; see `map_shared`.
-        tensor: uint8, the whole memory.
-    """
+    """Memory, uint8 `tensor`, that processes can map by `fd` until it is closed."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Args:
-        fd: an open file, which this object owns from now on.
-        nbytes: size in bytes.
-        """
+        """Map an open file, which this object owns from now on."""
         self.fd = fd
         self._ends = [weakref.finalize(self, os.close, fd)]
         os.ftruncate(fd, nbytes)

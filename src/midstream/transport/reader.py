@@ -30,9 +30,8 @@ class _OpenLease:
 class MappedArena:
     """One worker's arena, mapped into this process. Thread-safe.
 
-    Arrays share the worker's memory. The worker is notified when the last array of a lease is
-    freed, and no forked child that inherited it lives. Leases belong to the process that took them:
-    what a child frees ends none.
+    A lease ends when its last array is freed and no forked child that inherited it lives: what a
+    child frees ends none.
     """
 
     def __init__(self, address: Address) -> None:
@@ -65,10 +64,7 @@ class MappedArena:
             return sum(self._sizes[segment] for segment in segments if segment not in self._users)
 
     def update(self, segments: Mapping[int, tuple[int, int]], retired: Iterable[int]) -> None:
-        """Map new segments, given by (file descriptor, bytes), and drop retired ones.
-
-        The memory of a retired segment is freed with its last tensor.
-        """
+        """Map new segments, by (descriptor, bytes); drop retired ones, which tensors may keep."""
         for number in retired:
             self._segments.pop(number, None)
         for number, (fd, nbytes) in segments.items():
@@ -77,13 +73,7 @@ class MappedArena:
                 self._sizes[number] = nbytes
 
     def lease(self, number: int, segments: Iterable[int]) -> dict[int, NDArray[np.uint8]]:
-        """Return the memory of each segment of a lease, uint8.
-
-        The lease ends when these arrays, and everything that shares their memory, are freed.
-
-        Args:
-            number: number of the lease.
-        """
+        """Return each segment's memory, uint8; freeing these arrays and views ends the lease."""
         # Slices of such an array refer to it, and not to the tensor below it.
         arrays = {segment: self._segments[segment].numpy() for segment in segments}
         lease = _OpenLease(number, list(arrays), 0, len(arrays))

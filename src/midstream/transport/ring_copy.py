@@ -137,11 +137,7 @@ class _LentEvent:
 
 
 class Arrival:
-    """The moment when queued copies are complete; for any number of threads.
-
-    The driver is not asked again after that: each call to it lets other threads take the
-    interpreter's lock.
-    """
+    """When copies are complete; asked once, as each call to the driver yields Python's lock."""
 
     __slots__ = ("_lent",)
 
@@ -222,10 +218,7 @@ class _InFlight:
 
 
 class CudaTransport:
-    """Asynchronous transport: one contiguous copy per step and codec into pinned memory.
-
-    Copies run on a stream of their own, in parallel with the model, unless they are small.
-    """
+    """Asynchronous transport to pinned memory, on a stream of its own unless rows are few."""
 
     def __init__(self, ring: Tensor, arena: Arena) -> None:
         self._ring = ring
@@ -301,9 +294,7 @@ class CudaTransport:
         return arrival
 
     def _copy_scores(self, scores: Tensor) -> Tensor:
-        """Start to copy scores into pinned memory. Callers keep views of it for as long as they
-        like, so PyTorch's allocator decides when it is used again.
-        """
+        """Start to copy scores; PyTorch's allocator reuses the memory after its last view."""
         if scores.numel():
             pinned = _pinned(scores)
             pinned.copy_(scores, non_blocking=True)

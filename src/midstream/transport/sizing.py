@@ -19,11 +19,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def arena_settings(config: Config, workers: int) -> ArenaSettings:
-    """Return the arena settings of one worker.
-
-    Args:
-        workers: number of workers that share this machine's memory.
-    """
+    """Return the arena settings of one of the workers that share this machine's memory."""
     budget = config.arena_bytes
     if budget is None:
         budget = min(_MAX_BUDGET, _available() // _SHARE) // workers
@@ -32,10 +28,7 @@ def arena_settings(config: Config, workers: int) -> ArenaSettings:
 
 
 def _segment(budget: int) -> int:
-    """Return the segment size in bytes, a power of two.
-
-    Large segments are mapped and pinned less often; small ones are free again sooner.
-    """
+    """Return a segment's size, a power of two: large are pinned less often, small free sooner."""
     most = min(_MAX_SEGMENT, max(_MIN_SEGMENT, budget // _SEGMENTS))
     return int(1 << (most.bit_length() - 1))
 

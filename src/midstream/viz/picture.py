@@ -50,12 +50,7 @@ class Picture:
 
 
 def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] = ()) -> str:
-    """Return a whole HTML page that loads nothing and runs only the script of pictures.
-
-    Args:
-        body: escaped HTML, such as that of pictures.
-        data: blocks that `markup.data_block` returned.
-    """
+    """Return a page of escaped HTML and `data_block`s that runs only the script of pictures."""
     style = style_sheet() + css
     policy = (
         f"default-src 'none'; style-src {source_of(style)}; script-src {source_of(SCRIPT)};"
@@ -84,10 +79,7 @@ def figure(title: str, content: str, cls: str = "midstream") -> str:
 
 
 def readout(what: str, legend: str = "") -> str:
-    """Return the line below a picture in which the script shows what is pointed at, and a legend.
-
-    Screen readers skip the line, because the cells say the same.
-    """
+    """Return the line below a picture, which screen readers skip, for what is pointed at."""
     out = tag("div", escape(f"Point at {what} for its numbers."), "readout", aria_hidden="true")
     return tag("div", out + legend, "foot")
 

@@ -34,9 +34,7 @@ _ROUTES = (
 
 
 class Endpoints:
-    """Endpoint plugin: vLLM calls `attach_router` when it builds its app, and `init_state` when the
-    engine is ready.
-    """
+    """Endpoint plugin, which vLLM calls when it builds its app and when its engine is ready."""
 
     name = "midstream"
     required_tasks = ("generate",)
@@ -46,10 +44,7 @@ class Endpoints:
         self._app: FastAPI | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add routes and middleware if the server enables midstream.
-
-        vLLM adds its API key middleware afterwards, around these.
-        """
+        """Add routes and middleware, which vLLM's check of keys surrounds, if they are enabled."""
         args = app.state.args
         settings = _settings(args)
         if settings is None:

@@ -20,12 +20,7 @@ def install() -> None:
 
 
 def with_steering(fingerprint: str | None, front: Any) -> str | None:
-    """Return vLLM's fingerprint, followed by `-midstream-DIGEST` while a tier is set.
-
-    Args:
-        fingerprint: vLLM's; None: the server has none.
-        front: the engine's front end; None: it has none.
-    """
+    """Return vLLM's fingerprint, if any, followed by `-midstream-DIGEST` while a tier is set."""
     if fingerprint is None or front is None or not front.steering:
         return fingerprint
     return f"{fingerprint}-midstream-{front.steering.digest[:_DIGITS]}"

@@ -35,38 +35,23 @@ class Packable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CachedCapture:
-    """Captured rows of one completion.
+    """Captured rows of one completion."""
 
-    Attributes:
-        id: unguessable id, with which its client may fetch and delete the rows.
-        client: id of the client that the rows belong to.
-        nbytes: length of the rows as safetensors, in bytes.
-        expires_at: time of expiry, in seconds since the epoch.
-        about: description of the rows, as in the response.
-    """
-
-    id: str
+    id: str  # unguessable: its client may fetch and delete the rows with it
     client: str
     request_id: str
-    nbytes: int
-    expires_at: float
-    about: Mapping[str, Any]
+    nbytes: int  # of the rows as safetensors
+    expires_at: float  # in seconds since the epoch
+    about: Mapping[str, Any]  # description of the rows, as in the response
 
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """Memory of an entry.
-
-    Attributes:
-        rows: rows that nobody has fetched yet; None: they are in `file`.
-        file: descriptor of an anonymous memory file (memfd) with the rows as safetensors; None: the
-            rows were not fetched yet, or were freed.
-        readers: number of readers. Memory of freed rows is in use until the last one ends.
-    """
+    """Memory of an entry, in use until its last reader ends."""
 
     entry: CachedCapture
-    rows: Packable | None
-    file: int | None = None
+    rows: Packable | None  # that nobody has fetched yet; None: they are in `file`
+    file: int | None = None  # memfd with the rows as safetensors; None: not fetched, or freed
     readers: int = 0
 
     def free(self) -> None:
@@ -79,12 +64,7 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Usage:
-    """Entries that take memory, of one client or of all.
-
-    Attributes:
-        captures: number of entries, also of those that room is reserved for.
-        nbytes: their bytes.
-    """
+    """Entries that take memory, of one client or of all, with those that room is reserved for."""
 
     captures: int = 0
     nbytes: int = 0
@@ -92,22 +72,14 @@ class _Usage:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Room for the captures of a request that is computed.
-
-    Attributes:
-        left: number of captures that were not stored yet.
-    """
+    """Room for the captures of a request that is computed."""
 
     client: str
-    left: int
+    left: int  # captures that were not stored yet
 
 
 class CaptureCache:
-    """Cache of captured rows of one server. Thread-safe.
-
-    Rows are packed when they are first fetched. What a request costs does not depend on how many
-    entries there are.
-    """
+    """Cache of captured rows of one server, packed when they are first fetched. Thread-safe."""
 
     def __init__(self, settings: HttpSettings, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
@@ -168,14 +140,7 @@ class CaptureCache:
         about: Mapping[str, Any],
         reservation: Reservation | None = None,
     ) -> CachedCapture:
-        """Store rows, and return their entry. Rows that are bytes are copied; others are kept as
-        they are until they are fetched.
-
-        Args:
-            client: id of the client that they belong to.
-            about: description of the rows, as in the response.
-            reservation: the room that was reserved for them; None: none was.
-        """
+        """Store rows and return their entry. Bytes are copied, others kept until fetched."""
         nbytes = len(rows) if isinstance(rows, bytes) else rows.nbytes
         file = None
         if isinstance(rows, bytes):
@@ -214,9 +179,7 @@ class CaptureCache:
             return None if capture is None else capture.entry
 
     def open(self, name: str, client: str) -> tuple[CachedCapture, int] | None:
-        """Return the entry of an id with a new file descriptor, which the caller must give to
-        `end_read`; None if the id is unknown or expired. The first call packs the rows.
-        """
+        """Return an entry and a descriptor for `end_read`; None: unknown or expired."""
         with self._lock:
             self._expire()
             if name not in self._captures:

@@ -14,11 +14,7 @@ _UNLIMITED = 1 << 20
 
 
 class DescriptorBudget:
-    """Descriptors that cached rows may take, counted before they do. Not thread-safe.
-
-    The others are for connections, the engine and what else the process opens, so that no number of
-    cached rows keeps clients from connecting.
-    """
+    """Descriptors that cached rows may take, so that clients can connect. Not thread-safe."""
 
     def __init__(self) -> None:
         self._of_client: Counter[str] = Counter()

@@ -159,11 +159,7 @@ async def collect(name: Name, request: Request, server: AdminDep) -> dict[str, A
 
 
 async def _of_all(name: str, request: Request, server: Server) -> dict[str, Any]:
-    """Return the description of a name, with what all API server processes keep.
-
-    Raises:
-        HttpError: 404, the name is not set.
-    """
+    """Return the description of a name, with what all API server processes keep."""
     others = await _others(name, request, server)
     description = _known(server, name)
     for other in others:
@@ -182,11 +178,7 @@ async def _others(name: str, request: Request, server: Server) -> list[dict[str,
 
 
 def _known(server: Server, name: str) -> dict[str, Any]:
-    """Return the description of a name.
-
-    Raises:
-        HttpError: 404, the name is not set.
-    """
+    """Return the description of a name; HttpError, 404: it is not set."""
     try:
         about: dict[str, Any] = server.llm.captures.show(name).to_dict()
     except SpecError as error:

@@ -117,13 +117,7 @@ def _invalid(error: RequestValidationError) -> HttpError:
 async def send_within(
     seconds: float, send: Send, respond: Callable[[Send], Awaitable[None]]
 ) -> None:
-    """Send a response; a client that reads nothing of it for so long gets no more of it.
-
-    Args:
-        seconds: longest time for one message.
-        send: the server's function that sends a message.
-        respond: sends the response by the function that it is given.
-    """
+    """Send a response; a client that reads nothing of it for so long gets no more of it."""
 
     async def timed(message: Message) -> None:
         await within(seconds, send(message))
@@ -133,11 +127,7 @@ async def send_within(
 
 
 def adapter_of(request: Request, name: str | None) -> Any:
-    """Return the adapter of a name that vLLM serves; None: it is the model's.
-
-    Raises:
-        HttpError: 404, there is neither.
-    """
+    """Return the adapter of a name that vLLM serves, None for the model's; HttpError, 404."""
     models = getattr(request.app.state, "openai_serving_models", None)
     if name is None or models is None or models.is_base_model(name):
         return None
@@ -161,11 +151,7 @@ def server_of(request: Request) -> Server:
 
 @before_body
 def admin(request: Request) -> Server:
-    """Return the server, after checking that the request may change it.
-
-    Raises:
-        HttpError: 401 or 403, the request may not.
-    """
+    """Return the server, after checking that the request may change it; HttpError, 401 or 403."""
     request.app.state.midstream_guard.check(request.headers)
     return server_of(request)
 

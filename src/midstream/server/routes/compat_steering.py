@@ -1,8 +1,4 @@
-"""Endpoints compatible with the vLLM fork that has server-wide steering, over the same state.
-
-Its three tiers are `vectors` (all tokens), `prefill_vectors` and `decode_vectors`. Its modules are
-midstream's named vectors.
-"""
+"""Endpoints of the vLLM fork with server-wide steering, over the same state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Studio: a page for browsers at `/midstream`. Its files are those that `studio/` builds.
-
-The page has no data and needs no key. It calls the server's HTTP API as any other client does.
-"""
+"""Studio: a page for browsers at `/midstream`, of the files that `studio/` builds. Needs no key."""
 
 from __future__ import annotations
 

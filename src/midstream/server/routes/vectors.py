@@ -107,23 +107,14 @@ def remove(name: Name, server: AdminDep) -> Response:
 
 
 def register_name(server: Server, name: object, vectors: object) -> dict[str, Any]:
-    """Register vectors, within the limit of bytes; return the registry's description of them.
-
-    Raises:
-        SpecError: the name or the vectors are malformed.
-        HttpError: 507, the server's limit is reached.
-    """
+    """Register vectors; return the registry's description. HttpError, 507: no room."""
     if not isinstance(name, str):
         raise SpecError("name", f"expected `str`, got {name!r}")
     return _register(server, name, vectors)
 
 
 def remove_name(server: Server, name: str) -> None:
-    """Remove a name.
-
-    Raises:
-        HttpError: 404, the name is unknown.
-    """
+    """Remove a name; HttpError, 404: it is unknown."""
     try:
         server.llm.vectors.remove(name)
     except SpecError as error:

@@ -26,20 +26,11 @@ class File(Protocol):
         ...
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes [start, stop), which must lie within the file.
-
-        They may be memory-mapped and must not be written to.
-        """
+        """Return bytes [start, stop) within the file, which may be mapped: not to be written to."""
         ...
 
     def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Copy rows to uint8 [len(rows), width]: row i is `width` bytes at start + rows[i] · width.
-
-        Args:
-            start: offset of row 0 in the file.
-            width: bytes per row.
-            rows: row indices in any order; all rows must lie within the file.
-        """
+        """Copy rows to uint8 [len(rows), width]: row i from start + rows[i] · width."""
         ...
 
 
@@ -51,10 +42,7 @@ class Folder(Protocol):
         ...
 
     def open(self, name: str) -> File:
-        """Return a shard, cached if it was opened before.
-
-        Raises StoreError if there is no shard of this name.
-        """
+        """Return a shard, cached if it was opened before."""
         ...
 
     def make(self) -> None:
@@ -62,10 +50,7 @@ class Folder(Protocol):
         ...
 
     def put(self, name: str, pieces: Iterable[memoryview]) -> None:
-        """Write a shard atomically and durably, replacing any shard of the same name.
-
-        After an error either none of the shard exists or all of it.
-        """
+        """Write a shard atomically and durably, replacing any of the same name; all or nothing."""
         ...
 
     def delete(self, name: str) -> None:

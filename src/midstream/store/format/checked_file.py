@@ -16,15 +16,9 @@ from midstream.store.format.layout import BLOCK, Layout, Place, header_length, r
 
 
 class CheckedFile:
-    """The bytes of a shard.
+    """The bytes of a shard: each block is compared with its checksum before it is first used.
 
-    Every block of 64 KiB is compared with its checksum before it is first used, so that all data
-    returned is exactly what was written. Every StoreError begins with the shard's path.
-
-    Attributes:
-        size: its length in bytes.
-        head_bytes: number of bytes before its first tensor.
-        places: where each tensor is, in bytes from the first tensor.
+    Every StoreError begins with the shard's path.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -39,7 +33,7 @@ class CheckedFile:
             self.layout: Layout = read_head(head, file.size)
             if name in self.layout.replaces:
                 raise StoreError("replaces: the shard lists itself")
-            self.head_bytes = len(head)
+            self.head_bytes = len(head)  # before its first tensor
             self.places: Mapping[str, Place] = self.layout.places()
             self._sums = self._read_sums(file, head)
             self._verified = np.zeros(len(self._sums), np.bool_)
@@ -69,12 +63,7 @@ class CheckedFile:
             return self._open().read(self.head_bytes + start, self.head_bytes + stop)
 
     def gather(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Copy rows of a two-dimensional tensor by index to uint8 [n, row_bytes].
-
-        Args:
-            tensor: name of a uint8 tensor [rows, row_bytes].
-            rows: indices; the result is in their order.
-        """
+        """Copy rows of a 2-dimensional tensor by index to uint8 [n, row_bytes], in order."""
         place = self.places[tensor]
         width = place.shape[1]
         with self.named():

@@ -1,7 +1,6 @@
 """Shard layout and header; `docs/store-format.md` specifies every byte.
 
-The header is canonical: a shard's contents determine it to the byte. A reader parses a header,
-serializes the result and compares.
+The header is canonical: a reader parses a header, serializes the result and compares.
 """
 
 from __future__ import annotations
@@ -53,32 +52,21 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Taps whose rows have the same requests, positions and tokens.
+    """Taps whose rows have the same requests, positions and tokens."""
 
-    Attributes:
-        taps: (site, layer), in `tap_order`.
-        rows: number of rows of each tap.
-    """
-
-    taps: tuple[Tap, ...]
-    rows: int
+    taps: tuple[Tap, ...]  # in `tap_order`
+    rows: int  # of each tap
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The contents of a shard's header.
-
-    Attributes:
-        groups: in the shard's order.
-        metadata_bytes: length of the requests' metadata, padding included; see `padding`.
-        replaces: names of the shards that this one was made from and replaces.
-    """
+    """The contents of a shard's header."""
 
     header: Header
     groups: tuple[Group, ...]
     requests_bytes: int
-    metadata_bytes: int
-    replaces: tuple[str, ...] = ()
+    metadata_bytes: int  # of the requests' metadata, with `padding`
+    replaces: tuple[str, ...] = ()  # names of the shards that this one was made from and replaces
 
     def head(self) -> bytes:
         """Return the bytes before the first tensor: the header's length and the header."""
@@ -126,11 +114,7 @@ class Layout:
 
 
 def padding(nbytes: int) -> int:
-    """Return the number of spaces after the metadata that align the checksums behind them.
-
-    Args:
-        nbytes: length of the metadata and all tensors before it.
-    """
+    """Return the spaces after the metadata that align the checksums, given the bytes before."""
     return -nbytes % ALIGNMENT
 
 
@@ -157,11 +141,7 @@ def _compact(value: object) -> str:
 
 
 def header_length(first: bytes, size: int) -> int:
-    """Return the length of the header in bytes.
-
-    Args:
-        first: the file's first 8 bytes.
-    """
+    """Return the header's length, given the file's first 8 bytes and its size."""
     length = int.from_bytes(first, "little")
     if len(first) < 8 or 8 + length > size:
         raise StoreError(f"truncated: {size} bytes, but the header alone takes {8 + length}")
@@ -171,13 +151,7 @@ def header_length(first: bytes, size: int) -> int:
 
 
 def read_head(head: bytes, size: int) -> Layout:
-    """Parse and check a shard's header.
-
-    No memory is allocated by sizes that the header states.
-
-    Args:
-        head: the file's first bytes: the header's length and the header.
-    """
+    """Parse and check a shard's first bytes. Sizes that the header states allocate no memory."""
     try:
         described = read_json(head[8:])
     except SpecError as error:

@@ -20,22 +20,14 @@ _FIELDS = ("id", "child", "tag", "prompt_tokens", "rows", "metadata")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One completion in a shard's list of requests.
-
-    Attributes:
-        child: index of the completion.
-        prompt_tokens: number of prompt tokens.
-        rows: (group, number of rows) for each of its groups, ascending; the rows follow those of
-            the preceding completions in the group.
-        metadata_bytes: length of its metadata, which is also a line of JSON.
-    """
+    """One completion in a shard's list of requests."""
 
     request: str
-    child: int
+    child: int  # index of the completion
     tag: str
     prompt_tokens: int
-    rows: tuple[tuple[int, int], ...]
-    metadata_bytes: int
+    rows: tuple[tuple[int, int], ...]  # (group, number), after those of earlier lines
+    metadata_bytes: int  # its metadata is also a line of JSON
 
     def emit(self) -> bytes:
         """Return the line with its newline; `read_line` parses it."""

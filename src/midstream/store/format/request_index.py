@@ -25,20 +25,14 @@ class Run:
 
 
 class RequestIndex:
-    """Rows and metadata of each request of a shard.
-
-    Attributes:
-        runs: the runs of each request, by ascending group.
-        metadata: byte range [start, stop) of each request in the tensor `metadata`.
-        owners: for each group (request indices int64 [m], row bounds int64 [m + 1]).
-    """
+    """Rows and metadata of each request of a shard."""
 
     def __init__(self, layout: Layout, lines: Sequence[Line]) -> None:
-        """Assign the rows and metadata of a shard to its requests, in their order."""
         self._groups = layout.groups
-        self.runs: list[tuple[Run, ...]] = []
-        self.metadata: list[tuple[int, int]] = []
+        self.runs: list[tuple[Run, ...]] = []  # of each request, by ascending group
+        self.metadata: list[tuple[int, int]] = []  # each request's bytes [start, stop)
         self._assign(layout, lines)
+        # By group: (request indices int64 [m], row bounds int64 [m + 1]).
         self.owners = _owners(self.runs, len(layout.groups))
 
     def _assign(self, layout: Layout, lines: Sequence[Line]) -> None:

@@ -1,8 +1,4 @@
-"""Reader of one shard: its requests, and their rows in place.
-
-Shards are safetensors files. They are read here because files are untrusted: every offset is
-checked, and only the rows that are asked for are read.
-"""
+"""Reader of one shard, a safetensors file whose every offset is checked: files are untrusted."""
 
 from __future__ import annotations
 
@@ -25,18 +21,9 @@ _DTYPES: dict[str, Any] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8":
 
 
 class Shard:
-    """A shard whose header and list of requests were checked.
-
-    All data returned is checked first; see `CheckedFile`.
-
-    Attributes:
-        size: length of its file in bytes.
-        head_bytes: number of bytes before its first tensor.
-        lines: its completions, in the order in which they were added.
-    """
+    """A shard whose header and list of requests were checked, as is all data: see `CheckedFile`."""
 
     def __init__(self, folder: Folder, name: str) -> None:
-        """Open a shard: read and check its header, checksums and list of requests."""
         self._file = CheckedFile(folder, name)
         self.name = name
         self.size = self._file.size
@@ -61,10 +48,7 @@ class Shard:
         return self._file.path
 
     def owners(self, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the requests of a group's rows: (request indices int64 [m], row bounds [m + 1]).
-
-        Rows bounds[i] to bounds[i + 1] belong to request i of the m.
-        """
+        """Return (request indices int64 [m], row bounds [m + 1]) of a group; see `RequestIndex`."""
         return self._index.owners[group]
 
     def taps(self, request: int) -> tuple[Tap, ...]:
@@ -92,12 +76,7 @@ class Shard:
     def column(
         self, group: int, name: str, start: int = 0, stop: int | None = None
     ) -> NDArray[Any]:
-        """Return rows [start, stop) of a group's index column, as a read-only view of the file.
-
-        Args:
-            name: "position" or "token_id", int64 [rows]; "request", int32 [rows].
-            stop: the end, exclusive; None for all.
-        """
+        """Return rows of a group's "position", "token_id" (int64) or "request" (int32) in place."""
         tensor = f"g{group}.{name}"
         place = self._file.places[tensor]
         dtype = _DTYPES[place.dtype]
@@ -106,10 +85,7 @@ class Shard:
         return np.frombuffer(part, dtype)
 
     def rows(self, group: int, tap: Tap, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return rows [start, stop) of a tap, uint8 [n, row_bytes], as a read-only view.
-
-        Raises StoreError if they are damaged.
-        """
+        """Return rows of a tap, uint8 [n, row_bytes], read-only. StoreError: they are damaged."""
         tensor = tap_name(group, tap)
         width = self._file.places[tensor].shape[1]
         part = self._file.read(tensor, start * width, stop * width)

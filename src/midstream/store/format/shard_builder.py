@@ -42,17 +42,9 @@ class _Column:
 
 
 class ShardBuilder:
-    """The entries of one shard.
-
-    Entries are referenced: the contents of their tensors must not change until the shard is
-    written.
-    """
+    """The entries of one shard, whose tensors must not change until it is written."""
 
     def __init__(self, header: Header, replaces: Sequence[str] = ()) -> None:
-        """Args:
-        header: what all rows share. Only widths of taps that are added are written.
-        replaces: names of the shards that this one replaces.
-        """
         self.header = header
         self.nbytes = 0
         self._replaces = tuple(replaces)
@@ -96,11 +88,7 @@ class ShardBuilder:
             raise StoreError(f"request {show(entry.request)}: {error}") from None
 
     def add(self, line: Line, metadata: bytes, rows: Sequence[IndexedRows]) -> None:
-        """Add one completion.
-
-        Args:
-            line: its line; `rows` of it is ignored and computed here.
-        """
+        """Add one completion; `rows` of its line is computed here."""
         known = line.request, line.child
         if known in self._known:
             raise StoreError(
