@@ -15,7 +15,7 @@ SINKS: tuple[Fault, ...] = (
     Fault(
         "A full sink loses rows",
         "ByteBudget._admit",
-        "self._used and self._used + size > self._most and not grant.cancelled()",
+        "self.used and self.used + size > self._most and not grant.cancelled()",
         "False",
         "tests/unit/sinks/test_queue.py"
         "::test_a_slow_sink_makes_whoever_brings_more_wait_and_loses_nothing",

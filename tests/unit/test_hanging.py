@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +41,7 @@ from midstream.runtime.protocol.rpc import ReadUsage
 from midstream.sae.sae import SAE
 from midstream.server import peers
 from midstream.sinks import name_claims, sink_set
-from midstream.sinks.daemon_threads import ThreadCall
+from midstream.sinks.daemon_threads import begin
 from midstream.steering.files import read_file, read_json_file
 from midstream.store import open_store
 
@@ -49,9 +50,9 @@ FOREVER = 30.0
 
 def ended(call):
     """What a call returns or raises, in a thread of its own."""
-    made = ThreadCall(call)
-    assert made.wait(FOREVER), "it hangs"
-    return made.result()
+    made = begin(call)
+    assert wait((made,), FOREVER).done, "it hangs"
+    return made.result(0)
 
 
 # ------------------------------------------------------------------ pipes

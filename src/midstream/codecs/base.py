@@ -24,7 +24,6 @@ class Codec(Protocol):
     @property
     def spec(self) -> str:
         """The codec as text with all parameters, which `parse_codec` reads."""
-        ...
 
     def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Return the number of bytes per encoded vector.
@@ -36,7 +35,6 @@ class Codec(Protocol):
         Raises:
             SpecError: the codec does not support vectors this short.
         """
-        ...
 
     def encode(self, rows: Tensor) -> Tensor:
         """Encode vectors on their device.
@@ -54,7 +52,6 @@ class Codec(Protocol):
             CodecError: another shape or dtype.
             SpecError: the codec does not support vectors this short.
         """
-        ...
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
         """Decode to vectors or their approximation; see each codec for shape and dtype.
@@ -67,7 +64,6 @@ class Codec(Protocol):
         Raises:
             CodecError: see `check`.
         """
-        ...
 
     def check(self, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
         """Check that `data` is a possible output of `encode`; arguments as in `decode`.
@@ -75,7 +71,6 @@ class Codec(Protocol):
         Raises:
             CodecError: it is not; the message has the first malformed row and its problem.
         """
-        ...
 
 
 def checked_rows(rows: Tensor) -> Tensor:

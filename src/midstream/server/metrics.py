@@ -148,10 +148,8 @@ class Metrics:
             self._total("planner_seconds", steps["planner_ns"] / 1e9, place)
             self._total("spills", arena["spills"], place)
         self._set("arena_bytes", arena["memory_bytes"], place)
-        self._set("arena_free_bytes", arena["free_bytes"], place)
-        self._set("arena_disk_bytes", arena["disk_bytes"], place)
-        self._set("arena_budget_bytes", arena["budget_bytes"], place)
-        self._set("arena_leases", arena["leases"], place)
+        for name in ("free_bytes", "disk_bytes", "budget_bytes", "leases"):
+            self._set(f"arena_{name}", arena[name], place)
         self._set("ring_rows", worker["ring_rows"], place)
         self._set("ring_rows_last", steps["ring_last"], place)
         self._set("ring_rows_most", steps["ring_most"], place)

@@ -19,11 +19,9 @@ from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.server.body_values import check_values, is_long
-from midstream.server.http_errors import send_error
-from midstream.server.http_request import RequestContext
+from midstream.server.http_errors import RefusalLogger, send_error
 from midstream.server.open_requests import carry_id
 from midstream.server.peers import CAPTURES, PEER
-from midstream.server.refusal_logger import RefusalLogger
 from midstream.server.request_field import MidstreamField, take_field
 from midstream.server.request_models import body_fields
 from midstream.server.response_writer import ResponseWriter
@@ -52,33 +50,23 @@ class _Parsed(NamedTuple):
     body: bytes  # `value` as JSON
 
 
-class _Opened(NamedTuple):
-    """A request with the field `midstream`."""
-
-    context: RequestContext
-    id: str  # see `open_requests`
-    body: bytes
-
-
 class Middleware:
     """ASGI middleware of one server."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app = app
         self._server = server
-        self._fields: dict[str, frozenset[str]] | None = None
+        self._fields: dict[str, frozenset[str]] | None = None  # vLLM's, by path
         self._paths: frozenset[str] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             try:
-                await self._app(scope, receive, send)
+                return await self._app(scope, receive, send)
             finally:
                 self._server.close()
-            return
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return await self._app(scope, receive, send)
         path = path_of(scope)
         # vLLM generates at more paths than those that can return results.
         if scope["method"] == "POST" and (path == SWEEP or not path.startswith(_OWN)):
@@ -92,37 +80,34 @@ class Middleware:
                 try:
                     self._server.check_host(Headers(scope=scope))
                 except HttpError as error:
-                    await send_error(error, observer)
-                    return
+                    return await send_error(error, observer)
             if path.rstrip("/") == _METRICS:
                 await self._server.refresh_metrics(scope)
-            await self._answer(path, scope, receive, observed)
-            return
+            return await self._answer(path, scope, receive, observed)
         limit = self._server.settings.max_body_bytes
         headers = Headers(scope=scope)
         is_form = headers.get("content-type", "").lower().startswith("multipart/")
         is_read = self._is_read(scope, path)
-        opened: _Opened | None = None
+        parsed: _Parsed | None = None
         try:
             _check_length(headers, limit)
             if path.startswith(_OWN):
                 self._server.check_host(headers)
             if is_read and not is_form:
                 body = await _read(receive, limit)
-                opened = await self._open(scope, path, body)
-                body = body if opened is None else opened.body
+                if parsed := await self._parsed(scope, path, body):
+                    request_field = await self._server.fill(scope, parsed.field)
+                    context = self._server.begin(scope, parsed.value, request_field)
+                    body = parsed.body
                 scope, receive = _with_length(scope, body), _Replay(body, receive)
         except (HttpError, MidstreamError) as error:
-            await send_error(HttpError.of(error), observer)
-            return
-        if opened is None:
+            return await send_error(HttpError.of(error), observer)
+        if parsed is None:
             incoming = _FormScan(receive, limit) if is_read and is_form else receive
-            await self._answer(path, scope, incoming, observed)
-            return
-        context = opened.context
+            return await self._answer(path, scope, incoming, observed)
         outgoing = ResponseWriter(context, self._server, observer, on_error)
         try:
-            with self._server.open_requests.opened(opened.id, context):
+            with self._server.open_requests.opened(parsed.id, context):
                 await self._app(scope, receive, outgoing)
         except asyncio.CancelledError:
             # A disconnected client does not cancel: the server is being stopped.
@@ -143,16 +128,14 @@ class Middleware:
         peers = self._server.peers
         way = peers.way(scope, path) if peers is not None and path.startswith(_OWN) else None
         if way is None:
-            await self._app(scope, receive, send)
-            return
+            return await self._app(scope, receive, send)
         try:
             if path.startswith(CAPTURES):
                 scope["app"].state.midstream_guard.check(Headers(scope=scope))
             body = await _read(receive, self._server.settings.max_body_bytes)
+            await way(self._app, scope, body, _Replay(body, receive), send)
         except HttpError as error:
             await send_error(error, send)
-            return
-        await way(self._app, scope, body, _Replay(body, receive), send)
 
     def _with_steering(self, send: Send) -> Send:
         """Return a `send` that names the server-wide steering in headers, if there is any."""
@@ -178,25 +161,15 @@ class Middleware:
             }
         return path in self._paths and not path.startswith(_OWN)
 
-    async def _open(self, scope: Scope, path: str, body: bytes) -> _Opened | None:
-        """Return a request with the field `midstream`; None: the field is absent."""
-        fields = self._fields_of(scope, path)
-        if is_long(body):
-            parsed = await in_thread(_parse, path, fields, body)
-        else:
-            parsed = _parse(path, fields, body)
-        if parsed is None:
-            return None
-        self._server.check_host(Headers(scope=scope))
-        request_field = await self._server.fill(scope, parsed.field)
-        context = self._server.begin(scope, parsed.value, request_field)
-        return _Opened(context, parsed.id, parsed.body)
-
-    def _fields_of(self, scope: Scope, path: str) -> frozenset[str] | None:
-        """Return the fields that vLLM defines for a body; None: the body is not vLLM's."""
+    async def _parsed(self, scope: Scope, path: str, body: bytes) -> _Parsed | None:
+        """Return a body with the field `midstream`; None: the field is absent."""
         if self._fields is None:
             self._fields = dict.fromkeys(PATHS, frozenset()) | body_fields(scope.get("app"))
-        return self._fields.get(path)
+        work = path, self._fields.get(path), body
+        parsed = await in_thread(_parse, *work) if is_long(body) else _parse(*work)
+        if parsed is not None:
+            self._server.check_host(Headers(scope=scope))
+        return parsed
 
 
 def _rejected(problem: str, name: str) -> HttpError:

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from midstream.deadlines import locked
 from midstream.errors import HttpError
 from midstream.runtime.frontend.engine_info import FrontEnds
-from midstream.server.http_errors import send_error
 from midstream.server.peer_errors import failure_of, peer_errors, rejection
 
 # Key in the scope of a request that another process has sent.
@@ -103,17 +102,12 @@ class Peers:
     def read_rows(self, scope: Scope, name: str) -> bytes | None:
         """Return cached rows as safetensors from the process that has them, or None. Blocks."""
         # Those of the body that names the rows are not of this request.
-        headers = [
-            header
-            for header in _headers(scope)
-            if not header[0].startswith((b"range", b"content-"))
-        ]
+        own = (b"range", b"content-")
+        headers = [header for header in _headers(scope) if not header[0].startswith(own)]
         for number in self._started(self._others):
             transport = httpx.HTTPTransport(verify=False, uds=str(self._path(number)))
-            with (
-                peer_errors(_SECONDS),
-                httpx.Client(transport=transport, timeout=_SECONDS) as http,
-            ):
+            http = httpx.Client(transport=transport, timeout=_SECONDS)
+            with peer_errors(_SECONDS), http:
                 answer = http.get(_url(scope, f"{_ROWS}{name}"), headers=headers)
             if answer.status_code == 200:
                 return answer.content
@@ -136,13 +130,9 @@ class Peers:
         await app(scope, receive, unless_missing)
         if not held:
             return
-        try:
-            for number in self._started(self._others):
-                if await self._pass_on(number, scope, body, send, but=404):
-                    return
-        except HttpError as error:
-            await send_error(error, send)
-            return
+        for number in self._started(self._others):
+            if await self._pass_on(number, scope, body, send, but=404):
+                return
         for message in held:
             await send(message)
 
@@ -150,11 +140,8 @@ class Peers:
         self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
     ) -> None:
         """Have process 0 answer."""
-        try:
-            self._check_all()
-            await self._pass_on(0, scope, body, send)
-        except HttpError as error:
-            await send_error(error, send)
+        self._check_all()
+        await self._pass_on(0, scope, body, send)
 
     async def _change_all(
         self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
@@ -171,18 +158,12 @@ class Peers:
                 await app(scope, receive, hold)
                 if answer[0]["status"] < 300:
                     for number in self._others:
-                        peer_answer = await self._ask(number, scope, scope["method"], "", body)
-                        if peer_answer is not None and peer_answer.status_code >= 300:
-                            raise rejection(
-                                peer_answer, "; other processes have the change: repeat it"
-                            )
-        except HttpError as error:
-            await send_error(error, send)
-            return
+                        other = await self._ask(number, scope, scope["method"], "", body)
+                        if other is not None and other.status_code >= 300:
+                            raise rejection(other, "; other processes have the change: repeat it")
         except asyncio.TimeoutError:
             why = "changes of other clients have not ended in time; try again later"
-            await send_error(HttpError(503, why, retry_after=_RETRY_SECONDS), send)
-            return
+            raise HttpError(503, why, retry_after=_RETRY_SECONDS) from None
         for message in answer:
             await send(message)
 
@@ -192,11 +173,10 @@ class Peers:
         """Send another process's answer; return False, and send nothing, for the status `but`."""
         has_begun = False
         try:
+            url = _url(scope)
             async with (
                 self._client(number) as http,
-                http.stream(
-                    scope["method"], _url(scope), headers=_headers(scope), content=body
-                ) as answer,
+                http.stream(scope["method"], url, headers=_headers(scope), content=body) as answer,
             ):
                 if answer.status_code == but:
                     return False
@@ -205,9 +185,9 @@ class Peers:
                     for name, value in answer.headers.raw
                     if name.lower() not in (b"connection", b"transfer-encoding", b"date", b"server")
                 ]
-                start = {"status": answer.status_code, "headers": headers}
+                start = {"type": "http.response.start", "status": answer.status_code}
                 has_begun = True
-                await send({"type": "http.response.start", **start})
+                await send({**start, "headers": headers})
                 async for part in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})

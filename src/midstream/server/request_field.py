@@ -48,18 +48,12 @@ class MidstreamField:
 def read_field(value: object) -> MidstreamField:
     """Parse the field's object: captures, edits, probes, controller and `activations`."""
     with at(KEY):
-        fields = read_fields(
-            value,
-            required=(),
-            optional=("capture", "edits", "steer", "probes", "controller", "activations"),
-        )
+        optional = ("capture", "edits", "steer", "probes", "controller", "activations")
+        fields = read_fields(value, required=(), optional=optional)
         returned = fields.pop("activations", "handle")
         if returned not in RETURNS:
-            raise SpecError(
-                "activations",
-                f"expected one of {', '.join(RETURNS)}, got "
-                f"{show(returned) if isinstance(returned, str) else kind(returned)}",
-            )
+            got = show(returned) if isinstance(returned, str) else kind(returned)
+            raise SpecError("activations", f"expected one of {', '.join(RETURNS)}, got {got}")
         for name, part in fields.items():
             if part is None:
                 raise SpecError(name, "expected a dict or a list, got null; omit it instead")

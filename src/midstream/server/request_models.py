@@ -15,18 +15,14 @@ def body_fields(app: Any) -> dict[str, frozenset[str]]:
     for route in getattr(app, "routes", ()):
         endpoint = getattr(route, "endpoint", None)
         if (getattr(endpoint, "__module__", None) or "").startswith("vllm."):
-            names = frozenset(name for model in _models_of(endpoint) for name in _names(model))
-            if names:
+            try:
+                hints = typing.get_type_hints(endpoint).values()
+            except (NameError, TypeError):
+                continue
+            models = (model for hint in hints for model in _models(hint))
+            if names := frozenset(name for model in models for name in _names(model)):
                 by_path[route.path] = names
     return by_path
-
-
-def _models_of(endpoint: Any) -> list[type[BaseModel]]:
-    try:
-        hints = typing.get_type_hints(endpoint)
-    except (NameError, TypeError):
-        return []
-    return [model for hint in hints.values() for model in _models(hint)]
 
 
 def _models(hint: Any) -> Iterator[type[BaseModel]]:

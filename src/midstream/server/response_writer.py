@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,7 +15,7 @@ from midstream.deadlines import within
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import DONE, Event, Events
 from midstream.server.base64_text import dump
-from midstream.server.http_errors import read_error, send_error
+from midstream.server.http_errors import read_error, send_error, send_json
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.server.results_json import plain
 
@@ -107,10 +107,7 @@ class ResponseWriter:
             # vLLM answers a request that its client aborted with `null`.
             return body
         _check_reached(self._context)
-        encoded = {
-            choice: await self._server.answers.encode(self._context, choice, update)
-            for choice, update in sorted(self._context.take_updates().items())
-        }
+        encoded = {choice: results async for choice, _, results in self._encoded_updates()}
         if value is None:
             return _with_field(body, encoded[0]) if encoded.get(0) else body
         if encoded and "choices" not in value:
@@ -181,13 +178,7 @@ class ResponseWriter:
         if not isinstance(status, int) or not 400 <= status < 600:
             return False
         self._is_done = True
-        body = self._with_param(event.data)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        await send_json(status, self._with_param(event.data), {}, self._send)
         return True
 
     async def _with_updates(self, event: Event) -> list[Event]:
@@ -203,7 +194,7 @@ class ResponseWriter:
             return [event]
         if value.get("type") in _FINAL_EVENTS:
             _check_reached(self._context)
-            encoded = await self._encode_all()
+            encoded = [results async for _, _, results in self._encoded_updates()]
             if encoded:
                 value[KEY] = plain(_responses_field(encoded))
             return [event.with_data(value)]
@@ -224,8 +215,7 @@ class ResponseWriter:
 
     async def _remaining(self) -> list[Event]:
         events = []
-        for choice, update in sorted(self._context.take_updates().items()):
-            encoded = await self._server.answers.encode(self._context, choice, update)
+        async for choice, update, encoded in self._encoded_updates():
             if encoded:
                 value: dict[str, Any] = {"object": KEY, "choices": []}
                 ending = _ending(update)
@@ -236,12 +226,10 @@ class ResponseWriter:
                 events.append(Event(b"", b"").with_data(value))
         return events
 
-    async def _encode_all(self) -> list[dict[str, Any]]:
-        taken = sorted(self._context.take_updates().items())
-        return [
-            await self._server.answers.encode(self._context, choice, update)
-            for choice, update in taken
-        ]
+    async def _encoded_updates(self) -> AsyncIterator[tuple[int, ChoiceUpdate, dict[str, Any]]]:
+        """Yield each choice, its update and its new results, which count as sent."""
+        for choice, update in sorted(self._context.take_updates().items()):
+            yield choice, update, await self._server.answers.encode(self._context, choice, update)
 
 
 def _check_reached(context: RequestContext) -> None:
@@ -262,9 +250,9 @@ def _is_last(event: Event) -> bool:
 def _ending(update: ChoiceUpdate) -> dict[str, Any]:
     """Return the fields of a choice that a probe stopped in the prompt, without an event."""
     final = update.final
-    if final is None or not any(action.kind == "stop" for action in final.receipt.actions):
+    if final is None or final.receipt.generated_tokens:
         return {}
-    if final.receipt.generated_tokens:
+    if not any(action.kind == "stop" for action in final.receipt.actions):
         return {}
     return {"finish_reason": final.finish_reason, "stop_reason": final.stop_reason}
 

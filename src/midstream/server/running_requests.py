@@ -25,7 +25,8 @@ class RunningCall:
         """Return whether this is a call of the request with this id in its response."""
         if not self.is_numbered:
             return self.request_id == request_id
-        return self.request_id != request_id and _is_of(self.request_id, request_id)
+        number = self.request_id.removeprefix(request_id)
+        return number != self.request_id and number[:1] in ("-", "_") and number[1:].isdigit()
 
 
 class RunningRequests:
@@ -57,11 +58,3 @@ class RunningRequests:
                 "id",
             )
         return sorted(calls, key=lambda call: call.first)
-
-
-def _is_of(call_id: str, request_id: str) -> bool:
-    """Return whether an engine's id is that of a request, or has a number after it."""
-    rest = call_id.removeprefix(request_id)
-    if rest == call_id:
-        return False
-    return not rest or (rest[0] in "-_" and rest[1:].isdigit())

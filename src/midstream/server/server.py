@@ -81,7 +81,7 @@ class Server:
         self._shared: SharedFolder | None = None
         self.peers: Peers | None = None  # the other API server processes
         self._answers: ResultEncoder | None = None
-        self._template: dict[str, Any] = {}
+        self.template: dict[str, Any] = {}  # arguments of chat templates from the settings
         self.open_requests = OpenRequests()
         self.running = RunningRequests()
         self.sweeps = SweepPace(settings.running_sweeps, settings.sweep_wait_seconds)
@@ -92,7 +92,7 @@ class Server:
         info = llm.info
         dtype: torch.dtype = getattr(torch, info.dtype)
         self._answers = ResultEncoder(self.settings, self.captures, info.shape.hidden_size, dtype)
-        self._template = {name: value for name, value in template.items() if value is not None}
+        self.template = {name: value for name, value in template.items() if value is not None}
         limits = self.settings
         observe = partial(_observe_wait, self.metrics)
         llm.intake.limit(limits.waiting_requests, limits.wait_seconds, observe)
@@ -128,11 +128,6 @@ class Server:
     def owns(self, scope: Scope, cached: CachedCapture) -> bool:
         """Return whether rows are those of a request's client; without keys, all may use an id."""
         return not self._has_key or cached.client == self.client_of(scope)
-
-    @property
-    def template(self) -> Mapping[str, Any]:
-        """Arguments of chat templates from the server's settings."""
-        return self._template
 
     @property
     def answers(self) -> ResultEncoder:
@@ -173,17 +168,16 @@ class Server:
         client = self.client_of(scope)
         plan = request_field.plan
         if plan is not None:
-            _check_prompts(body, plan, layers)
+            with at("prompt"):
+                parts = (*plan.captures, *plan.edits, *plan.probes)
+                check_called(_num_prompts(body), size_of(parts, layers))
         context = RequestContext(request_field, client)
         if plan is not None and plan.captures and request_field.activations == "handle":
             context.reservation = self.captures.reserve(client, completions_of(body))
-        messages = body.get("messages")
-        if messages is not None:
-            context.template = {
-                **self._template,
-                **{name: body[name] for name in _TEMPLATE if body.get(name) is not None},
-            }
-            context.messages = messages
+        context.messages = body.get("messages")
+        if context.messages is not None:
+            own = {name: body[name] for name in _TEMPLATE if body.get(name) is not None}
+            context.template = {**self.template, **own}
         return context
 
     async def state(self) -> dict[str, Any]:
@@ -288,13 +282,6 @@ def _num_prompts(body: Mapping[str, Any]) -> int:
     if not isinstance(prompt, list) or not prompt or is_int(prompt[0]):
         return 1
     return len(prompt)
-
-
-def _check_prompts(body: Mapping[str, Any], plan: Plan, layers: int) -> None:
-    """Check the work for all prompts of a body, on a model with so many layers."""
-    with at("prompt"):
-        parts = (*plan.captures, *plan.edits, *plan.probes)
-        check_called(_num_prompts(body), size_of(parts, layers))
 
 
 def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:

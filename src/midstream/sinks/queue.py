@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 from midstream.config.sinks import CALL_SECONDS, CLOSE_SECONDS
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
-from midstream.sinks.byte_budget import ByteBudget
-from midstream.sinks.call_watch import CallWatch
+from midstream.sinks.daemon_threads import CallWatch
 from midstream.validation import kind
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ _LOGGER = logging.getLogger(__name__)
 PATIENCE = 2.0
 
 T = TypeVar("T")
-_FOREVER = float("inf")
 _LOOK_SECONDS = 0.1  # interval of looks at a sink that is being closed
 
 
@@ -56,6 +54,50 @@ class QueueTimes:
     close: float = CLOSE_SECONDS  # maximum time for what is queued when the queue is closed
 
 
+class ByteBudget:
+    """Bytes, granted in the order of requests; one above all is granted alone. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.used = 0
+        self._waiting: deque[tuple[int, Future[None]]] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a request waits for its grant."""
+        return bool(self._waiting)
+
+    def take(self, size: int) -> Future[None]:
+        """Request bytes; the future completes with the grant and may be cancelled before."""
+        grant: Future[None] = Future()
+        with self._lock:
+            self._waiting.append((size, grant))
+            self._admit()
+        return grant
+
+    def give(self, size: int) -> None:
+        """Release bytes."""
+        with self._lock:
+            self.used -= size
+            self._admit()
+
+    def withdraw(self, grant: Future[None], size: int) -> None:
+        """Cancel or release a grant whose caller was interrupted."""
+        if not grant.cancel():
+            self.give(size)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            size, grant = self._waiting[0]
+            if self.used and self.used + size > self._most and not grant.cancelled():
+                return
+            self._waiting.popleft()
+            if grant.set_running_or_notify_cancel():
+                self.used += size
+                grant.set_result(None)
+
+
 class SinkQueue:
     """Queue of one sink. Deliveries are written in order and flushed in groups.
 
@@ -78,7 +120,7 @@ class SinkQueue:
         self._draining = False
         self._closing = False
         self._current: _Entry | None = None  # is being written
-        self._stalled = ""  # why the sink takes nothing: a call of it that has not returned
+        self.stalled = ""  # why the sink takes nothing: a call of it that has not returned
         self._watch: CallWatch | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -108,11 +150,6 @@ class SinkQueue:
     def put_empty(self, delivery: Delivery) -> None:
         """Queue a delivery without rows, which uses no capacity and whose result is discarded."""
         self._append(_Entry(delivery, 0, self._times.patience))
-
-    @property
-    def stalled(self) -> str:
-        """Why the sink takes nothing now; empty: it does."""
-        return self._stalled
 
     @property
     def unwritten(self) -> int:
@@ -147,11 +184,11 @@ class SinkQueue:
             return
         until = time.monotonic() + self._times.close
         # The thread does not end while a call of the sink does not return.
-        while thread.is_alive() and not self._stalled and time.monotonic() < until:
+        while thread.is_alive() and not self.stalled and time.monotonic() < until:
             thread.join(min(_LOOK_SECONDS, self._times.close))
         if thread.is_alive():
             limit = f"{self._times.close:g} s (the sink's `close_seconds`)"
-            self._fail_all(self._stalled or f"it was closed, and not stored within {limit}")
+            self._fail_all(self.stalled or f"it was closed, and not stored within {limit}")
 
     def _acquire(self, size: int) -> Future[None]:
         grant = self._bound.take(size)
@@ -163,12 +200,16 @@ class SinkQueue:
     def _append(self, entry: _Entry) -> Future[CaptureResult]:
         entry.done.set_running_or_notify_cancel()  # from now on it cannot be cancelled
         with self._changed:
-            why = self._stalled or ("the sink is closed" if self._closing else "")
+            why = self.stalled or ("the sink is closed" if self._closing else "")
             if why:
                 self._bound.give(entry.size)
                 entry.done.set_result(CaptureResult("error", why))
                 return entry.done
-            _keep_name(self._sink, entry)
+            names = self._sink.names
+            if names is not None and entry.delivery is not None:
+                # The name that a caller gave is kept until the rows are stored.
+                name = self._sink.name_of(entry.delivery.tag, entry.delivery.name)
+                names.keep_until(entry.done, name)
             self._queue.append(entry)
             if self._thread is None:
                 self._start()
@@ -192,7 +233,7 @@ class SinkQueue:
     def _fail_all(self, why: str, call: str = "") -> None:
         """End all deliveries with an error: a `call` does not return, or the queue is closed."""
         with self._changed:
-            self._stalled = why
+            self.stalled = why
             queued, current = tuple(self._queue), self._current
             self._queue.clear()
             # The sink will return results of the written ones as well, so these stay in their list.
@@ -209,9 +250,9 @@ class SinkQueue:
         assert self._watch is not None
         with self._watch.limited(name):
             outcome = _guarded(call)
-        if self._stalled:
+        if self.stalled:
             with self._changed:
-                self._stalled = ""
+                self.stalled = ""
             _LOGGER.warning("the sink %s: %s has returned", self.name, name)
         return outcome
 
@@ -244,8 +285,7 @@ class SinkQueue:
                 if self._closing:
                     return None
                 self._draining = False
-                wait = self._due - time.monotonic() if self._written else _FOREVER
-                self._changed.wait(None if wait == _FOREVER else wait)
+                self._changed.wait(self._due - time.monotonic() if self._written else None)
 
     def _write(self, entry: _Entry) -> None:
         delivery, entry.delivery = entry.delivery, None
@@ -284,13 +324,6 @@ class SinkQueue:
             entry.is_reported = True
         self._bound.give(entry.size)
         entry.done.set_result(result)
-
-
-def _keep_name(sink: Sink, entry: _Entry) -> None:
-    """Keep the name that a caller gave a delivery until its rows are stored."""
-    if sink.names is not None and entry.delivery is not None:
-        name = sink.name_of(entry.delivery.tag, entry.delivery.name)
-        sink.names.keep_until(entry.done, name)
 
 
 def _amount(lost: Sequence[_Entry]) -> str:

@@ -48,6 +48,7 @@ class Arena:
 
     def __init__(self, settings: ArenaSettings, pin: bool) -> None:
         self._settings = settings
+        self.budget = settings.budget
         self._pin = pin
         self._segments: dict[int, _Segment] = {}
         self._free: list[_Segment] = []
@@ -57,20 +58,10 @@ class Arena:
         self._memory_bytes = 0  # total size of segments in memory
         self._spills = 0
         self._described: dict[int, set[int]] = {}  # segments that each reader was told of
-        self._leases = Leases()
+        self.leases = Leases()
         # Pinning is slow: the next segment is created while the current one is filled.
         self._maker = ThreadPoolExecutor(1, "midstream arena") if pin else None
         self._next: Future[SharedMemory] | None = None
-
-    @property
-    def budget(self) -> int:
-        """Maximum total memory of the segments, in bytes."""
-        return self._settings.budget
-
-    @property
-    def leases(self) -> Leases:
-        """The readers' leases."""
-        return self._leases
 
     def take(self, nbytes: int) -> Extent | None:
         """Allocate `nbytes` with one user; None if the arena is full and drops rows."""
@@ -104,19 +95,18 @@ class Arena:
         for number in segments:
             segment = self._segments[number]
             segment.users -= 1
-            if segment.users == 0:
-                if segment.on_disk:
-                    self._retire(segment)
-                else:
-                    self._free.append(segment)
+            if segment.users == 0 and segment.on_disk:
+                self._retire(segment)
+            elif segment.users == 0:
+                self._free.append(segment)
 
     def lease(self, segments: list[int]) -> int | None:
         """Lease segments, which have a user for it; return the lease's number, None: too many."""
-        return self._leases.give(segments)
+        return self.leases.give(segments)
 
     def sweep(self) -> None:
         """Release the segments of ended leases."""
-        for segments in self._leases.ended():
+        for segments in self.leases.ended():
             self.release(segments)
 
     def describe(self, segments: Iterable[int], reader: int = 0) -> dict[int, tuple[int, int]]:
@@ -145,10 +135,8 @@ class Arena:
         return {
             "memory_bytes": self._memory_bytes,
             "free_bytes": sum(segment.memory.nbytes for segment in self._free),
-            "disk_bytes": sum(
-                segment.memory.nbytes for segment in self._segments.values() if segment.on_disk
-            ),
-            "leases": len(self._leases),
+            "disk_bytes": sum(seg.memory.nbytes for seg in self._segments.values() if seg.on_disk),
+            "leases": len(self.leases),
             "segments": len(self._segments),
             "spills": self._spills,
         }
@@ -157,7 +145,7 @@ class Arena:
         """Retire all segments. Memory that readers have mapped stays valid for them."""
         for segment in list(self._segments.values()):
             self._retire(segment)
-        self._leases.close()
+        self.leases.close()
         self._current, self._free = None, []
 
     def _leave_current(self) -> None:
@@ -172,10 +160,12 @@ class Arena:
             smallest = min(large, key=lambda segment: segment.memory.nbytes)
             self._free.remove(smallest)
             return smallest
-        size = _size(self._settings.segment, nbytes)
-        while self._free and self._memory_bytes + size > self._settings.budget:
+        size = self._settings.segment  # times a power of two, to ease reuse
+        while size < nbytes:
+            size *= 2
+        while self._free and self._memory_bytes + size > self.budget:
             self._retire(self._free.pop())
-        if self._memory_bytes + size <= self._settings.budget or self._settings.overflow == "block":
+        if self._memory_bytes + size <= self.budget or self._settings.overflow == "block":
             return self._add(self._make(size), on_disk=False)
         if self._settings.overflow == "spill":
             memory = SharedMemory.on_disk(size, self._settings.spill_folder)
@@ -200,7 +190,7 @@ class Arena:
             and self._next is None
             and not self._free
             and 2 * self._filled > size
-            and self._memory_bytes + size <= self._settings.budget
+            and self._memory_bytes + size <= self.budget
         ):
             self._next = self._maker.submit(_new, size, True)
 
@@ -217,14 +207,6 @@ class Arena:
         if not segment.on_disk:
             self._memory_bytes -= segment.memory.nbytes
         segment.memory.close()
-
-
-def _size(least: int, nbytes: int) -> int:
-    """Return the size of a segment for `nbytes`: `least` times a power of two, to ease reuse."""
-    size = least
-    while size < nbytes:
-        size *= 2
-    return size
 
 
 def _new(size: int, pin: bool) -> SharedMemory:

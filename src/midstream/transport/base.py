@@ -27,27 +27,21 @@ class Shipment(Protocol):
     @property
     def extents(self) -> tuple[Extent | None, ...]:
         """Destination of each parcel's encoded, consecutive rows; None if they were dropped."""
-        ...
 
     def ready(self) -> bool:
         """Whether the copy is complete."""
-        ...
 
     def wait(self) -> None:
         """Block until the copy is complete."""
-        ...
 
     def tally(self) -> Tensor:
         """Return the tally on the host, int32 [tokens, 4], until `free_tally`. Blocks."""
-        ...
 
     def free_tally(self) -> None:
         """Let a later shipment use the memory of the tally. Called at most once."""
-        ...
 
     def scores(self) -> Tensor:
         """Return the scores on the host, float32 [tokens, slots]; [0, slots]: none. Blocks."""
-        ...
 
 
 class Copy(Protocol):
@@ -55,7 +49,6 @@ class Copy(Protocol):
 
     def values(self) -> Tensor:
         """Return the tensor on the host. Blocks until this copy is complete, not later ones."""
-        ...
 
 
 class Transport(Protocol):
@@ -64,16 +57,12 @@ class Transport(Protocol):
     @property
     def capacity(self) -> int:
         """Maximum units of the ring per step."""
-        ...
 
     def reserve(self, num_units: int) -> int:
         """Reserve units for the next forward, which waits for their copy; return the first."""
-        ...
 
     def copy(self, values: Tensor) -> Copy:
         """Queue a copy of a tensor, which later work may overwrite, without blocking."""
-        ...
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
         """Queue the copy of parcels, tally and scores after a forward, without blocking."""
-        ...

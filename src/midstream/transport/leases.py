@@ -30,9 +30,8 @@ class Leases:
     def __init__(self) -> None:
         # The first bytes identify the memory to a reader: see `midstream.transport.reader`.
         self._memory = SharedMemory.create(TOKEN_BYTES + MOST)
-        self._memory.tensor[:TOKEN_BYTES] = frombuffer(
-            bytearray(os.urandom(TOKEN_BYTES)), dtype=uint8
-        )
+        token = bytearray(os.urandom(TOKEN_BYTES))
+        self._memory.tensor[:TOKEN_BYTES] = frombuffer(token, dtype=uint8)
         self._flags = self._memory.tensor[TOKEN_BYTES:].numpy()
         self._given: dict[int, list[int]] = {}
         self._free: list[int] = []

@@ -116,13 +116,10 @@ class MappedArena:
                         FORKS.drop(lease)
                         self._inherited.append(lease)
                 newest = FORKS.newest() if self._inherited else NO_FORK
-                kept = []
                 for lease in self._inherited:
-                    if lease.taken <= newest:
-                        kept.append(lease)
-                    else:
+                    if lease.taken > newest:
                         self._end(lease)
-                self._inherited = kept
+                self._inherited = [lease for lease in self._inherited if lease.taken <= newest]
             finally:
                 self._lock.release()
             if not self._freed:

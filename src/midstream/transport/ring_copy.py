@@ -59,12 +59,8 @@ class CpuTransport:
     """Synchronous transport: `ship` copies the rows, so the ring is free when it returns."""
 
     def __init__(self, ring: Tensor, arena: Arena) -> None:
-        self._ring = ring
+        self._ring, self.capacity = ring, ring.shape[0]
         self._arena = arena
-
-    @property
-    def capacity(self) -> int:
-        return self._ring.shape[0]
 
     def reserve(self, num_units: int) -> int:
         _check_fits(num_units, self.capacity)
@@ -221,7 +217,7 @@ class CudaTransport:
     """Asynchronous transport to pinned memory, on a stream of its own unless rows are few."""
 
     def __init__(self, ring: Tensor, arena: Arena) -> None:
-        self._ring = ring
+        self._ring, self.capacity = ring, ring.shape[0]
         self._arena = arena
         self._stream = torch.cuda.Stream(ring.device)
         self._queued = torch.cuda.Event()
@@ -230,10 +226,6 @@ class CudaTransport:
         self._no_scores = torch.empty(0)
         self._in_flight: deque[_InFlight] = deque()
         self._next = 0
-
-    @property
-    def capacity(self) -> int:
-        return self._ring.shape[0]
 
     def reserve(self, num_units: int) -> int:
         _check_fits(num_units, self.capacity)
@@ -260,11 +252,8 @@ class CudaTransport:
         pinned_tally.copy_(tally, non_blocking=True)
         pinned_scores = self._copy_scores(scores)
         extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
-        sent = [
-            (parcel, extent)
-            for parcel, extent in zip(parcels, extents, strict=True)
-            if extent is not None
-        ]
+        pairs = zip(parcels, extents, strict=True)
+        sent = [(parcel, extent) for parcel, extent in pairs if extent is not None]
         current = torch.cuda.current_stream(self._ring.device)
         if sum(extent.memory.nbytes for _, extent in sent) <= _SMALL:
             for parcel, extent in sent:

@@ -96,7 +96,8 @@ class Guard:
         """Return whether there is an admin key and a request has it."""
         if self._admin_digest is None:
             return False
-        sent = headers.get(ADMIN_HEADER) or _bearer(headers.get("authorization", ""))
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        sent = headers.get(ADMIN_HEADER) or (key if scheme.lower() == "bearer" else "")
         return secrets.compare_digest(_digest(sent), self._admin_digest)
 
 
@@ -122,11 +123,6 @@ def _hostname(origin: str) -> str | None:
         return urlsplit(origin).hostname
     except ValueError:
         return None
-
-
-def _bearer(value: str) -> str:
-    scheme, _, key = value.partition(" ")
-    return key if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: str) -> bytes:

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
-from midstream.server.cached_rows.descriptors import ENTRY, READER, DescriptorBudget
+from midstream.results.serialization import PackedRows
 
 # Interval of the search for rows whose time is over.
 _EXPIRY_SECONDS = 1.0
-
-
-class Packable(Protocol):
-    """Captured rows that become bytes when these are asked for."""
-
-    @property
-    def nbytes(self) -> int:
-        """Number of the bytes."""
-        ...
-
-    def tobytes(self) -> bytes:
-        """Return the bytes."""
-        ...
+# Descriptors: fetched rows take one; whoever reads them takes another, and a file of its own.
+ENTRY, READER = 1, 2
+_SHARE = 2  # of the process's files, one of so many are for cached rows; of these, for one client
+_UNLIMITED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +42,7 @@ class _Kept:
     """Memory of an entry, in use until its last reader ends."""
 
     entry: CachedCapture
-    rows: Packable | None  # that nobody has fetched yet; None: they are in `file`
+    rows: PackedRows | None  # that nobody has fetched yet; None: they are in `file`
     file: int | None = None  # memfd with the rows as safetensors; None: not fetched, or freed
     readers: int = 0
 
@@ -76,6 +68,48 @@ class Reservation:
 
     client: str
     left: int  # captures that were not stored yet
+
+
+class DescriptorBudget:
+    """Descriptors that cached rows may take, so that clients can connect. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._of_client: Counter[str] = Counter()
+        self.used = 0
+
+    def check(self, client: str, count: int) -> None:
+        """Check that a client may take more descriptors."""
+        files = _files()
+        most = files // _SHARE
+        mine = most // _SHARE
+        taken = self._of_client[client]
+        if taken + count > mine:
+            raise HttpError(
+                429,
+                f"the captures cached for this client take {taken} file descriptors, and {count} "
+                f"more exceed its limit of {mine}, a part of the {files} files that this server "
+                "may have open; fetch and delete some",
+            )
+        if self.used + count > most:
+            raise HttpError(
+                507,
+                f"the captures that this server caches take {self.used} file descriptors, and "
+                f"{count} more exceed the limit of {most}, a part of the {files} files that it may "
+                "have open; try again later, or raise the server's limit (ulimit -n)",
+            )
+
+    def add(self, client: str, count: int) -> None:
+        """Count descriptors that a client takes, or with a negative number gives back."""
+        self._of_client[client] += count
+        self.used += count
+        if not self._of_client[client]:
+            del self._of_client[client]
+
+
+def _files() -> int:
+    """Return how many files this process may have open; it may change while it runs."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
 
 class CaptureCache:
@@ -134,7 +168,7 @@ class CaptureCache:
 
     def store(
         self,
-        rows: Packable | bytes,
+        rows: PackedRows | bytes,
         client: str,
         request_id: str,
         about: Mapping[str, Any],
@@ -154,14 +188,9 @@ class CaptureCache:
                     reservation.left -= 1
                     self._count(client, -1, 0)
                 self._check(client, nbytes)
-                entry = CachedCapture(
-                    secrets.token_urlsafe(24),
-                    client,
-                    request_id,
-                    nbytes,
-                    self._clock() + self._settings.held_seconds,
-                    about,
-                )
+                expiry = self._clock() + self._settings.held_seconds
+                name = secrets.token_urlsafe(24)
+                entry = CachedCapture(name, client, request_id, nbytes, expiry, about)
                 unpacked = None if isinstance(rows, bytes) else rows
                 self._captures[entry.id] = _Kept(entry, unpacked, file)
                 self._count(client, 1, nbytes)
@@ -175,8 +204,7 @@ class CaptureCache:
         """Return the entry of an id; None if the id is unknown or expired."""
         with self._lock:
             self._expire()
-            capture = self._captures.get(name)
-            return None if capture is None else capture.entry
+            return self._captures[name].entry if name in self._captures else None
 
     def open(self, name: str, client: str) -> tuple[CachedCapture, int] | None:
         """Return an entry and a descriptor for `end_read`; None: unknown or expired."""
@@ -299,18 +327,15 @@ def file_of(data: bytes) -> int:
     """Return a new anonymous file with these bytes."""
     try:
         file = os.memfd_create("midstream-held", os.MFD_CLOEXEC)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(file, view) :]
+        except BaseException:
+            os.close(file)
+            raise
     except OSError as error:
         raise _no_memory(error) from None
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(file, view) :]
-    except OSError as error:
-        os.close(file)
-        raise _no_memory(error) from None
-    except BaseException:
-        os.close(file)
-        raise
     return file
 
 

@@ -89,10 +89,7 @@ def delete(name: Name, request: Request, server: ServerDep) -> Response:
     summary="List this client's cached captures, oldest first, and the server-wide captures",
     description="All callers that share an API key count as one client; on a server without keys, "
     "all callers that share an address.",
-    responses={
-        **ok_response({"captures": [_HANDLE], "bytes": 11768, "server_wide": []}),
-        **error_responses(401, 503),
-    },
+    responses=ok_response({"captures": [_HANDLE], "bytes": 11768, "server_wide": []}, 401, 503),
 )
 async def captures(request: Request, server: ServerDep) -> dict[str, Any]:
     mine = server.captures.of_client(server.client_of(request.scope))

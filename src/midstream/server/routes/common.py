@@ -66,9 +66,10 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return responses
 
 
-def ok_response(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entry of a successful response with an example."""
-    return {200: {"content": {"application/json": {"example": example}}}}
+def ok_response(example: dict[str, Any], *errors: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI entries of a successful response with an example, and of errors."""
+    content = {"application/json": {"example": example}}
+    return {200: {"content": content}, **(error_responses(*errors) if errors else {})}
 
 
 def before_body(check: Check) -> Check:

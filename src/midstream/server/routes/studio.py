@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
 from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
@@ -35,12 +34,6 @@ HEADERS = {
 router = APIRouter(route_class=MidstreamRoute, include_in_schema=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    content: bytes
-    etag: str
-
-
 @router.get(PATH)
 def redirect(request: Request) -> Response:
     return RedirectResponse(f"{request.scope.get('root_path', '')}{PATH}/", 308)
@@ -59,14 +52,15 @@ def asset(name: str, request: Request) -> Response:
 
 
 def _answer(request: Request, name: str) -> Response:
-    static_file = _read(name)
-    headers = {**HEADERS, "etag": static_file.etag}
-    if request.headers.get("if-none-match") == static_file.etag:
+    content, etag = _read(name)
+    headers = {**HEADERS, "etag": etag}
+    if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
-    return Response(static_file.content, headers={**headers, "content-type": TYPES[name]})
+    return Response(content, headers={**headers, "content-type": TYPES[name]})
 
 
 @functools.cache
-def _read(name: str) -> _File:
+def _read(name: str) -> tuple[bytes, str]:
+    """Return a file and its entity tag."""
     content = (files("midstream.server") / "studio" / name).read_bytes()
-    return _File(content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'

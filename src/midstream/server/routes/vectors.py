@@ -40,7 +40,7 @@ ABOUT = {
 @router.get(
     "/v1/midstream/vectors",
     summary="List names, without their vectors",
-    responses={**ok_response({"vectors": [ABOUT]}), **error_responses(401, 503)},
+    responses=ok_response({"vectors": [ABOUT]}, 401, 503),
 )
 def listing(server: ServerDep) -> dict[str, Any]:
     return {"vectors": [registered.to_dict() for registered in server.llm.vectors.list()]}
@@ -49,10 +49,7 @@ def listing(server: ServerDep) -> dict[str, Any]:
 @router.get(
     "/v1/midstream/vectors/{name:path}",
     summary="Show one name with its vectors or edits",
-    responses={
-        **ok_response({**ABOUT, "vectors": [{"f32": "AACAPw=="}]}),
-        **error_responses(400, 401, 404, 503),
-    },
+    responses=ok_response({**ABOUT, "vectors": [{"f32": "AACAPw=="}]}, 400, 401, 404, 503),
 )
 def show(name: Name, server: ServerDep) -> dict[str, Any]:
     try:
@@ -75,7 +72,7 @@ def show(name: Name, server: ServerDep) -> dict[str, Any]:
     "Or a safetensors file (`application/octet-stream`) with tensors named `{site}.{layer}` or "
     "`{layer}`, or a GGUF control vector (tensors `direction.{layer}`). Running requests continue "
     "with the vectors that they started with.",
-    responses={**ok_response(ABOUT), **error_responses(400, 401, 403, 413, 415, 503, 507)},
+    responses=ok_response(ABOUT, 400, 401, 403, 413, 415, 503, 507),
     openapi_extra={
         "requestBody": {
             "required": True,
