@@ -34,42 +34,35 @@ _LISTS = (list, tuple, set, frozenset, np.ndarray)
 class Filter:
     """Rows to select; a field that is None matches all rows. Names occur in the store."""
 
-    sites: frozenset[str] | None
-    layers: frozenset[int] | None
-    requests: frozenset[str] | None
-    children: frozenset[int] | None
-    tags: frozenset[str] | None
-    models: frozenset[str] | None
-    codecs: frozenset[str] | None
+    site: frozenset[str] | None
+    layer: frozenset[int] | None
+    request: frozenset[str] | None
+    child: frozenset[int] | None
+    tag: frozenset[str] | None
+    model: frozenset[str] | None
+    codec: frozenset[str] | None
     positions: Positions | None
     tokens: NDArray[np.int64] | range | None
 
     def has_shard(self, shard: Shard) -> bool:
         """Whether rows of a shard may match."""
-        return (self.models is None or shard.header.model in self.models) and (
-            self.codecs is None or shard.header.codec in self.codecs
-        )
+        return _fits(self.model, shard.header.model) and _fits(self.codec, shard.header.codec)
 
     def has_tap(self, tap: Tap) -> bool:
         """Whether rows of a tap may match."""
-        return (self.sites is None or tap[0] in self.sites) and (
-            self.layers is None or tap[1] in self.layers
-        )
+        return _fits(self.site, tap[0]) and _fits(self.layer, tap[1])
 
     def requests_of(self, shard: Shard) -> NDArray[np.bool_]:
         """Return bool [requests]: the requests whose rows may match."""
-        if self.requests is None and self.children is None and self.tags is None:
+        if self.request is None and self.child is None and self.tag is None:
             return np.ones(len(shard.lines), np.bool_)
-        return np.fromiter(
-            (
-                (self.requests is None or line.request in self.requests)
-                and (self.children is None or line.child in self.children)
-                and (self.tags is None or line.tag in self.tags)
-                for line in shard.lines
-            ),
-            np.bool_,
-            len(shard.lines),
+        fits = (
+            _fits(self.request, line.request)
+            and _fits(self.child, line.child)
+            and _fits(self.tag, line.tag)
+            for line in shard.lines
         )
+        return np.fromiter(fits, np.bool_, len(shard.lines))
 
     def rows_of(self, shard: Shard, group: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Return the matching rows of a group, int64, ascending; `wanted`: of `requests_of`."""
@@ -93,6 +86,10 @@ class Filter:
         return rows
 
 
+def _fits(wanted: frozenset[Any] | None, value: object) -> bool:
+    return wanted is None or value in wanted
+
+
 def read_filter(shards: Sequence[Shard], arguments: Mapping[str, object]) -> Filter:
     """Return the filter for the arguments of `Store.select`."""
     # Values are collected only for filters that are given: there may be millions of requests.
@@ -103,32 +100,20 @@ def read_filter(shards: Sequence[Shard], arguments: Mapping[str, object]) -> Fil
         for name, names in _VALUES.items()
     }
     position, token = arguments["position"], arguments["token"]
-    return Filter(
-        sites=wanted["site"],
-        layers=wanted["layer"],
-        requests=wanted["request"],
-        children=wanted["child"],
-        tags=wanted["tag"],
-        models=wanted["model"],
-        codecs=wanted["codec"],
-        positions=None if position is None else _read_positions(position),
-        tokens=None if token is None else _read_tokens(token),
-    )
+    positions = None if position is None else _read_positions(position)
+    tokens = None if token is None else _read_tokens(token)
+    return Filter(**wanted, positions=positions, tokens=tokens)
 
 
 def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
     """Return the requested values, all of which occur in `known`."""
-    wanted: Iterable[Any]
-    if name in ("layer", "child"):
-        wanted = _numbers(name, value, known)
-    elif name == "site":
-        wanted = (sites.canonical(site) or site for site in _words(name, value))
-    else:
-        wanted = _words(name, value)
+    is_number = name in ("layer", "child")
+    wanted: list[Any] = _numbers(name, value, known) if is_number else _words(name, value)
+    if name == "site":
+        wanted = [sites.canonical(site) or site for site in wanted]
     requested = frozenset(wanted)
-    missing = sorted(requested - set(known))
-    if missing:
-        first = missing[0]
+    if missing := requested - set(known):
+        first = min(missing)
         present = f"; known: {_shorten(sorted(known))}" if known else ": the store is empty"
         close = hint(first, known) if isinstance(first, str) else ""
         raise StoreError(f"{name}: no rows in this store have {show(first)}{close}{present}")

@@ -13,8 +13,7 @@ from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.sites import Tap
 from midstream.store.format.entry_rows import check_positions
-from midstream.store.format.request_index import Run
-from midstream.store.format.shard import Shard
+from midstream.store.format.shard import Run, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +87,8 @@ def read_activations(shard: Shard, request: int) -> Activations:
 
 def _by_position(places: list[np.ndarray], tokens: list[np.ndarray]) -> Tensor:
     """Return token ids by position, int64, 0 where none is; empty pages take no memory."""
-    token_ids = np.zeros(
-        max((int(positions[-1]) + 1 for positions in places if len(positions)), default=0), np.int64
-    )
+    ends = (int(positions[-1]) + 1 for positions in places if len(positions))
+    token_ids = np.zeros(max(ends, default=0), np.int64)
     for where, ids in zip(places, tokens, strict=True):
         token_ids[where] = ids
     return torch.from_numpy(token_ids)

@@ -196,13 +196,10 @@ class _Mapped:
                 raise StoreError(f"{path}: not a regular file")
             if not file_stat.st_size:
                 raise StoreError(f"{path}: truncated: the file is empty")
-            self._bytes = mmap.mmap(file, file_stat.st_size, access=mmap.ACCESS_READ)
+            self.size = file_stat.st_size
+            self._bytes = mmap.mmap(file, self.size, access=mmap.ACCESS_READ)
         finally:
             os.close(file)
-
-    @property
-    def size(self) -> int:
-        return len(self._bytes)
 
     def read(self, start: int, stop: int) -> memoryview:
         return memoryview(self._bytes)[start:stop]

@@ -129,8 +129,9 @@ class CloudFolder:
                 del self._cache[key]
 
     def _connected(self) -> Any:
+        variables = (item for item in os.environ.items() if item[0].startswith("AWS_"))
         with self._named():
-            return _client(os.getpid(), _aws_environment())
+            return _client(os.getpid(), tuple(sorted(variables)))
 
     @contextlib.contextmanager
     def _named(self, name: str = "") -> Iterator[None]:
@@ -155,17 +156,13 @@ class _Object:
     def __init__(self, folder: CloudFolder, name: str, size: int) -> None:
         self._folder = folder
         self._name = name
-        self._size = size
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self.size = size
 
     def read(self, start: int, stop: int) -> memoryview:
         if stop <= start:
             return memoryview(b"")
         first = start // _BLOCK
-        blocks = self._folder.blocks(self._name, self._size, first, -(-stop // _BLOCK))
+        blocks = self._folder.blocks(self._name, self.size, first, -(-stop // _BLOCK))
         data = blocks[0] if len(blocks) == 1 else b"".join(blocks)
         return memoryview(data)[start - first * _BLOCK : stop - first * _BLOCK]
 
@@ -186,11 +183,6 @@ def _client(process: int, environment: tuple[tuple[str, str], ...]) -> Any:
     from s3fs import S3FileSystem
 
     return S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-
-
-def _aws_environment() -> tuple[tuple[str, str], ...]:
-    """Return the sorted environment variables that start with `AWS_`."""
-    return tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
 
 
 def _gaps(blocks: dict[int, bytes], first: int, last: int) -> Iterator[tuple[int, int]]:

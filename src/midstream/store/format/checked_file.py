@@ -62,7 +62,7 @@ class CheckedFile:
                 self._check(start // BLOCK, -(-stop // BLOCK))
             return self._open().read(self.head_bytes + start, self.head_bytes + stop)
 
-    def gather(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+    def gather_rows(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Copy rows of a 2-dimensional tensor by index to uint8 [n, row_bytes], in order."""
         place = self.places[tensor]
         width = place.shape[1]

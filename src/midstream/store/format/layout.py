@@ -49,6 +49,11 @@ class Place:
     start: int
     stop: int
 
+    def entry(self) -> dict[str, object]:
+        """Return the tensor's entry in a header."""
+        offsets = [self.start, self.stop]
+        return {"dtype": self.dtype, "shape": list(self.shape), "data_offsets": offsets}
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -65,7 +70,7 @@ class Layout:
     header: Header
     groups: tuple[Group, ...]
     requests_bytes: int
-    metadata_bytes: int  # of the requests' metadata, with `padding`
+    metadata_bytes: int  # of the requests' metadata, with spaces that align the checksums
     replaces: tuple[str, ...] = ()  # names of the shards that this one was made from and replaces
 
     def head(self) -> bytes:
@@ -78,14 +83,8 @@ class Layout:
         }
         for name, value in self.header.to_dict().items():
             about[name] = _compact(value) if isinstance(value, dict) else str(value)
-        described: dict[str, object] = {"__metadata__": about}
-        for name, place in self.places().items():
-            described[name] = {
-                "dtype": place.dtype,
-                "shape": list(place.shape),
-                "data_offsets": [place.start, place.stop],
-            }
-        text = _compact(described).encode()
+        tensors = {name: place.entry() for name, place in self.places().items()}
+        text = _compact({"__metadata__": about, **tensors}).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
@@ -159,13 +158,8 @@ def read_head(head: bytes, size: int) -> Layout:
     if not isinstance(described, dict):
         raise StoreError("the header is not a JSON object")
     header, replaces = _read_about(described.get("__metadata__"))
-    layout = Layout(
-        header,
-        _read_groups(described),
-        _length(described, "requests"),
-        _length(described, "metadata"),
-        replaces,
-    )
+    lengths = _length(described, "requests"), _length(described, "metadata")
+    layout = Layout(header, _read_groups(described), *lengths, replaces)
     present = {tap for group in layout.groups for tap in group.taps}
     for tap, _ in header.widths:
         if tap not in present:
@@ -250,12 +244,7 @@ def _check_tensors(described: Mapping[str, Any], places: Mapping[str, Place]) ->
         if name != "__metadata__" and name not in places:
             raise StoreError(f"tensor {show(name)} is not part of the format")
     for name, place in places.items():
-        got = described.get(name)
-        wanted = {
-            "dtype": place.dtype,
-            "shape": list(place.shape),
-            "data_offsets": [place.start, place.stop],
-        }
+        got, wanted = described.get(name), place.entry()
         if got != wanted:
             raise StoreError(f"tensor {show(name)}: expected {wanted}, got {_shown(got)}")
 

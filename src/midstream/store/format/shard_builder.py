@@ -46,7 +46,7 @@ class ShardBuilder:
 
     def __init__(self, header: Header, replaces: Sequence[str] = ()) -> None:
         self.header = header
-        self.nbytes = 0
+        self.nbytes = 0  # of everything before the padding
         self._replaces = tuple(replaces)
         self._columns: dict[tuple[Tap, ...], _Column] = {}
         self._tensors = 0
@@ -131,16 +131,12 @@ class ShardBuilder:
 
     def _layout(self) -> Layout:
         groups = tuple(Group(taps, column.rows) for taps, column in self._columns.items())
-        metadata = sum(map(len, self._metadata)) + self._padding()
+        metadata = sum(map(len, self._metadata)) + padding(self.nbytes)
         present = {tap for group in groups for tap in group.taps}
         # Rows of the same taps make the same shard, whatever taps the engine has.
         widths = tuple(tap_width for tap_width in self.header.widths if tap_width[0] in present)
         header = replace(self.header, widths=widths)
         return Layout(header, groups, self._lines_bytes, metadata, self._replaces)
-
-    def _padding(self) -> int:
-        # `nbytes` counts everything before the padding.
-        return padding(self.nbytes)
 
     def _parts(self) -> Iterator[NDArray[Any]]:
         """Yield all tensors except the checksums, in the order of `Layout.places`."""
@@ -157,4 +153,4 @@ class ShardBuilder:
             for tap in taps:
                 yield from (part.data[tap] for part in column.parts)
         yield np.frombuffer(b"".join(self._lines), np.uint8)
-        yield np.frombuffer(b"".join(self._metadata) + b" " * self._padding(), np.uint8)
+        yield np.frombuffer(b"".join(self._metadata) + b" " * padding(self.nbytes), np.uint8)
