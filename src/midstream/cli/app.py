@@ -11,7 +11,6 @@ from midstream.version import __version__
 
 
 def make() -> typer.Typer:
-    """Build the command with all its sub-commands."""
     command = typer.Typer(
         name="midstream",
         help="Read and change what a model computes, mid-forward, inside vLLM at full speed.",

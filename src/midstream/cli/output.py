@@ -15,7 +15,6 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def print_json(value: Any) -> None:
-    """Print one value as JSON."""
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
@@ -56,7 +55,6 @@ def failures(verbose: bool) -> Iterator[None]:
 
 
 def read_json_option(name: str, text: str) -> Any:
-    """Parse the JSON text of an option."""
     try:
         return json.loads(text)
     except ValueError as error:

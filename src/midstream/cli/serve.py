@@ -137,7 +137,6 @@ def _one_front_end(arguments: list[str]) -> list[str]:
 
 
 def _has(arguments: list[str], option: tuple[str, str, str]) -> bool:
-    """Return whether an option is among arguments for vLLM's server."""
     return any(_means(word.partition("=")[0], option) for word in arguments)
 
 

@@ -29,7 +29,6 @@ def connected(
 
 
 def _headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
-    """Return the headers of every request."""
     headers = {}
     if api_key is not None:
         headers["authorization"] = f"Bearer {api_key}"
@@ -90,6 +89,5 @@ def _proxy_of(url: str) -> tuple[str, str] | None:
 
 
 def _shown(url: str) -> str:
-    """Return a URL without the user and password in it."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if parts.netloc else url

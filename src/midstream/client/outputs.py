@@ -188,7 +188,6 @@ class _Scores:
         self._tokens = _Numbers("int64")
 
     def add(self, name: str, new: Mapping[str, Any]) -> None:
-        """Add scores of a probe, with their positions and token ids."""
         scores = self._scores.setdefault(name, _Numbers("float32"))
         # NaN and infinities are sent as strings, which float() parses.
         scores.append([float(score) for score in new["scores"]])
@@ -197,7 +196,6 @@ class _Scores:
             self._tokens.set(new["positions"], new["token_ids"])
 
     def probes(self) -> Probes:
-        """Return the scores so far."""
         return Probes(
             {name: scores.copy() for name, scores in self._scores.items()},
             {name: positions.copy() for name, positions in self._positions.items()},
@@ -214,7 +212,6 @@ class _Numbers:
         self._count = 0
 
     def append(self, values: Sequence[Any]) -> None:
-        """Append numbers."""
         start = self._count
         self._grow(start + len(values))
         self._data[start : self._count] = values

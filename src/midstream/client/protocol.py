@@ -77,7 +77,6 @@ def read(answer: Any, keep: bool = False) -> Exchange[ServedOutput]:
 
 
 def _keeps(arguments: Mapping[str, Any]) -> bool:
-    """Return whether cached rows stay on the server."""
     return bool(arguments.get("activations") == KEEP)
 
 
@@ -93,7 +92,6 @@ def _fetch_rows(reader: Reader, value: dict[str, Any], keep: bool) -> Exchange[d
 
 
 def _fetch(url: str) -> Exchange[bytes]:
-    """Return the bytes of a file."""
     response = yield HttpRequest("GET", url)
     if response.status >= 400:
         check(response.status, response.content)
@@ -128,7 +126,6 @@ class OutputStream:
 
 
 def delete(captured: CapturedRows) -> Exchange[None]:
-    """Delete cached rows."""
     yield from call("DELETE", f"{ROWS}/{captured.id}")
 
 
@@ -155,13 +152,11 @@ def register_vectors(name: str, vectors: Any) -> Exchange[dict[str, Any]]:
 
 
 def list_vectors() -> Exchange[list[dict[str, Any]]]:
-    """Return the registered names with their properties."""
     registered: list[dict[str, Any]] = (yield from call("GET", VECTORS))["vectors"]
     return registered
 
 
 def remove_vectors(name: str) -> Exchange[None]:
-    """Remove a name."""
     yield from call("DELETE", path_of(name))
 
 
@@ -197,13 +192,11 @@ def check_enabled(body: Mapping[str, Any], output: ServedOutput) -> ServedOutput
 
 
 def plain(answer: Any) -> dict[str, Any]:
-    """Return the JSON of a response that another client received."""
     fields: dict[str, Any] = answer.model_dump() if hasattr(answer, "model_dump") else dict(answer)
     return fields
 
 
 def path_of(name: str) -> str:
-    """Return the path of named vectors."""
     with at("name"):
         return f"{VECTORS}/{quote(read_name(name))}"
 
@@ -260,7 +253,6 @@ class Stream:
                 yield value
 
     def end(self) -> None:
-        """Check that the stream is complete."""
         if not self.is_done:
             raise ServerError(500, "the stream ended before it was complete")
 

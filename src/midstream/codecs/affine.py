@@ -95,7 +95,6 @@ def _mark(header: Tensor) -> Tensor:
 
 
 def _rounded_up(values: Tensor) -> Tensor:
-    """Round float64 values up to float32."""
     nearest = values.float()
     return torch.where(
         nearest.double() < values,

@@ -84,7 +84,6 @@ def checked_rows(rows: Tensor) -> Tensor:
 
 
 def check_shape(codec: Codec, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
-    """Check the shape and dtype of encoded rows."""
     if data.dtype != torch.uint8 or data.ndim != 2:
         raise CodecError(
             f"{codec.spec}: expected uint8 [n, row_bytes], got {_name(data.dtype)} "

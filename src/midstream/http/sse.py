@@ -34,7 +34,6 @@ class Event:
             return None
 
     def with_data(self, value: Any) -> Event:
-        """Return an event of the same name with other data."""
         return Event(self.name, json.dumps(value).encode())
 
     @property
@@ -69,7 +68,6 @@ class Events:
 
     @property
     def rest(self) -> bytes:
-        """The bytes after the last complete event."""
         return bytes(self._rest)
 
 

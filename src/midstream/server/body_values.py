@@ -24,7 +24,6 @@ def is_long(body: bytes) -> bool:
 
 
 def check_values(body: bytes, param: str | None = None) -> None:
-    """Check that a body has not too many values."""
     if has_more_values(body):
         raise HttpError(
             413,

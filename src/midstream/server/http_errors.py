@@ -25,12 +25,10 @@ def read_error(body: bytes) -> dict[str, Any] | None:
 
 
 async def send_error(refusal: HttpError, send: Send) -> None:
-    """Send an error response."""
     await send_json(refusal.status, refusal.content, refusal.headers, send)
 
 
 async def send_json(status: int, body: bytes, headers: Mapping[str, str], send: Send) -> None:
-    """Send a response of JSON with more headers."""
     own = {"content-type": "application/json", "content-length": str(len(body))}
     raw = [(name.encode(), value.encode()) for name, value in {**own, **headers}.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
@@ -57,7 +55,6 @@ class RefusalLogger:
 
 
 def _param(body: bytes) -> str | None:
-    """Return the field that an OpenAI error names; None if it names none."""
     value = read_error(body)
     param = None if value is None else value["error"].get("param")
     return param[:200] if isinstance(param, str) else None

@@ -52,7 +52,6 @@ class RequestContext:
     failure: HttpError | None = None  # the answer for handlers of vLLM that let a failure pass
 
     def call_plan(self, limits: HttpSettings) -> CallPlan:
-        """Return the plan of an engine call."""
         most = {
             "inline": limits.inline_bytes,
             "handle": min(limits.client_bytes, limits.held_bytes),
@@ -77,7 +76,6 @@ class RequestContext:
 
     @property
     def is_single(self) -> bool:
-        """Whether the response has exactly one choice."""
         return self.calls * self.per_call == 1
 
     def take_updates(self) -> dict[int, ChoiceUpdate]:

@@ -93,7 +93,6 @@ class Metrics:
         self._refreshed_at = -_EVERY_SECONDS
 
     def count_refusal(self, status: int) -> None:
-        """Count a rejected request."""
         self._counters["refusals"].labels(str(status)).inc()
 
     def count_sweep(self, status: str, cells: int) -> None:
@@ -102,7 +101,6 @@ class Metrics:
         self._counters["sweep_cells"].inc(cells)
 
     def observe_wait(self, seconds: float) -> None:
-        """Count the time that a call waited for capacity."""
         self._histograms["waiting_seconds"].observe(seconds)
 
     async def refresh(

@@ -162,7 +162,6 @@ class Middleware:
         return path in self._paths and not path.startswith(_OWN)
 
     async def _parsed(self, scope: Scope, path: str, body: bytes) -> _Parsed | None:
-        """Return a body with the field `midstream`; None: the field is absent."""
         if self._fields is None:
             self._fields = dict.fromkeys(PATHS, frozenset()) | body_fields(scope.get("app"))
         work = path, self._fields.get(path), body
@@ -183,7 +182,6 @@ def path_of(scope: Scope) -> str:
 
 
 async def _read(receive: Receive, limit: int) -> bytes:
-    """Read a body."""
     parts, size = [], 0
     while True:
         message = await receive()

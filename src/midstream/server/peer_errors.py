@@ -70,7 +70,6 @@ def _later(status: int, problem: str) -> HttpError:
 
 
 def _os_error(error: BaseException | None) -> tuple[int | None, str]:
-    """Return number and text of the system's error that is the cause of another one."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error.errno, error.strerror or str(error)

@@ -65,7 +65,6 @@ class Peers:
         self._task = asyncio.create_task(self._server.serve(), name="midstream peers")
 
     def close(self) -> None:
-        """Answer no longer."""
         self._path(self.front_ends.number).unlink(missing_ok=True)
         if self._server is not None:
             self._server.should_exit = True
@@ -139,7 +138,6 @@ class Peers:
     async def _leave_to_first(
         self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
     ) -> None:
-        """Have process 0 answer."""
         self._check_all()
         await self._pass_on(0, scope, body, send)
 
@@ -214,7 +212,6 @@ class Peers:
         return httpx.AsyncClient(transport=transport, timeout=_SECONDS)
 
     def _check_all(self) -> None:
-        """Check that all processes have started."""
         if len(self._started(self._others)) < len(self._others):
             raise HttpError(
                 503,

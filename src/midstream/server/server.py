@@ -107,7 +107,6 @@ class Server:
 
     @property
     def llm(self) -> Any:
-        """The engine."""
         if self._llm is None:
             raise HttpError(503, "the engine is not ready yet")
         return self._llm
@@ -131,7 +130,6 @@ class Server:
 
     @property
     def answers(self) -> ResultEncoder:
-        """The encoder of results."""
         assert self._answers is not None, "requests are accepted only once the engine is ready"
         return self._answers
 
@@ -163,7 +161,6 @@ class Server:
     def begin(
         self, scope: Scope, body: Mapping[str, Any], request_field: MidstreamField
     ) -> RequestContext:
-        """Create the state of a request with the field `midstream`."""
         layers = self.llm.info.shape.num_layers  # raises 503 until the engine is ready
         client = self.client_of(scope)
         plan = request_field.plan
@@ -211,7 +208,6 @@ class Server:
             await self.peers.refresh_metrics(scope)
 
     def record_refusal(self, scope: Scope, status: int, param: str | None) -> None:
-        """Count and log a rejected request."""
         self.metrics.count_refusal(status)
         audit_log.log_event(
             "request.refused",
@@ -292,7 +288,6 @@ def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:
 
 
 def record_steering(state: SteeringState) -> None:
-    """Log a change of server-wide steering."""
     audit_log.log_event("steering.changed", **_count(state))
 
 
@@ -307,6 +302,5 @@ def _observe_wait(counts: metrics.Metrics, request_id: str, seconds: float | Non
 
 
 def _count(state: SteeringState) -> dict[str, Any]:
-    """Return epoch, digest and the number of edits of each tier."""
     edits = {tier: len(getattr(state, tier)) for tier in TIERS}
     return {"epoch": state.epoch, "digest": state.digest, **edits}

@@ -34,7 +34,6 @@ class SweepPace:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Count a sweep."""
         if self.sweeps >= self._most:
             raise HttpError(
                 503,

@@ -25,7 +25,6 @@ def begin(call: Callable[[], R]) -> Future[R]:
 
 
 def _settle(result: Future[R], call: Callable[[], R]) -> None:
-    """Make a call, and set what it returns or raises."""
     try:
         result.set_result(call())
     except BaseException as error:  # noqa: BLE001 - the caller gets it
@@ -105,7 +104,6 @@ class CallWatch:
                 self._call = ""
 
     def close(self) -> None:
-        """Watch no longer."""
         self._over.set()
 
     def _watch(self) -> None:

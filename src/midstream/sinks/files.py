@@ -173,7 +173,6 @@ class FileSink(Sink):
             return f"{type(error).__name__}: {error}"
 
     def _finish(self, written: Sequence[_Folder]) -> Sequence[CaptureResult]:
-        """Sync folders to disk and rename them to their final names."""
         places = [(*folder.parents, folder.part) for folder in written]
         files = [
             (place, name)
@@ -290,7 +289,6 @@ def _new_file(name: str, folder: int) -> Any:
 
 
 def _discard(root: str, folder: _Folder) -> None:
-    """Remove a folder that did not get its final name."""
     with (
         suppress(OSError),
         folder_beneath(root, (*folder.parents, folder.part), makes=False) as part,

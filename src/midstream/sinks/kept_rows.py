@@ -103,7 +103,6 @@ class KeptRows(Sink):
         return None
 
     def _drop(self, kept: _Kept) -> None:
-        """Drop the oldest down to the limit."""
         while kept.nbytes > self._most:
             _, freed = kept.deliveries.popleft()
             kept.nbytes -= freed

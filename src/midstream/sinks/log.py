@@ -29,7 +29,6 @@ class LogSink(Sink):
 
 
 def line(delivery: Delivery) -> str:
-    """Return a one-line summary of a delivery."""
     who = f"request {delivery.request_id}"
     if delivery.completions > 1:
         who += f", completion {delivery.completion}"

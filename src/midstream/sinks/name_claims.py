@@ -73,7 +73,6 @@ class NameClaims:
         return is_taken
 
     def _check_answers(self) -> None:
-        """Check that no call of the thread hangs."""
         if self._hanging is not None and not self._hanging.done():
             raise BusyError(f"{self._path} does not answer: nothing is stored", _RETRY_SECONDS)
 
@@ -96,7 +95,6 @@ class NameClaims:
         wait((unlocked,), _GIVE_SECONDS)
 
     def close(self) -> None:
-        """Give all names back."""
         closed = self._calls.put(self._close)
         self._calls.close()
         wait((closed,), TAKE_SECONDS)

@@ -65,7 +65,6 @@ def described(arrays: Arrays, width: int, hidden_size: int) -> dict[str, Any]:
 
 
 def forms(arrays: Arrays) -> dict[str, Any]:
-    """Return the shape and dtype of each array, as JSON values."""
     return {
         name: {"shape": list(array.shape), "dtype": str(array.dtype)}
         for name, array in arrays.items()

@@ -65,7 +65,6 @@ class ByteBudget:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request waits for its grant."""
         return bool(self._waiting)
 
     def take(self, size: int) -> Future[None]:
@@ -77,7 +76,6 @@ class ByteBudget:
         return grant
 
     def give(self, size: int) -> None:
-        """Release bytes."""
         with self._lock:
             self.used -= size
             self._admit()
@@ -226,7 +224,6 @@ class SinkQueue:
         self._thread.start()
 
     def _stall(self, call: str) -> None:
-        """Fail all deliveries, as a call of the sink takes too long."""
         limit = f"{self._times.call:g} s (the sink's `call_seconds`)"
         self._fail_all(f"{call} has not returned for {limit}", call)
 
@@ -332,7 +329,6 @@ def _amount(lost: Sequence[_Entry]) -> str:
 
 
 def _flushed(sink: Sink) -> list[CaptureResult] | None:
-    """Flush a sink, and return what it returned."""
     returned: Any = sink.flush()
     if returned is None:
         return None

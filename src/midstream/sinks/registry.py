@@ -22,7 +22,6 @@ BUILTIN = {
 
 
 def make_sink(settings: SinkSettings) -> Sink:
-    """Create a sink without opening it."""
     path = f"midstream.sinks.{settings.name}"
     if (settings.class_path or settings.instance is not None) and settings.name in BUILTIN:
         raise ConfigError(f"{path}: the name of a built-in sink; use another name")

@@ -30,7 +30,6 @@ class ServerCapture:
     kept: Mapping[str, int] | None  # for `collect`; None: the rows go to another sink
 
     def to_dict(self) -> dict[str, object]:
-        """Return the JSON form."""
         fields: dict[str, object] = {
             "name": self.name,
             "capture": [capture.to_dict() for capture in self.captures],
@@ -120,12 +119,10 @@ class ServerCaptures:
                     self._sinks.kept().end(_tag_of(before[cleared]))
 
     def list(self) -> tuple[ServerCapture, ...]:
-        """Return all names with their captures, sorted."""
         with self._lock:
             return tuple(self._describe(name) for name in sorted(self._by_name))
 
     def show(self, name: str) -> ServerCapture:
-        """Return one name with its captures."""
         with self._lock:
             return self._describe(self._known(name))
 
@@ -223,10 +220,8 @@ def _tag(name: str, times: int) -> str:
 
 
 def _tag_of(captures: Sequence[Capture]) -> str:
-    """Return the tag of those of the captures whose rows are kept."""
     return next(capture.tag for capture in captures if capture.sink == KEPT)
 
 
 def _with_tag(capture: Capture, tag: str) -> Capture:
-    """Return a capture with another tag if its rows are kept."""
     return replace(capture, tag=tag) if capture.sink == KEPT else capture

@@ -36,7 +36,6 @@ class SinkSet:
     """The sinks that an engine was started with; `memory` is always included."""
 
     def __init__(self, settings: Sequence[SinkSettings], origin: Origin) -> None:
-        """Create and open the sinks."""
         self._sinks: dict[str, Sink] = {}
         self._queues: dict[str, SinkQueue] = {}
         # Those of the settings; `ServerCaptures` has those that are set now.
@@ -86,7 +85,6 @@ class SinkSet:
                 self._check_answers(sink)
 
     def has_places(self, plan: Plan) -> bool:
-        """Return whether `check_places` has anything to do."""
         return any(True for _ in self._placed(plan))
 
     def check_places(self, plan: Plan) -> None:
@@ -141,7 +139,6 @@ class SinkSet:
         return RequestNames([*named.values()]) if named else None
 
     def _check_answers(self, name: str) -> None:
-        """Check that no call of a sink hangs."""
         why, hanging = self._queues[name].stalled, self._hanging.get(name)
         if hanging is not None and not hanging.done():
             why = "check has not returned"

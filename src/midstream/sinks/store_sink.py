@@ -140,7 +140,6 @@ class StoreSink(Sink):
         return self._writers[codec]
 
     def _known(self, delivery: Delivery) -> dict[str, Any]:
-        """Return midstream's own metadata of a completion."""
         metadata: dict[str, Any] = {
             "request_id": delivery.request_id,
             "completions": delivery.completions,

@@ -45,11 +45,9 @@ class Filter:
     tokens: NDArray[np.int64] | range | None
 
     def has_shard(self, shard: Shard) -> bool:
-        """Whether rows of a shard may match."""
         return _fits(self.model, shard.header.model) and _fits(self.codec, shard.header.codec)
 
     def has_tap(self, tap: Tap) -> bool:
-        """Whether rows of a tap may match."""
         return _fits(self.site, tap[0]) and _fits(self.layer, tap[1])
 
     def requests_of(self, shard: Shard) -> NDArray[np.bool_]:
@@ -91,7 +89,6 @@ def _fits(wanted: frozenset[Any] | None, value: object) -> bool:
 
 
 def read_filter(shards: Sequence[Shard], arguments: Mapping[str, object]) -> Filter:
-    """Return the filter for the arguments of `Store.select`."""
     # Values are collected only for filters that are given: there may be millions of requests.
     wanted = {
         name: None

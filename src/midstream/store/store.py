@@ -268,7 +268,6 @@ class Store:
         )
 
     def _ids(self) -> dict[tuple[str, int], list[StoredRequest]]:
-        """Return every completion by (request id, completion index)."""
         if self._by_id is None:
             self._by_id = {}
             for stored in self.requests:

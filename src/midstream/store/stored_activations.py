@@ -51,7 +51,6 @@ def decode(shard: Shard, tap: Tap, data: Tensor) -> Tensor:
 
 
 def read_activations(shard: Shard, request: int) -> Activations:
-    """Return the captured rows of a shard's request by index."""
     header = shard.header
     codec, dtype = header.open_codec(), header.torch_dtype
     values: dict[Tap, Tensor | Rows] = {}

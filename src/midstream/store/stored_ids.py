@@ -28,7 +28,6 @@ class StoredIds:
         self._lock = threading.Lock()
 
     def add(self, shard: str, requests: Iterable[str]) -> None:
-        """Add the ids of a shard that was just written."""
         with self._lock:
             self._add(shard, requests)
 

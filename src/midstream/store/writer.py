@@ -20,7 +20,6 @@ SHARD_BYTES = 256 << 20
 
 
 def check_shard_bytes(value: object) -> None:
-    """Check the target length of a shard."""
     if not is_int(value):
         raise StoreError(f"shard_bytes: expected `int`, got {kind(value)}")
     if value < 1:

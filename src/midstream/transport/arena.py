@@ -86,7 +86,6 @@ class Arena:
         return Extent(segment.number, start, memory, self._pin and not segment.on_disk)
 
     def use(self, segments: Iterable[int]) -> None:
-        """Add a user to each segment."""
         for number in segments:
             self._segments[number].users += 1
 
@@ -105,7 +104,6 @@ class Arena:
         return self.leases.give(segments)
 
     def sweep(self) -> None:
-        """Release the segments of ended leases."""
         for segments in self.leases.ended():
             self.release(segments)
 
@@ -126,7 +124,6 @@ class Arena:
         return retired
 
     def memory_of(self, segment: int) -> Tensor:
-        """Return the memory of a whole segment, uint8."""
         return self._segments[segment].memory.tensor
 
     @property

@@ -53,7 +53,6 @@ class Forks:
         return max((child.number for child in self._children), default=NO_FORK)
 
     def before(self) -> None:
-        """Prepare a fork."""
         self._forking.now = None
         if self._claims:
             reading, writing = os.pipe2(os.O_CLOEXEC)

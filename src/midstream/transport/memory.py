@@ -43,7 +43,6 @@ class SharedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.tensor.numel()
 
     def pin(self) -> None:

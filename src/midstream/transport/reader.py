@@ -92,7 +92,6 @@ class MappedArena:
             self._flags[number] = DONE
 
     def _free(self, lease: _OpenLease) -> None:
-        """Count an array of a lease as freed."""
         if os.getpid() == self._owner:
             self._freed.append(lease)
             self._settle()

@@ -17,7 +17,6 @@ _SMALL = 1 << 16
 
 
 def host_transport(ring: Tensor, arena: Arena) -> Transport:
-    """Return the transport for the ring's device."""
     return CudaTransport(ring, arena) if ring.is_cuda else CpuTransport(ring, arena)
 
 
@@ -141,7 +140,6 @@ class Arrival:
         self._lent: _LentEvent | None = lent
 
     def is_past(self) -> bool:
-        """Return whether the copies are complete."""
         # A local variable holds the event while this thread uses it, here and below.
         lent = self._lent
         if lent is None:
@@ -152,7 +150,6 @@ class Arrival:
         return True
 
     def wait(self) -> None:
-        """Block until the copies are complete."""
         lent = self._lent
         if lent is not None:
             lent.event.synchronize()

@@ -60,7 +60,6 @@ def answers(
 
 
 def _text(scale: float, value: Any) -> str:
-    """Return a completion, given as text or as an output of `generate`."""
     if isinstance(value, str):
         return value
     outputs = getattr(value, "outputs", None)

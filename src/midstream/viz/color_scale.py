@@ -98,7 +98,6 @@ class ColorScale:
 
     @property
     def steps(self) -> Sequence[int]:
-        """Every other bin of the scale, rising."""
         return range(NUM_BINS // 2 if self.center is None else 0, NUM_BINS, 2)
 
 

@@ -32,13 +32,11 @@ class PlotArea:
     bottom: float = 46
 
     def x(self, value: float) -> float:
-        """Return the coordinate of a value on the axis."""
         span = self.right_value - self.left_value
         share = (value - self.left_value) / span if span > 0 else 0.5
         return self.left + (self.width - self.left - self.right) * share
 
     def y(self, value: float) -> float:
-        """Return the coordinate of a value of a line."""
         share = (min(max(value, -MOST), MOST) - self.low) / (self.high - self.low)
         return self.height - self.bottom - (self.height - self.top - self.bottom) * share
 

@@ -100,7 +100,6 @@ def heatmap(
 
 
 def legend(scale: ColorScale, fmt: str, unit: str = "") -> str:
-    """Return the colours with the values at their ends."""
     steps = "".join(tag("i", cls=f"b{step}") for step in scale.steps)
     suffix = f" {unit}" if unit else ""
     low = tag("span", escape(written(scale.low, fmt)))

@@ -73,7 +73,6 @@ def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] 
 
 
 def figure(title: str, content: str, cls: str = "midstream") -> str:
-    """Return a figure around content, with its title."""
     caption = tag("figcaption", escape(title)) if title else ""
     return tag("figure", caption + content, cls)
 

@@ -93,7 +93,6 @@ class Guard:
             )
 
     def _has_admin_key(self, headers: Mapping[str, str]) -> bool:
-        """Return whether there is an admin key and a request has it."""
         if self._admin_digest is None:
             return False
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -118,7 +117,6 @@ def _is_local(origin: str) -> bool:
 
 
 def _hostname(origin: str) -> str | None:
-    """Return the host of such a URL in lower case; None: it has none."""
     try:
         return urlsplit(origin).hostname
     except ValueError:

@@ -19,7 +19,6 @@ _COMPONENTS = "#/components/schemas/"
 
 
 def add_fields(app: FastAPI) -> None:
-    """Add the field `midstream` to the app's schema."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:

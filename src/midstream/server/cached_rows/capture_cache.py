@@ -78,7 +78,6 @@ class DescriptorBudget:
         self.used = 0
 
     def check(self, client: str, count: int) -> None:
-        """Check that a client may take more descriptors."""
         files = _files()
         most = files // _SHARE
         mine = most // _SHARE
@@ -131,7 +130,6 @@ class CaptureCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all cached rows."""
         with self._lock:
             self._expire()
             return sum(capture.entry.nbytes for capture in self._captures.values())
@@ -156,13 +154,11 @@ class CaptureCache:
 
     @property
     def is_due(self) -> bool:
-        """Whether there are rows whose time is over."""
         with self._lock:
             first = next(iter(self._captures.values()), None)
             return first is not None and first.entry.expires_at <= self._clock()
 
     def expire(self) -> None:
-        """Free the rows whose time is over."""
         with self._lock:
             self._expire()
 
@@ -249,7 +245,6 @@ class CaptureCache:
             return kept.entry, file
 
     def end_read(self, entry: CachedCapture, file: int) -> None:
-        """Close a descriptor that `open` returned."""
         with self._lock:
             os.close(file)
             self._descriptors.add(self._reader_of.pop(file), -READER)
@@ -261,7 +256,6 @@ class CaptureCache:
                     self._count(entry.client, -1, -entry.nbytes)
 
     def of_client(self, client: str) -> list[CachedCapture]:
-        """Return a client's entries, oldest first."""
         with self._lock:
             self._expire()
             every = [capture.entry for capture in self._captures.values()]
@@ -274,7 +268,6 @@ class CaptureCache:
             return self._remove(name)
 
     def close(self) -> None:
-        """Free all cached rows."""
         with self._lock:
             for name in list(self._captures):
                 self._remove(name)
@@ -307,7 +300,6 @@ class CaptureCache:
         self._descriptors.add(client, ENTRY * captures)
 
     def _check(self, client: str, nbytes: int, captures: int = 1) -> None:
-        """Check that a client may have more captures and bytes."""
         self._expire()
         mine = self._of_client.get(client, _Usage())
         _check_limits(self._settings, mine, self._all, nbytes, captures)
@@ -324,7 +316,6 @@ async def expire_in_time(captures: CaptureCache) -> None:
 
 
 def file_of(data: bytes) -> int:
-    """Return a new anonymous file with these bytes."""
     try:
         file = os.memfd_create("midstream-held", os.MFD_CLOEXEC)
         try:
@@ -346,7 +337,6 @@ def _no_memory(error: OSError) -> HttpError:
 def _check_limits(
     limits: HttpSettings, mine: _Usage, every: _Usage, nbytes: int, captures: int
 ) -> None:
-    """Check that a client, which has `mine` of `every` entry, may have more captures and bytes."""
     if mine.captures + captures > limits.client_captures:
         raise HttpError(
             429,

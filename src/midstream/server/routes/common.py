@@ -145,7 +145,6 @@ async def client_gone(receive: Receive) -> None:
 
 
 def server_of(request: Request) -> Server:
-    """Return the state of the server that received a request."""
     server: Server = request.app.state.midstream
     return server
 

@@ -106,7 +106,6 @@ async def update(
 
 
 def _read(edits: Any, scope: Scope, server: Server) -> tuple[Edit, ...]:
-    """Return edits with the cached rows that they refer to."""
     plan = Plan.make(edits=edits)
     assert plan is not None
     if any(map(has_captured, plan.edits)):

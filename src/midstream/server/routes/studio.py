@@ -61,6 +61,5 @@ def _answer(request: Request, name: str) -> Response:
 
 @functools.cache
 def _read(name: str) -> tuple[bytes, str]:
-    """Return a file and its entity tag."""
     content = (files("midstream.server") / "studio" / name).read_bytes()
     return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'

@@ -41,7 +41,6 @@ def folder_of(root: str | os.PathLike[str]) -> Folder:
 
 
 def local_folder_of(root: str | os.PathLike[str]) -> LocalFolder:
-    """Return the local folder at a path."""
     folder = folder_of(root)
     if not isinstance(folder, LocalFolder):
         raise StoreError(
@@ -149,7 +148,6 @@ class LocalFolder:
         return sorted(names)
 
     def sweep(self, names: Iterable[str]) -> None:
-        """Remove temporaries by name."""
         with self._named():
             for name in names:
                 with contextlib.suppress(FileNotFoundError):

@@ -40,7 +40,6 @@ class CheckedFile:
 
     @property
     def path(self) -> str:
-        """The file's path or URL, for messages."""
         return f"{self._folder}/{self.name}"
 
     @contextmanager
@@ -91,7 +90,6 @@ class CheckedFile:
         return file
 
     def _read_sums(self, file: File, head: bytes) -> NDArray[np.uint32]:
-        """Return the checksum of each data block."""
         place = self.places["checksums"]
         words = np.frombuffer(
             bytes(file.read(self.head_bytes + place.start, self.head_bytes + place.stop)), "<u4"
@@ -126,7 +124,6 @@ class CheckedFile:
         self._verified[start:stop] = True
 
     def _check_rows(self, starts: NDArray[np.int64], width: int) -> None:
-        """Check the blocks of rows of `width` bytes, which begin at `starts`."""
         first, last = starts // BLOCK, (starts + width - 1) // BLOCK
         if width <= BLOCK and self._verified[first].all() and self._verified[last].all():
             return
@@ -139,7 +136,6 @@ class CheckedFile:
                 self._check(int(run[0]), int(run[-1]) + 1)
 
     def _damage(self, block: int) -> str:
-        """Return the error message for a damaged block."""
         start, stop = block * BLOCK, (block + 1) * BLOCK
         names = [
             name

@@ -69,13 +69,11 @@ class Summing:
                 self._start()
 
     def finish(self) -> list[int]:
-        """Return the checksum of each block of the added bytes."""
         while self._running:
             self._sums.extend(self._running.popleft().result())
         return self._sums + block_sums(self._job)
 
     def close(self) -> None:
-        """Stop the threads."""
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
 

@@ -84,7 +84,6 @@ class _Indices:
 
     @staticmethod
     def arrays(index: _Index) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the positions and token ids of an index."""
         return np.frombuffer(index[0], np.int64), np.frombuffer(index[1], np.int64)
 
 

@@ -50,7 +50,6 @@ class Place:
     stop: int
 
     def entry(self) -> dict[str, object]:
-        """Return the tensor's entry in a header."""
         offsets = [self.start, self.stop]
         return {"dtype": self.dtype, "shape": list(self.shape), "data_offsets": offsets}
 
@@ -123,7 +122,6 @@ def group_bytes(group: Group, header: Header) -> int:
 
 
 def tap_name(group: int, tap: Tap) -> str:
-    """Return the name of the tensor with a tap's rows."""
     return f"g{group}.{tap[0]}.{tap[1]}"
 
 
@@ -250,7 +248,6 @@ def _check_tensors(described: Mapping[str, Any], places: Mapping[str, Place]) ->
 
 
 def _rows(name: str, tensor: object) -> int:
-    """Return the length of a one-dimensional tensor."""
     shape = tensor.get("shape") if isinstance(tensor, dict) else None
     if not isinstance(shape, list) or len(shape) != 1 or not is_int(shape[0]):
         raise StoreError(f"tensor {show(name)}: expected one dimension, got {_shown(shape)}")
@@ -267,5 +264,4 @@ def _length(described: Mapping[str, Any], name: str) -> int:
 
 
 def _shown(value: object) -> str:
-    """Return a value from a header in short form, for messages."""
     return "nothing" if value is None else show(value if isinstance(value, str) else repr(value))

@@ -44,7 +44,6 @@ class Line:
 
 
 def dump(value: object) -> bytes:
-    """Return compact UTF-8 JSON with a newline."""
     return (_ENCODER.encode(value) + "\n").encode()
 
 
@@ -67,7 +66,6 @@ def read_line(text: bytes) -> Line:
 
 
 def emit_metadata(value: object) -> bytes:
-    """Return a request's metadata as a line of JSON."""
     if not isinstance(value, Mapping):
         raise StoreError(f"metadata: expected a dict, got `{type(value).__name__}`")
     try:
@@ -81,7 +79,6 @@ def emit_metadata(value: object) -> bytes:
 
 
 def read_metadata(text: bytes) -> dict[str, Any]:
-    """Parse a request's metadata."""
     if len(text) > MAX_METADATA:
         raise StoreError(f"metadata of {len(text)} bytes; the limit is {MAX_METADATA}")
     try:

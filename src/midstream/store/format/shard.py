@@ -86,7 +86,6 @@ class RequestIndex:
 def _owners(
     runs: Sequence[Sequence[Run]], groups: int
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Return the requests of each group's rows; see `RequestIndex.owners`."""
     owners: list[list[int]] = [[] for _ in range(groups)]
     bounds: list[list[int]] = [[0] for _ in range(groups)]
     for request, every in enumerate(runs):

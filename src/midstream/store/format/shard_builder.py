@@ -60,7 +60,6 @@ class ShardBuilder:
 
     @property
     def requests(self) -> set[str]:
-        """The ids of the requests."""
         return {request for request, _ in self._known}
 
     @property
@@ -69,7 +68,6 @@ class ShardBuilder:
         return self._tensors >= _MANY_TENSORS or self._lines_bytes >= MAX_REQUESTS // 2
 
     def read(self, entry: Entry) -> tuple[Line, bytes, list[IndexedRows]]:
-        """Return the arguments of `add` for an entry."""
         if not isinstance(entry, Entry):
             raise StoreError(f"expected `Entry`, got `{type(entry).__name__}`")
         check_text("request", entry.request, least=1)

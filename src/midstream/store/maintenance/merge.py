@@ -40,7 +40,6 @@ class _Pack:
     lines_bytes: int = 0
 
     def fits(self, shard: Shard, shard_bytes: int) -> bool:
-        """Whether the shard fits into the pack."""
         return (
             self.nbytes + shard.size <= shard_bytes
             and len(self.shards) < _MAX_SHARDS
