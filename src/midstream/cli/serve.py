@@ -110,7 +110,11 @@ def server_command(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     words += [ADDITIONAL, json.dumps({**additional, KEY: settings})]
-    rest = [*words, *_one_front_end([*words, *(f"--{name}" for name in in_file)])]
+    given = [*words, *(f"--{name}" for name in in_file)]
+    is_explicit = _has(given, _COUNT) or _has(given, _HEADLESS)
+    # By default vLLM starts a front end per replica, and each would have its part of the capacity.
+    count = ["--api-server-count", "1"] if _has(given, _REPLICAS) and not is_explicit else []
+    rest = [*words, *count]
     _enable_plugin()
     return [sys.executable, "-m", *_server(model, rest), *rest]
 
@@ -127,13 +131,6 @@ def _enable_plugin() -> None:
     named = os.environ.get(PLUGINS)
     if named is not None and KEY not in named.split(","):
         os.environ[PLUGINS] = ",".join(filter(None, [*named.split(","), KEY]))
-
-
-def _one_front_end(arguments: list[str]) -> list[str]:
-    """Return arguments for one API server: else each replica's has a part of the capacity."""
-    has_replicas = _has(arguments, _REPLICAS)
-    is_explicit = _has(arguments, _COUNT) or _has(arguments, _HEADLESS)
-    return ["--api-server-count", "1"] if has_replicas and not is_explicit else []
 
 
 def _has(arguments: list[str], option: tuple[str, str, str]) -> bool:
@@ -164,7 +161,9 @@ def _server(model: str, arguments: list[str]) -> list[str]:
 
 def _read_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Return arguments, `--config FILE` as two, and that file's options, which must be merged."""
-    split = [part for word in words for part in _split(word, "--config")]
+    split: list[str] = []
+    for word in words:
+        split += word.split("=", 1) if word.startswith("--config=") else [word]
     if "--config" not in split:
         return split, {}
     path = "".join(split[split.index("--config") + 1 :][:1])
@@ -178,11 +177,6 @@ def _read_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     if not isinstance(options, dict):
         raise typer.BadParameter(f"--config {path}: expected options and their values")
     return split, {str(name).replace("_", "-"): value for name, value in options.items()}
-
-
-def _split(word: str, option: str) -> list[str]:
-    name, is_one_word, value = word.partition("=")
-    return [name, value] if is_one_word and name == option else [word]
 
 
 def _take_additional_config(

@@ -25,16 +25,11 @@ def connected(
     if http is not None:
         _check(http, *keys)
         return http
-    return make(base_url=_server_url(base_url), headers=_headers_of(*keys), timeout=timeout)
-
-
-def _headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
-    headers = {}
-    if api_key is not None:
-        headers["authorization"] = f"Bearer {api_key}"
+    api_key, admin_key = keys
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     if admin_key is not None:
         headers[ADMIN_HEADER] = admin_key
-    return headers
+    return make(base_url=_server_url(base_url), headers=headers, timeout=timeout)
 
 
 def _server_url(base_url: str) -> str:
@@ -64,9 +59,8 @@ def named_failures(http: Any) -> Iterator[None]:
         if isinstance(error.__cause__, httpx.TransportError):
             raise  # by a request within a stream
         url = str(http.base_url)
-        proxy = _proxy_of(url) if http.trust_env else None
         through = ""
-        if proxy is not None:
+        if http.trust_env and (proxy := _proxy_of(url)):
             name, address = proxy
             host = urlsplit(url).hostname
             through = (

@@ -12,7 +12,7 @@ from midstream.client.outputs import Reader, ServedOutput
 from midstream.client.request_body import extra_body
 from midstream.config.config import KEY
 from midstream.errors import ServerError, SpecError
-from midstream.http.sse import DONE, Event, Events
+from midstream.http.sse import DONE, Events
 from midstream.plan.captured_rows import CapturedRows
 from midstream.plan.plan import emit_server_wide
 from midstream.plan.probe import Probe
@@ -72,23 +72,20 @@ def complete(path: str, arguments: Mapping[str, Any], **more: Any) -> Exchange[S
 
 def read(answer: Any, keep: bool = False) -> Exchange[ServedOutput]:
     """Return a response of any client as a ServedOutput; `keep`: its rows stay on the server."""
-    reader, value = Reader(), plain(answer)
-    return reader.read(value, (yield from _fetch_rows(reader, value, keep)))
+    return (yield from _read_value(Reader(), plain(answer), keep))
 
 
 def _keeps(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments.get("activations") == KEEP)
 
 
-def _fetch_rows(reader: Reader, value: dict[str, Any], keep: bool) -> Exchange[dict[str, bytes]]:
-    """Fetch the rows that the server has cached for a response, and delete them there."""
+def _read_value(reader: Reader, value: dict[str, Any], keep: bool) -> Exchange[ServedOutput]:
+    """Read a response with its cached rows, deleted on the server unless it keeps them."""
     by_url: dict[str, bytes] = {}
-    if keep:
-        return by_url
-    for url in reader.handles(value):
+    for url in () if keep else reader.handles(value):
         by_url[url] = yield from _fetch(url)
         yield HttpRequest("DELETE", url)
-    return by_url
+    return reader.read(value, by_url)
 
 
 def _fetch(url: str) -> Exchange[bytes]:
@@ -113,16 +110,14 @@ class OutputStream:
 
     def feed(self, data: bytes) -> Iterator[Exchange[ServedOutput]]:
         """Yield, for each event that is complete after more bytes, the exchange for its output."""
+        reader = self._reader
         for value in self._stream.feed(data):
-            yield self._output(value)
+            yield _read_value(reader, value, self._keeps)
 
     def end(self) -> None:
         """Check that the stream is complete, and has receipts if the request had a plan."""
         self._stream.end()
         check_enabled(self.request.json, self._reader.output)
-
-    def _output(self, value: dict[str, Any]) -> Exchange[ServedOutput]:
-        return self._reader.read(value, (yield from _fetch_rows(self._reader, value, self._keeps)))
 
 
 def delete(captured: CapturedRows) -> Exchange[None]:
@@ -248,26 +243,19 @@ class Stream:
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """Yield the events that are complete after more bytes."""
         for event in self._events.feed(data):
-            value = self._value(event)
-            if value is not None:
-                yield value
+            self.is_done = self.is_done or event.data == DONE
+            value = event.value  # of `DONE` None
+            if not isinstance(value, dict):
+                continue
+            error = value.get("error")
+            if error is not None:
+                status = error.get("code") if isinstance(error, dict) else None
+                raise ServerError.of(status if isinstance(status, int) else 500, value)
+            yield value
 
     def end(self) -> None:
         if not self.is_done:
             raise ServerError(500, "the stream ended before it was complete")
-
-    def _value(self, event: Event) -> dict[str, Any] | None:
-        if event.data == DONE:
-            self.is_done = True
-            return None
-        value = event.value
-        if not isinstance(value, dict):
-            return None
-        error = value.get("error")
-        if error is not None:
-            status = error.get("code", 500) if isinstance(error, dict) else 500
-            raise ServerError.of(status if isinstance(status, int) else 500, value)
-        return value
 
 
 def tiers_of(tiers: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,6 @@
 """Random projection matrix of codec `rp8`, reproducible from k, seed and hidden.
 
-Entry (i, j) of the matrix [k, hidden] is number i · hidden + j of a sequence of standard normal
-numbers, divided by √k. The sequence comes from the 64-bit outputs r₀, r₁, … of Philox4x64-10
-(Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) with key (seed, 0) and
-counter (b, 0, 0, 0), b = 1, 2, 3, …, four outputs each, two by two through Box and Muller:
-
-    u = (⌊r₂ₘ / 2¹¹⌋ + 1) / 2⁵³            in (0, 1]
-    v = ⌊r₂ₘ₊₁ / 2¹¹⌋ / 2⁵³                in [0, 1)
-    z₂ₘ   = √(−2 ln u) · cos(2π v)
-    z₂ₘ₊₁ = √(−2 ln u) · sin(2π v)
-
-in float64, rounded to float32 at the end. Libraries differ in the last bit of a cosine, so a few
-entries in a billion may differ by one unit in float32's last place.
+`docs/codecs.md` specifies it: Philox4x64-10 and Box-Muller, in float64, rounded to float32.
 """
 
 from __future__ import annotations
@@ -31,7 +20,7 @@ def projection(k: int, hidden: int, seed: int, device: torch.device) -> Tensor:
 
 
 def projection_matrix(k: int, hidden: int, seed: int) -> NDArray[np.float32]:
-    """Compute the projection, float32 [k, hidden]; see the module's docstring."""
+    """Compute the projection, float32 [k, hidden]; see `docs/codecs.md`."""
     count = k * hidden
     pairs = -(-count // 2)
     # numpy guarantees the raw outputs of bit generators, but not its distributions.

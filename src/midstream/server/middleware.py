@@ -90,7 +90,9 @@ class Middleware:
         is_read = self._is_read(scope, path)
         parsed: _Parsed | None = None
         try:
-            _check_length(headers, limit)
+            length = headers.get("content-length", "0")
+            if length.isdecimal() and (len(length) > _DIGITS or int(length) > limit):
+                raise _too_long(limit)
             if path.startswith(_OWN):
                 self._server.check_host(headers)
             if is_read and not is_form:
@@ -335,12 +337,6 @@ def _with_length(scope: Scope, body: bytes) -> Scope:
     if "content-length" in headers:
         headers["content-length"] = str(len(body))
     return changed
-
-
-def _check_length(headers: Headers, limit: int) -> None:
-    length = headers.get("content-length", "0")
-    if length.isdecimal() and (len(length) > _DIGITS or int(length) > limit):
-        raise _too_long(limit)
 
 
 def _too_long(limit: int) -> HttpError:

@@ -80,7 +80,7 @@ class Server:
         self._expiry: asyncio.Task[None] | None = None
         self._shared: SharedFolder | None = None
         self.peers: Peers | None = None  # the other API server processes
-        self._answers: ResultEncoder | None = None
+        self.answers: ResultEncoder  # from `start` on, as nothing is accepted before
         self.template: dict[str, Any] = {}  # arguments of chat templates from the settings
         self.open_requests = OpenRequests()
         self.running = RunningRequests()
@@ -91,7 +91,7 @@ class Server:
         await llm.ready()
         info = llm.info
         dtype: torch.dtype = getattr(torch, info.dtype)
-        self._answers = ResultEncoder(self.settings, self.captures, info.shape.hidden_size, dtype)
+        self.answers = ResultEncoder(self.settings, self.captures, info.shape.hidden_size, dtype)
         self.template = {name: value for name, value in template.items() if value is not None}
         limits = self.settings
         observe = partial(_observe_wait, self.metrics)
@@ -127,11 +127,6 @@ class Server:
     def owns(self, scope: Scope, cached: CachedCapture) -> bool:
         """Return whether rows are those of a request's client; without keys, all may use an id."""
         return not self._has_key or cached.client == self.client_of(scope)
-
-    @property
-    def answers(self) -> ResultEncoder:
-        assert self._answers is not None, "requests are accepted only once the engine is ready"
-        return self._answers
 
     def client_of(self, scope: Scope) -> str:
         """Return the id of a request's client: a hash of its API key, else its address."""

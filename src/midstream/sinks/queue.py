@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -234,11 +234,13 @@ class SinkQueue:
             queued, current = tuple(self._queue), self._current
             self._queue.clear()
             # The sink will return results of the written ones as well, so these stay in their list.
-            lost = [*self._written, *([current] if current else ()), *queued]
-            lost = [entry for entry in lost if not entry.is_reported]
+            every = [*self._written, *([current] if current else ()), *queued]
+            lost = [entry for entry in every if not entry.is_reported]
         if lost or call:
             more = "; until it returns no others are stored" if call else ""
-            _LOGGER.error("the sink %s: %s; %s%s", self.name, why, _amount(lost), more)
+            size = sum(entry.size for entry in lost)
+            amount = f"{len(lost)} deliveries of {size} bytes are not stored, or in part"
+            _LOGGER.error("the sink %s: %s; %s%s", self.name, why, amount, more)
         for entry in lost:
             self._report(entry, CaptureResult("error", why))
 
@@ -321,11 +323,6 @@ class SinkQueue:
             entry.is_reported = True
         self._bound.give(entry.size)
         entry.done.set_result(result)
-
-
-def _amount(lost: Sequence[_Entry]) -> str:
-    size = sum(entry.size for entry in lost)
-    return f"{len(lost)} deliveries of {size} bytes are not stored, or in part"
 
 
 def _flushed(sink: Sink) -> list[CaptureResult] | None:

@@ -28,48 +28,46 @@ _VALUES: dict[str, Callable[[Shard], Iterable[Any]]] = {
     "codec": lambda shard: (shard.header.codec,),
 }
 _LISTS = (list, tuple, set, frozenset, np.ndarray)
+_Ints, _Mask = NDArray[np.int64], NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
     """Rows to select; a field that is None matches all rows. Names occur in the store."""
 
-    site: frozenset[str] | None
-    layer: frozenset[int] | None
-    request: frozenset[str] | None
-    child: frozenset[int] | None
-    tag: frozenset[str] | None
-    model: frozenset[str] | None
-    codec: frozenset[str] | None
+    wanted: Mapping[str, frozenset[Any]]  # by argument of `Store.select`; missing: all rows match
     positions: Positions | None
-    tokens: NDArray[np.int64] | range | None
+    tokens: _Ints | range | None
+
+    def _fits(self, name: str, value: object) -> bool:
+        return name not in self.wanted or value in self.wanted[name]
 
     def has_shard(self, shard: Shard) -> bool:
-        return _fits(self.model, shard.header.model) and _fits(self.codec, shard.header.codec)
+        return self._fits("model", shard.header.model) and self._fits("codec", shard.header.codec)
 
     def has_tap(self, tap: Tap) -> bool:
-        return _fits(self.site, tap[0]) and _fits(self.layer, tap[1])
+        return self._fits("site", tap[0]) and self._fits("layer", tap[1])
 
-    def requests_of(self, shard: Shard) -> NDArray[np.bool_]:
+    def requests_of(self, shard: Shard) -> _Mask:
         """Return bool [requests]: the requests whose rows may match."""
-        if self.request is None and self.child is None and self.tag is None:
+        if self.wanted.keys().isdisjoint(("request", "child", "tag")):
             return np.ones(len(shard.lines), np.bool_)
         fits = (
-            _fits(self.request, line.request)
-            and _fits(self.child, line.child)
-            and _fits(self.tag, line.tag)
+            self._fits("request", line.request)
+            and self._fits("child", line.child)
+            and self._fits("tag", line.tag)
             for line in shard.lines
         )
         return np.fromiter(fits, np.bool_, len(shard.lines))
 
-    def rows_of(self, shard: Shard, group: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+    def rows_of(self, shard: Shard, group: int, wanted: _Mask) -> _Ints:
         """Return the matching rows of a group, int64, ascending; `wanted`: of `requests_of`."""
         owners, bounds = shard.owners(group)
         chosen = wanted[owners]
         counts = np.diff(bounds)[chosen]
         # The first row of each run, minus the number of selected rows before the run.
         shift = bounds[:-1][chosen] - (np.cumsum(counts) - counts)
-        rows: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(shift, counts)
+        rows: _Ints = np.arange(counts.sum()) + np.repeat(shift, counts)
         if len(rows) and (self.positions is not None or self.tokens is not None):
             prompts = np.array([line.prompt_tokens for line in shard.lines], np.int64)
             lengths = np.repeat(prompts[owners[chosen]], counts)
@@ -84,22 +82,17 @@ class Filter:
         return rows
 
 
-def _fits(wanted: frozenset[Any] | None, value: object) -> bool:
-    return wanted is None or value in wanted
-
-
 def read_filter(shards: Sequence[Shard], arguments: Mapping[str, object]) -> Filter:
     # Values are collected only for filters that are given: there may be millions of requests.
     wanted = {
-        name: None
-        if arguments[name] is None
-        else _read(name, arguments[name], {value for shard in shards for value in names(shard)})
+        name: _read(name, arguments[name], {value for shard in shards for value in names(shard)})
         for name, names in _VALUES.items()
+        if arguments[name] is not None
     }
     position, token = arguments["position"], arguments["token"]
     positions = None if position is None else _read_positions(position)
     tokens = None if token is None else _read_tokens(token)
-    return Filter(**wanted, positions=positions, tokens=tokens)
+    return Filter(wanted=wanted, positions=positions, tokens=tokens)
 
 
 def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
@@ -140,7 +133,7 @@ def _numbers(name: str, value: object, known: Collection[int]) -> list[int]:
     return _ints(name, value)
 
 
-def _read_tokens(value: object) -> NDArray[np.int64] | range:
+def _read_tokens(value: object) -> _Ints | range:
     if isinstance(value, range):
         _ints("token", [value.start, value.stop])
         return value
@@ -170,12 +163,7 @@ def _read_positions(value: object) -> Positions:
     return positions
 
 
-def _matches(
-    positions: Positions,
-    places: NDArray[np.int64],
-    prompts: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-) -> NDArray[np.bool_]:
+def _matches(positions: Positions, places: _Ints, prompts: _Ints, tokens: _Ints) -> _Mask:
     """Return bool [n]: the matching rows, given position, prompt length and token of each."""
     mask = np.zeros(len(places), np.bool_)
     for item in positions.include:
@@ -187,9 +175,7 @@ def _matches(
     return mask
 
 
-def _item_matches(
-    item: Item, places: NDArray[np.int64], prompts: NDArray[np.int64], tokens: NDArray[np.int64]
-) -> NDArray[np.bool_]:
+def _item_matches(item: Item, places: _Ints, prompts: _Ints, tokens: _Ints) -> _Mask:
     if isinstance(item, TokenIds):
         return np.isin(tokens, item.ids)
     if isinstance(item, (Span, Window)):
@@ -211,7 +197,7 @@ def _item_matches(
     return np.equal(places, number if number >= 0 else prompts + number)
 
 
-def _are_in(values: NDArray[np.int64], wanted: NDArray[np.int64] | range) -> NDArray[np.bool_]:
+def _are_in(values: _Ints, wanted: _Ints | range) -> _Mask:
     if isinstance(wanted, range):
         if not wanted:
             return np.zeros(len(values), np.bool_)

@@ -8,7 +8,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.viz.color_scale import ColorScale, read_numbers, read_texts, written
 from midstream.viz.markup import escape, tag, visible
-from midstream.viz.picture import Picture, columns_of, figure, readout
+from midstream.viz.picture import Picture, cell, columns_of, figure, readout
 
 MOST_CELLS = 20_000
 # Larger pictures have cells without visible numbers.
@@ -85,10 +85,11 @@ def heatmap(
             parts = [] if texts is None else [texts[r][c]]
             parts += [number + suffix] if value == value else [] if parts else ["no value"]
             parts += [] if details is None else [details[r][c]]
-            where = f"{_named(row_title, names[0][r])}, {_named(column_title, names[1][c])}"
-            label = f"{where}: {', '.join(part for part in parts if part)}"
+            row, column = f"{row_title} {names[0][r]}", f"{column_title} {names[1][c]}"
+            told = ", ".join(part for part in parts if part)
+            label = f"{row.strip()}, {column.strip()}: {told}"
             text = number if texts is None else texts[r][c]
-            cells.append(_cell(text, label, scale.style(value), is_first=r == c == 0))
+            cells.append(cell("td", "gridcell", text, label, scale.style(value), r == c == 0))
         lines.append(cells)
     body = _table(lines, names, (row_title, column_title), title, texts is None, marked)
     foot = readout("a cell", legend(scale, fmt, unit))
@@ -114,22 +115,6 @@ def _check_shape(name: str, table: Any, shape: tuple[int, int]) -> None:
         raise SpecError(name, f"expected {shape[0]} rows of {shape[1]} texts, as `values` has")
 
 
-def _named(title: str, name: str) -> str:
-    return f"{title} {name}".strip()
-
-
-def _cell(text: str, label: str, style: str, is_first: bool) -> str:
-    return tag(
-        "td",
-        escape(text),
-        f"c {style}".strip(),
-        role="gridcell",
-        title=label,
-        aria_label=label,
-        tabindex="0" if is_first else None,
-    )
-
-
 def _table(
     lines: list[list[str]],
     names: tuple[list[str], list[str]],
@@ -140,9 +125,8 @@ def _table(
 ) -> str:
     rows, columns = names
     is_dense = has_numbers and len(rows) * len(columns) > _MOST_NUMBERS
-    style = "heat"
-    if is_dense:
-        style += " dense many" if len(columns) > 48 else " dense"
+    style = "heat dense" if is_dense else "heat"
+    style += " many" if is_dense and len(columns) > 48 else ""
     parts = []
     if any(titles):
         corner = tag("th", escape(f"{titles[0]} ↓" if titles[0] else ""), "side axis")

@@ -77,6 +77,13 @@ def figure(title: str, content: str, cls: str = "midstream") -> str:
     return tag("figure", caption + content, cls)
 
 
+def cell(element: str, role: str, content: str, label: str, style: str, is_first: bool) -> str:
+    """Return what a picture's script tells: content and its label; the first takes the focus."""
+    named = {"role": role, "title": label, "aria_label": label}
+    focus = "0" if is_first else None
+    return tag(element, escape(content), f"c {style}".strip(), **named, tabindex=focus)
+
+
 def readout(what: str, legend: str = "") -> str:
     """Return the line below a picture, which screen readers skip, for what is pointed at."""
     out = tag("div", escape(f"Point at {what} for its numbers."), "readout", aria_hidden="true")

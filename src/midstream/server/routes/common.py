@@ -96,7 +96,11 @@ class MidstreamRoute(APIRoute):
             except (HttpError, MidstreamError) as error:
                 refusal = HttpError.of(error)
             except RequestValidationError as error:
-                refusal = _invalid(error)
+                first = error.errors()[0]
+                # The first part says whether the value is in the path or in the body.
+                where = ".".join(str(part) for part in first["loc"][1:])[:_SHOWN]
+                problem = f"{where or 'body'}: {first['msg'][:_SHOWN]}"
+                refusal = HttpError(400, problem, where or None)
             except HTTPException as error:
                 detail: Any = error.detail
                 is_refusal = isinstance(detail, HttpError)
@@ -106,13 +110,6 @@ class MidstreamRoute(APIRoute):
             )
 
         return guarded
-
-
-def _invalid(error: RequestValidationError) -> HttpError:
-    first = error.errors()[0]
-    # The first part says whether the value is in the path or in the body.
-    where = ".".join(str(part) for part in first["loc"][1:])[:_SHOWN]
-    return HttpError(400, f"{where or 'body'}: {first['msg'][:_SHOWN]}", where or None)
 
 
 async def send_within(

@@ -88,7 +88,7 @@ def show(name: Name, server: ServerDep) -> dict[str, Any]:
 )
 async def register(name: Name, request: Request, server: AdminDep) -> dict[str, Any]:
     # Reading megabytes of numbers would block the event loop.
-    return await run_in_threadpool(_register, server, name, await uploaded(request))
+    return await run_in_threadpool(register_name, server, name, await uploaded(request))
 
 
 @router.delete(
@@ -103,23 +103,8 @@ def remove(name: Name, server: AdminDep) -> Response:
     return Response(status_code=204)
 
 
-def register_name(server: Server, name: object, vectors: object) -> dict[str, Any]:
+def register_name(server: Server, name: str, vectors: object) -> dict[str, Any]:
     """Register vectors; return the registry's description. HttpError, 507: no room."""
-    if not isinstance(name, str):
-        raise SpecError("name", f"expected `str`, got {name!r}")
-    return _register(server, name, vectors)
-
-
-def remove_name(server: Server, name: str) -> None:
-    """Remove a name; HttpError, 404: it is unknown."""
-    try:
-        server.llm.vectors.remove(name)
-    except SpecError as error:
-        raise HttpError(404, error.problem, "name") from None
-    audit_log.log_event("vectors.removed", name=name)
-
-
-def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
     registry = server.llm.vectors
     try:
         # The size is known only after parsing; the limit of the body bounds that.
@@ -131,3 +116,12 @@ def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
         "vectors.registered", name=name, taps=len(about["taps"]), width=about["width"]
     )
     return about
+
+
+def remove_name(server: Server, name: str) -> None:
+    """Remove a name; HttpError, 404: it is unknown."""
+    try:
+        server.llm.vectors.remove(name)
+    except SpecError as error:
+        raise HttpError(404, error.problem, "name") from None
+    audit_log.log_event("vectors.removed", name=name)

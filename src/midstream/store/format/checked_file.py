@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -90,10 +91,8 @@ class CheckedFile:
         return file
 
     def _read_sums(self, file: File, head: bytes) -> NDArray[np.uint32]:
-        place = self.places["checksums"]
-        words = np.frombuffer(
-            bytes(file.read(self.head_bytes + place.start, self.head_bytes + place.stop)), "<u4"
-        )
+        place, first = self.places["checksums"], self.head_bytes
+        words = np.frombuffer(bytes(file.read(first + place.start, first + place.stop)), "<u4")
         if zlib.crc32(words[:-1].tobytes()) != words[-1]:
             raise StoreError("damaged: the list of checksums does not match its own checksum")
         if zlib.crc32(head) != words[0]:
@@ -110,14 +109,8 @@ class CheckedFile:
         def sums(first: int, last: int) -> list[int]:
             return block_sums([file.read(self.head_bytes + first, self.head_bytes + last)])
 
-        checksums = np.fromiter(
-            (
-                checksum
-                for part in in_parallel(sums, start * BLOCK, min(stop * BLOCK, end))
-                for checksum in part
-            ),
-            np.uint32,
-        )
+        parts = in_parallel(sums, start * BLOCK, min(stop * BLOCK, end))
+        checksums = np.fromiter(itertools.chain.from_iterable(parts), np.uint32)
         wrong = np.flatnonzero(checksums != self._sums[start:stop])
         if len(wrong):
             raise StoreError(self._damage(start + int(wrong[0])))
@@ -137,11 +130,8 @@ class CheckedFile:
 
     def _damage(self, block: int) -> str:
         start, stop = block * BLOCK, (block + 1) * BLOCK
-        names = [
-            name
-            for name, place in self.places.items()
-            if place.start < stop and place.stop > start and name != "checksums"
-        ]
+        tensors = [(name, place) for name, place in self.places.items() if name != "checksums"]
+        names = [name for name, place in tensors if place.start < stop and place.stop > start]
         return (
             f"damaged: {', '.join(names[:3])}{'' if len(names) <= 3 else ' …'} "
             f"does not match its checksum, near byte {self.head_bytes + start}"
