@@ -28,7 +28,8 @@ _VALUES: dict[str, Callable[[Shard], Iterable[Any]]] = {
     "codec": lambda shard: (shard.header.codec,),
 }
 _LISTS = (list, tuple, set, frozenset, np.ndarray)
-_Ints, _Mask = NDArray[np.int64], NDArray[np.bool_]
+_Ints = NDArray[np.int64]
+_Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

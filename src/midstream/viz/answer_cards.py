@@ -63,8 +63,8 @@ def _text(scale: float, value: Any) -> str:
     if isinstance(value, str):
         return value
     outputs = getattr(value, "outputs", None)
-    has_outputs = isinstance(outputs, (list, tuple)) and outputs
-    text = getattr(outputs[0], "text", None) if has_outputs else None
+    completions = outputs if isinstance(outputs, (list, tuple)) else ()
+    text = getattr(completions[0], "text", None) if completions else None
     if not isinstance(text, str):
         expected = "expected `str` or an output of `generate`"
         raise SpecError(f"texts[{scale!r}]", f"{expected}, got `{type(value).__name__}`")
