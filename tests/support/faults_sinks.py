@@ -37,9 +37,9 @@ SINKS: tuple[Fault, ...] = (
     ),
     Fault(
         "A link below a sink's root redirects a request's files",
-        "folder_beneath",
-        "inner = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=folder)",
-        "inner = os.open(part, FOLDER, dir_fd=folder)",
+        "_folder_beneath",
+        "inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)",
+        "inner = os.open(part, _FOLDER, dir_fd=folder)",
         "tests/unit/sinks/test_files.py"
         "::test_a_tag_that_is_a_link_is_refused_at_the_door_and_when_it_is_written",
     ),

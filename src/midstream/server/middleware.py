@@ -18,12 +18,11 @@ from midstream.compat.foreign_fields import check_body, names_in
 from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.runtime.frontend.request.heavy_work import in_thread
-from midstream.server.body_values import check_values, is_long
+from midstream.server.body_values import body_fields, check_values, is_long
 from midstream.server.http_errors import RefusalLogger, send_error
 from midstream.server.open_requests import carry_id
 from midstream.server.peers import CAPTURES, PEER
 from midstream.server.request_field import MidstreamField, take_field
-from midstream.server.request_models import body_fields
 from midstream.server.response_writer import ResponseWriter
 from midstream.server.server import PATHS, SWEEP, Server
 from midstream.validation import encoded, read_json_members

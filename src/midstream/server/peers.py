@@ -7,6 +7,7 @@ private folder. They send the client's own headers, so that each process checks 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,15 +19,19 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from midstream.deadlines import locked
-from midstream.errors import HttpError
+from midstream.errors import HttpError, ServerError
 from midstream.runtime.frontend.engine_info import FrontEnds
-from midstream.server.peer_errors import failure_of, peer_errors, rejection
 
 # Key in the scope of a request that another process has sent.
 PEER = "midstream.peer"
 _CLIENT = b"x-midstream-client"
 _SECONDS = 30.0  # for each part of an answer
 _RETRY_SECONDS = 2
+_NO_LISTENER = (errno.ECONNREFUSED, errno.ENOENT)
+_NO_QUEUE = (errno.EAGAIN, errno.ENOTCONN)  # its queue of connections is full
+_NO_MEMORY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_SHOWN = 200
+_OTHER = "another API server process of this server"
 _ROWS, _REQUESTS = "/v1/midstream/activations/", "/v1/midstream/requests/"
 CAPTURES = "/v1/midstream/captures"
 # Headers of one connection, and what is ours.
@@ -241,6 +246,65 @@ class _Listener(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+@contextmanager
+def peer_errors(seconds: float) -> Iterator[None]:
+    """Convert what httpx raises while a process is asked, of which a part may take `seconds`."""
+    try:
+        yield
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise failure_of(error, seconds) from error
+
+
+def failure_of(error: Exception, seconds: float) -> HttpError:
+    """Return the answer to a client in place of another process's, which had `seconds` for it."""
+    number, text = _os_error(error)
+    if number in _NO_MEMORY:
+        return HttpError(507, f"this process cannot ask {_OTHER}: {text}")
+    if isinstance(error, (httpx.LocalProtocolError, httpx.UnsupportedProtocol, httpx.InvalidURL)):
+        return HttpError(400, f"the request cannot be sent on to {_OTHER}: {str(error)[:_SHOWN]}")
+    if isinstance(error, httpx.TimeoutException):
+        return HttpError(
+            504,
+            f"{_OTHER} runs, but did not answer within {seconds:g} s; it may carry the request out "
+            "nevertheless",
+        )
+    if number in _NO_QUEUE:
+        return _later(503, "accepts no connection now")
+    if isinstance(error, httpx.ConnectError):
+        if number in _NO_LISTENER:
+            return _later(503, "does not answer: it has ended")
+        return HttpError(500, f"{_OTHER} cannot be reached: {text or str(error)[:_SHOWN]}")
+    return _later(502, "ended the connection in the middle of its answer")
+
+
+def rejection(answer: httpx.Response, what: str = "") -> HttpError:
+    """Return the answer to a client whose request another process rejected."""
+    try:
+        error = ServerError.of(answer.status_code, answer.json())
+    except ValueError:
+        error = ServerError.of(answer.status_code, answer.text)
+    problem = str(error).partition(": ")[2]
+    retry = answer.headers.get("retry-after", "")
+    return HttpError(
+        answer.status_code,
+        f"{_OTHER} answered: {problem}{what}",
+        error.param,
+        int(retry) if retry.isdecimal() else None,
+    )
+
+
+def _later(status: int, problem: str) -> HttpError:
+    return HttpError(status, f"{_OTHER} {problem}; try again later", retry_after=_RETRY_SECONDS)
+
+
+def _os_error(error: BaseException | None) -> tuple[int | None, str]:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno, error.strerror or str(error)
+        error = error.__cause__ or error.__context__
+    return None, ""
 
 
 def _headers(scope: Scope) -> list[tuple[bytes, bytes]]:

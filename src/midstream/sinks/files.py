@@ -10,7 +10,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from midstream.sinks.daemon_threads import in_threads
 from midstream.sinks.manifest import VERSION, manifest_of
 from midstream.sinks.name_claims import NameClaims
 from midstream.sinks.npz_arrays import Arrays, arrays_of, described, forms
-from midstream.sinks.safe_paths import FOLDER, folder_beneath, is_there
 
 MANIFEST = "manifest.json"
 LOCKS = ".names.lock"  # its bytes are locked for the ids of running requests
@@ -31,6 +30,7 @@ SHARD_FORMAT = "midstream.npz-shards"
 PER_FILE, PACKED, SHARDED = LAYOUTS = ("per_file", "packed", "sharded")
 ROWS = "rows.npz"
 _SYNC_THREADS = 8
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class FileSink(Sink):
     def check(self, tag: str, request_id: str) -> None:
         """Reject a tag that is a link or a file, and an id that exists already."""
         try:
-            with folder_beneath(self._root, [tag] if tag else [], makes=False) as folder:
-                if request_id and is_there(request_id, folder):
+            with _folder_beneath(self._root, [tag] if tag else [], makes=False) as folder:
+                if request_id and _is_there(request_id, folder):
                     raise ExistsError(
                         "request_id",
                         f"{os.path.join(self._root, tag, request_id)} exists already; use "
@@ -132,11 +132,11 @@ class FileSink(Sink):
         """Write a folder under its temporary name by `fill`, which returns its manifest."""
         path = os.path.join(self._root, *parents, name)
         part = f".{name}.{uuid.uuid4().hex}.part"
-        with folder_beneath(self._root, parents, makes=True) as parent:
-            if is_there(name, parent):
+        with _folder_beneath(self._root, parents, makes=True) as parent:
+            if _is_there(name, parent):
                 raise FileExistsError(f"{path} exists already")
             os.mkdir(part, dir_fd=parent)
-            folder = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+            folder = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
             try:
                 manifest = fill(folder)
             except BaseException:
@@ -246,7 +246,7 @@ class FileSink(Sink):
         def sync(file: tuple[tuple[str, ...], str]) -> str:
             folders, name = file
             try:
-                with folder_beneath(self._root, folders, makes=False) as folder:
+                with _folder_beneath(self._root, folders, makes=False) as folder:
                     _sync_file(name, folder)
             except OSError as error:
                 return f"{type(error).__name__}: {error}"
@@ -259,7 +259,7 @@ class FileSink(Sink):
     def _move(self, folder: _Folder) -> str:
         """Rename a folder to its final name; return the error message, or an empty string."""
         try:
-            with folder_beneath(self._root, folder.parents, makes=False) as parent:
+            with _folder_beneath(self._root, folder.parents, makes=False) as parent:
                 os.rename(folder.part, folder.name, src_dir_fd=parent, dst_dir_fd=parent)
         except OSError as error:
             return f"{type(error).__name__}: {error}"
@@ -291,8 +291,8 @@ def _new_file(name: str, folder: int) -> Any:
 def _discard(root: str, folder: _Folder) -> None:
     with (
         suppress(OSError),
-        folder_beneath(root, (*folder.parents, folder.part), makes=False) as part,
-        folder_beneath(root, folder.parents, makes=False) as parent,
+        _folder_beneath(root, (*folder.parents, folder.part), makes=False) as part,
+        _folder_beneath(root, folder.parents, makes=False) as parent,
     ):
         _remove(folder.part, part, parent)
 
@@ -311,3 +311,36 @@ def _sync_file(name: str, folder: int) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+@contextmanager
+def _folder_beneath(root: str, parts: Sequence[str], *, makes: bool) -> Iterator[int]:
+    """Open a folder below an existing root, made durably if `makes`; yield its descriptor."""
+    folder = os.open(root, _FOLDER)
+    try:
+        for part in parts:
+            if makes:
+                _make_folder(part, folder)
+            inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _is_there(name: str, folder: int) -> bool:
+    """Whether a folder has an entry of this name, including dangling links."""
+    try:
+        os.lstat(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _make_folder(name: str, folder: int) -> None:
+    try:
+        os.mkdir(name, dir_fd=folder)
+    except FileExistsError:
+        return
+    os.fsync(folder)

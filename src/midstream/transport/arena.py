@@ -177,7 +177,7 @@ class Arena:
             if memory.nbytes >= size:
                 return memory
             memory.close()
-        return _new(size, self._pin)
+        return SharedMemory.create(size, self._pin)
 
     def _look_ahead(self, segment: _Segment) -> None:
         """Start creating the next segment if none is free."""
@@ -189,7 +189,7 @@ class Arena:
             and 2 * self._filled > size
             and self._memory_bytes + size <= self.budget
         ):
-            self._next = self._maker.submit(_new, size, True)
+            self._next = self._maker.submit(SharedMemory.create, size, True)
 
     def _add(self, memory: SharedMemory, on_disk: bool) -> _Segment:
         segment = _Segment(self._numbers, memory, on_disk)
@@ -204,10 +204,3 @@ class Arena:
         if not segment.on_disk:
             self._memory_bytes -= segment.memory.nbytes
         segment.memory.close()
-
-
-def _new(size: int, pin: bool) -> SharedMemory:
-    memory = SharedMemory.create(size)
-    if pin:
-        memory.pin()
-    return memory

@@ -24,9 +24,12 @@ class SharedMemory:
         self.tensor = _mapped(fd, nbytes)
 
     @staticmethod
-    def create(nbytes: int) -> SharedMemory:
-        """Create zeroed memory; pages are allocated on first write."""
-        return SharedMemory(os.memfd_create("midstream", os.MFD_CLOEXEC), nbytes)
+    def create(nbytes: int, pin: bool = False) -> SharedMemory:
+        """Create zeroed memory; pages are allocated on first write, or when it is pinned."""
+        memory = SharedMemory(os.memfd_create("midstream", os.MFD_CLOEXEC), nbytes)
+        if pin:
+            memory.pin()
+        return memory
 
     @staticmethod
     def on_disk(nbytes: int, folder: Path) -> SharedMemory:

@@ -44,11 +44,6 @@ class RequestIndex:
         self._groups = layout.groups
         self.runs: list[tuple[Run, ...]] = []  # of each request, by ascending group
         self.metadata: list[tuple[int, int]] = []  # each request's bytes [start, stop)
-        self._assign(layout, lines)
-        # By group: (request indices int64 [m], row bounds int64 [m + 1]).
-        self.owners = _owners(self.runs, len(layout.groups))
-
-    def _assign(self, layout: Layout, lines: Sequence[Line]) -> None:
         ends = [0] * len(self._groups)
         seen: set[tuple[str, int]] = set()
         text = 0
@@ -69,6 +64,8 @@ class RequestIndex:
             raise StoreError(
                 f"metadata: {layout.metadata_bytes} bytes, but the requests list {text}"
             )
+        # By group: (request indices int64 [m], row bounds int64 [m + 1]).
+        self.owners = _owners(self.runs, len(layout.groups))
 
     def _next_runs(self, line: Line, ends: list[int]) -> Iterator[Run]:
         """Yield a request's runs, and advance the ends of their groups."""
