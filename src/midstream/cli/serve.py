@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from midstream.cli.output import read_json_option
+from midstream.cli.output import read_json_option, refuse
 from midstream.config.config import KEY, Config
 from midstream.config.sinks import plain_sinks
 from midstream.errors import ConfigError, MissingExtraError
@@ -107,8 +107,7 @@ def server_command(
 
             check_sinks({name: sink for name, sink in configured.items() if "class" not in sink})
     except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise refuse(str(error), as_json=False) from None
     words += [ADDITIONAL, json.dumps({**additional, KEY: settings})]
     given = [*words, *(f"--{name}" for name in in_file)]
     is_explicit = _has(given, _COUNT) or _has(given, _HEADLESS)
@@ -122,12 +121,11 @@ def server_command(
 def _enable_plugin() -> None:
     """Check that vLLM can load midstream's plugin, and add it to `VLLM_PLUGINS` if set."""
     if not entry_points(group=GROUP, name=KEY):
-        typer.echo(
-            "error: midstream is not installed as a package, so vLLM cannot load it; "
-            "pip install it in vLLM's environment",
-            err=True,
+        raise refuse(
+            "midstream is not installed as a package, so vLLM cannot load it; pip install it in "
+            "vLLM's environment",
+            as_json=False,
         )
-        raise typer.Exit(2)
     named = os.environ.get(PLUGINS)
     if named is not None and KEY not in named.split(","):
         os.environ[PLUGINS] = ",".join(filter(None, [*named.split(","), KEY]))

@@ -127,11 +127,10 @@ class Selection:
             raise IndexError(f"expected indices from 0 to {len(self) - 1}")
         numbers = np.searchsorted(self._ends, wanted, side="right")
         places = np.argsort(numbers, kind="stable")
-        numbers = numbers[places]
-        cuts = np.flatnonzero(np.diff(numbers)) + 1
+        cuts = np.flatnonzero(np.diff(numbers[places])) + 1
         parts = []
         for where in np.split(places, cuts) if len(places) else []:
-            number = int(np.searchsorted(self._ends, wanted[where[0]], side="right"))
+            number = int(numbers[where[0]])
             segment = self._segments[number]
             first = int(self._ends[number]) - len(segment.rows)
             parts.append(_Part(segment, segment.rows[wanted[where] - first], where))

@@ -109,12 +109,9 @@ class Arena:
 
     def describe(self, segments: Iterable[int], reader: int = 0) -> dict[int, tuple[int, int]]:
         """Return (file descriptor, bytes) by segment number, with which a reader maps segments."""
-        descriptors = {
-            number: (self._segments[number].memory.fd, self._segments[number].memory.nbytes)
-            for number in segments
-        }
-        self._described.setdefault(reader, set()).update(descriptors)
-        return descriptors
+        memories = {number: self._segments[number].memory for number in segments}
+        self._described.setdefault(reader, set()).update(memories)
+        return {number: (memory.fd, memory.nbytes) for number, memory in memories.items()}
 
     def take_retired(self, reader: int = 0) -> list[int]:
         """Return the numbers of retired segments that a reader was told of, once."""

@@ -206,10 +206,8 @@ def _bands(
         )
         label = f"{x_title} {_plain(at)}".strip() + f": {values or 'no value'}"
         place = {"x": f"{edges[index]:.1f}", "y": area.top}
-        size = {
-            "width": f"{edges[index + 1] - edges[index]:.1f}",
-            "height": area.height - area.top - area.bottom,
-        }
+        width, height = edges[index + 1] - edges[index], area.height - area.top - area.bottom
+        size = {"width": f"{width:.1f}", "height": height}
         attributes = {"role": "option", "aria_label": label, **place, **size}
         tip = tag("title", escape(label))
         first = "0" if index == 0 else None

@@ -156,7 +156,7 @@ def read_head(head: bytes, size: int) -> Layout:
     if not isinstance(described, dict):
         raise StoreError("the header is not a JSON object")
     header, replaces = _read_about(described.get("__metadata__"))
-    lengths = _length(described, "requests"), _length(described, "metadata")
+    lengths = _rows(described, "requests"), _rows(described, "metadata")
     layout = Layout(header, _read_groups(described), *lengths, replaces)
     present = {tap for group in layout.groups for tap in group.taps}
     for tap, _ in header.widths:
@@ -219,13 +219,13 @@ def _read_groups(described: Mapping[str, Any]) -> tuple[Group, ...]:
     """Return the groups by the tensors' names; `_check_tensors` checks everything else."""
     rows: dict[int, int] = {}
     taps: dict[int, list[Tap]] = {}
-    for name, tensor in described.items():
+    for name in described:
         match = _TENSOR.fullmatch(name)
         if match is None:
             continue
         number = int(match[1])
         if match[2] is None:
-            rows[number] = _rows(name, tensor)
+            rows[number] = _rows(described, name)
             continue
         tap = match[2], int(match[3])
         if tap[0] not in sites.NAMES or tap[1] > MAX_LAYER:
@@ -247,7 +247,11 @@ def _check_tensors(described: Mapping[str, Any], places: Mapping[str, Place]) ->
             raise StoreError(f"tensor {show(name)}: expected {wanted}, got {_shown(got)}")
 
 
-def _rows(name: str, tensor: object) -> int:
+def _rows(described: Mapping[str, Any], name: str) -> int:
+    """Return the length of a one-dimensional tensor."""
+    if name not in described:
+        raise StoreError(f"missing tensor {show(name)}")
+    tensor = described[name]
     shape = tensor.get("shape") if isinstance(tensor, dict) else None
     if not isinstance(shape, list) or len(shape) != 1 or not is_int(shape[0]):
         raise StoreError(f"tensor {show(name)}: expected one dimension, got {_shown(shape)}")
@@ -255,12 +259,6 @@ def _rows(name: str, tensor: object) -> int:
     if not 0 <= rows <= MAX_ROWS:
         raise StoreError(f"tensor {show(name)}: {show(rows)} rows; expected 0 to {MAX_ROWS}")
     return rows
-
-
-def _length(described: Mapping[str, Any], name: str) -> int:
-    if name not in described:
-        raise StoreError(f"missing tensor {show(name)}")
-    return _rows(name, described[name])
 
 
 def _shown(value: object) -> str:
