@@ -148,7 +148,11 @@ class Reader:
         if "receipt" in results:
             completion.receipt = Receipt.from_dict(results["receipt"])
         if "probes" in results:
-            completion.probes = self._probes(completion.index, results["probes"])
+            # Each event has new scores only.
+            known = self._scores.setdefault(completion.index, _Scores())
+            for name, new in results["probes"].items():
+                known.add(name, new)
+            completion.probes = known.probes()
         if "captures" in results:
             completion.capture_results = {
                 sink: CaptureResult(result["status"], result["reason"], tuple(result["paths"]))
@@ -170,13 +174,6 @@ class Reader:
                 completion.activations = unpack(fetched[rows["url"]])
             else:
                 completion.captured = CapturedRows(rows["id"])
-
-    def _probes(self, index: int, results: Mapping[str, Any]) -> Probes:
-        """Return all scores so far; each event has new scores only."""
-        known = self._scores.setdefault(index, _Scores())
-        for name, new in results.items():
-            known.add(name, new)
-        return known.probes()
 
 
 class _Scores:

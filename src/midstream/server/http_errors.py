@@ -50,11 +50,7 @@ class RefusalLogger:
         elif message["type"] == "http.response.body" and self._status >= 400:
             self._body += message.get("body", b"")[:_MOST]
             if not message.get("more_body", False):
-                self._on_error(self._status, _param(self._body))
+                value = read_error(self._body)
+                param = None if value is None else value["error"].get("param")
+                self._on_error(self._status, param[:200] if isinstance(param, str) else None)
         await self._send(message)
-
-
-def _param(body: bytes) -> str | None:
-    value = read_error(body)
-    param = None if value is None else value["error"].get("param")
-    return param[:200] if isinstance(param, str) else None

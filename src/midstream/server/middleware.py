@@ -282,7 +282,12 @@ def _parse_if_asked(
         if isinstance(value, dict):
             write = partial(_written, before=dict(value), text=text, places=places)
     except SpecError:
-        value = _parse_leniently(body)
+        try:
+            value = json.loads(
+                body, object_pairs_hook=_asking
+            )  # as leniently as vLLM, but for this
+        except (ValueError, RecursionError):
+            return None
         if _has_field(value):
             raise
     if not isinstance(value, dict):
@@ -314,15 +319,6 @@ def _has_field(value: object) -> TypeGuard[dict[str, Any]]:
         return False
     xargs = value.get("vllm_xargs")
     return KEY in value or isinstance(xargs, dict) and KEY in xargs
-
-
-def _parse_leniently(body: bytes) -> object:
-    """Parse a body as leniently as vLLM does, but see `_asking`; None if it is not JSON."""
-    try:
-        parsed: object = json.loads(body, object_pairs_hook=_asking)
-    except (ValueError, RecursionError):
-        return None
-    return parsed
 
 
 def _asking(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -199,13 +199,9 @@ def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[st
         context.scores_sent[choice, name] = sent + len(scores)
         if scores or not sent:
             new_scores[name] = {
-                "scores": scores if all(map(math.isfinite, scores)) else _named(scores),
+                # With JavaScript's names for NaN and infinities, which JSON does not have.
+                "scores": [s if math.isfinite(s) else _NAMES[str(s)] for s in scores],
                 "positions": positions,
                 "token_ids": tokens,
             }
     return new_scores
-
-
-def _named(scores: list[float]) -> list[float | str]:
-    """Return scores with JavaScript's names for NaN and infinities, which JSON does not have."""
-    return [score if math.isfinite(score) else _NAMES[str(score)] for score in scores]

@@ -78,7 +78,7 @@ class Server:
         self.started = time.time()
         self._llm: Any = None
         self._expiry: asyncio.Task[None] | None = None
-        self._shared: SharedFolder | None = None
+        self._shared: SharedFolder | None = None  # vectors and steering of several processes
         self.peers: Peers | None = None  # the other API server processes
         self.answers: ResultEncoder  # from `start` on, as nothing is accepted before
         self.template: dict[str, Any] = {}  # arguments of chat templates from the settings
@@ -97,7 +97,12 @@ class Server:
         observe = partial(_observe_wait, self.metrics)
         llm.intake.limit(limits.waiting_requests, limits.wait_seconds, observe)
         audit_log.attach_handlers(limits.log)
-        self.peers, self._shared = _join(llm, limits.shared_folder)
+        shared = limits.shared_folder
+        if info.front_ends.count > 1:
+            own = own_folder()
+            self.peers, shared = Peers(own, info.front_ends), shared or str(own / "state")
+        if shared is not None:
+            self._shared = SharedFolder(shared, llm.vectors, llm.steering)
         self._llm = llm
         self._expiry = asyncio.create_task(expire_in_time(self.captures))
         audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
@@ -256,15 +261,6 @@ def _check_plain(params: Any) -> None:
             f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's field "
             f"{KEY}",
         )
-
-
-def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | None]:
-    """Return the other processes, and the folder with shared vectors and steering, if any."""
-    peers = None
-    if llm.info.front_ends.count > 1:
-        own = own_folder()
-        peers, shared = Peers(own, llm.info.front_ends), shared or str(own / "state")
-    return peers, None if shared is None else SharedFolder(shared, llm.vectors, llm.steering)
 
 
 def _num_prompts(body: Mapping[str, Any]) -> int:

@@ -320,7 +320,9 @@ def _folder_beneath(root: str, parts: Sequence[str], *, makes: bool) -> Iterator
     try:
         for part in parts:
             if makes:
-                _make_folder(part, folder)
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=folder)
+                    os.fsync(folder)
             inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
@@ -336,11 +338,3 @@ def _is_there(name: str, folder: int) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _make_folder(name: str, folder: int) -> None:
-    try:
-        os.mkdir(name, dir_fd=folder)
-    except FileExistsError:
-        return
-    os.fsync(folder)

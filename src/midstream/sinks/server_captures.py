@@ -89,7 +89,9 @@ class ServerCaptures:
         with self._changing:
             before = self._by_name.get(name, ())
             if _keeps(captures):
-                tag = _tag(name, self._times_kept[name])
+                # Another each time: rows of requests that still run must not mix with the new ones.
+                times = self._times_kept[name]
+                tag = hashlib.sha256(f"{name} {times}".encode()).hexdigest() if times else name
                 captures = tuple(_with_tag(named_capture, tag) for named_capture in captures)
             new = {**self._by_name, name: captures}
             if len(new) > MAX_NAMES:
@@ -212,11 +214,6 @@ class ServerCaptures:
 
 def _keeps(captures: Sequence[Capture]) -> bool:
     return any(capture.sink == KEPT for capture in captures)
-
-
-def _tag(name: str, times: int) -> str:
-    """Return the tag of kept rows, another each time: rows of running requests must not mix."""
-    return hashlib.sha256(f"{name} {times}".encode()).hexdigest() if times else name
 
 
 def _tag_of(captures: Sequence[Capture]) -> str:

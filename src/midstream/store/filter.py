@@ -105,7 +105,9 @@ def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
     requested = frozenset(wanted)
     if missing := requested - set(known):
         first = min(missing)
-        present = f"; known: {_shorten(sorted(known))}" if known else ": the store is empty"
+        shown = ", ".join(map(repr, sorted(known)[:8]))
+        more = f", … ({len(known)} in total)" if len(known) > 8 else ""
+        present = f"; known: {shown}{more}" if known else ": the store is empty"
         close = hint(first, known) if isinstance(first, str) else ""
         raise StoreError(f"{name}: no rows in this store have {show(first)}{close}{present}")
     return requested
@@ -206,9 +208,3 @@ def _are_in(values: _Ints, wanted: _Ints | range) -> _Mask:
         mask = (values >= low) & (values <= high) & ((values - low) % wanted.step == 0)
         return np.asarray(mask, np.bool_)
     return np.isin(values, wanted)
-
-
-def _shorten(names: Sequence[object]) -> str:
-    """Return at most eight names and the total number, for messages."""
-    shown = ", ".join(repr(name) for name in names[:8])
-    return f"{shown}, … ({len(names)} in total)" if len(names) > 8 else shown

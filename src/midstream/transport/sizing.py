@@ -24,13 +24,10 @@ def arena_settings(config: Config, workers: int) -> ArenaSettings:
     if budget is None:
         budget = min(_MAX_BUDGET, _available() // _SHARE) // workers
     folder = config.spill_dir or tempfile.gettempdir()
-    return ArenaSettings(budget, _segment(budget), config.overflow, Path(folder))
-
-
-def _segment(budget: int) -> int:
-    """Return a segment's size, a power of two: large are pinned less often, small free sooner."""
+    # A power of two: large segments are mapped and pinned less often, small ones free sooner.
     most = min(_MAX_SEGMENT, max(_MIN_SEGMENT, budget // _SEGMENTS))
-    return int(1 << (most.bit_length() - 1))
+    segment = 1 << (most.bit_length() - 1)
+    return ArenaSettings(budget, segment, config.overflow, Path(folder))
 
 
 def _available() -> int:

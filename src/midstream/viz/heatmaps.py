@@ -70,7 +70,8 @@ def heatmap(
             "values", f"{numbers.size} cells, and a picture has at most {MOST_CELLS}; draw fewer"
         )
     for name, table in (("texts", texts), ("details", details)):
-        _check_shape(name, table, shape)
+        if table is not None and [len(line) for line in table] != [shape[1]] * shape[0]:
+            raise SpecError(name, f"expected {shape[0]} rows of {shape[1]} texts, as `values` has")
     if marked is not None and not 0 <= marked < shape[0]:
         raise SpecError("marked", f"expected an index of `rows`, 0 to {shape[0] - 1}, got {marked}")
     scale = ColorScale.of(numbers, center, limits)
@@ -106,13 +107,6 @@ def legend(scale: ColorScale, fmt: str, unit: str = "") -> str:
     low = tag("span", escape(written(scale.low, fmt)))
     high = tag("span", escape(written(scale.high, fmt) + suffix))
     return tag("div", low + tag("span", steps, "ramp", aria_hidden="true") + high, "legend")
-
-
-def _check_shape(name: str, table: Any, shape: tuple[int, int]) -> None:
-    if table is None:
-        return
-    if len(table) != shape[0] or any(len(line) != shape[1] for line in table):
-        raise SpecError(name, f"expected {shape[0]} rows of {shape[1]} texts, as `values` has")
 
 
 def _table(

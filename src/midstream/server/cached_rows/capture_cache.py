@@ -78,7 +78,8 @@ class DescriptorBudget:
         self.used = 0
 
     def check(self, client: str, count: int) -> None:
-        files = _files()
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # it may change meanwhile
+        files = _UNLIMITED if limit == resource.RLIM_INFINITY else limit
         most = files // _SHARE
         mine = most // _SHARE
         taken = self._of_client[client]
@@ -103,12 +104,6 @@ class DescriptorBudget:
         self.used += count
         if not self._of_client[client]:
             del self._of_client[client]
-
-
-def _files() -> int:
-    """Return how many files this process may have open; it may change while it runs."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
 
 class CaptureCache:
