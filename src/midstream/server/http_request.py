@@ -18,6 +18,7 @@ from midstream.server.request_field import MidstreamField
 from midstream.sites import Tap
 
 _SHOWN = 500  # characters of a problem in the log
+Outputs = AsyncGenerator[Any, None]  # of an engine call
 
 
 @dataclass(slots=True)
@@ -60,11 +61,8 @@ class RequestContext:
         return CallPlan(self.request_field.plan, self.messages, self.template, most)
 
     def track(
-        self,
-        stream: AsyncGenerator[Any, None],
-        per_call: int,
-        running: AbstractContextManager[None],
-    ) -> AsyncGenerator[Any, None]:
+        self, stream: Outputs, per_call: int, running: AbstractContextManager[None]
+    ) -> Outputs:
         """Return a call's output stream, which records its results, and has `running` entered."""
         first = self.calls * per_call
         self.calls += 1
@@ -96,11 +94,8 @@ class RequestContext:
             captures.delete(self.undelivered.pop())
 
     async def _tracked(
-        self,
-        stream: AsyncGenerator[Any, None],
-        first: int,
-        running: AbstractContextManager[None],
-    ) -> AsyncGenerator[Any, None]:
+        self, stream: Outputs, first: int, running: AbstractContextManager[None]
+    ) -> Outputs:
         try:
             with running:
                 async for output in stream:

@@ -134,7 +134,7 @@ class Middleware:
             if path.startswith(CAPTURES):
                 scope["app"].state.midstream_guard.check(Headers(scope=scope))
             body = await _read(receive, self._server.settings.max_body_bytes)
-            await way(self._app, scope, body, _Replay(body, receive), send)
+            await way(partial(self._app, scope, _Replay(body, receive)), scope, body, send)
         except HttpError as error:
             await send_error(error, send)
 

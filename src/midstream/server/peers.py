@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ CAPTURES = "/v1/midstream/captures"
 _DROPPED = frozenset(
     {b"connection", b"content-length", b"expect", b"keep-alive", b"transfer-encoding", _CLIENT}
 )
-Way = Callable[[ASGIApp, Scope, bytes, Receive, Send], Coroutine[Any, Any, None]]
+Answer = Callable[[Send], Awaitable[None]]  # by this process
+Way = Callable[[Answer, Scope, bytes, Send], Awaitable[None]]
 
 
 class Peers:
@@ -119,9 +120,7 @@ class Peers:
                 raise rejection(answer)
         return None
 
-    async def _find(
-        self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
-    ) -> None:
+    async def _find(self, answer: Answer, scope: Scope, body: bytes, send: Send) -> None:
         """Answer, or where this process has nothing of the id, have the one answer that has."""
         held: list[Message] = []
 
@@ -131,7 +130,7 @@ class Peers:
             else:
                 await send(message)
 
-        await app(scope, receive, unless_missing)
+        await answer(unless_missing)
         if not held:
             return
         for number in self._started(self._others):
@@ -140,26 +139,22 @@ class Peers:
         for message in held:
             await send(message)
 
-    async def _leave_to_first(
-        self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
-    ) -> None:
+    async def _leave_to_first(self, answer: Answer, scope: Scope, body: bytes, send: Send) -> None:
         self._check_all()
         await self._pass_on(0, scope, body, send)
 
-    async def _change_all(
-        self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
-    ) -> None:
+    async def _change_all(self, answer: Answer, scope: Scope, body: bytes, send: Send) -> None:
         """Change this process, and if that succeeds all others, and answer then."""
-        answer: list[Message] = []
+        held: list[Message] = []
 
         async def hold(message: Message) -> None:
-            answer.append(message)
+            held.append(message)
 
         try:
             async with locked(self._changing, _SECONDS * len(self._others)):
                 self._check_all()
-                await app(scope, receive, hold)
-                if answer[0]["status"] < 300:
+                await answer(hold)
+                if held[0]["status"] < 300:
                     for number in self._others:
                         other = await self._ask(number, scope, scope["method"], "", body)
                         if other is not None and other.status_code >= 300:
@@ -167,7 +162,7 @@ class Peers:
         except asyncio.TimeoutError:
             why = "changes of other clients have not ended in time; try again later"
             raise HttpError(503, why, retry_after=_RETRY_SECONDS) from None
-        for message in answer:
+        for message in held:
             await send(message)
 
     async def _pass_on(
