@@ -99,9 +99,8 @@ class _RowsFile:
             row_of = {position: row for row, position in enumerate(known)}
             for position in positions:
                 if position not in row_of:
-                    has = ", ".join(map(str, known[:_SHOWN])) + (
-                        ", …" if len(known) > _SHOWN else ""
-                    )
+                    more = ["…"] if len(known) > _SHOWN else []
+                    has = ", ".join([*map(str, known[:_SHOWN]), *more])
                     raise SpecError(
                         "positions",
                         f"no row of {name} was captured at position {position}; there are {has}",

@@ -57,9 +57,11 @@ def read_rows(taps: object, row_bytes: Callable[[Tap], int]) -> list[IndexedRows
         data.setdefault(index, {})[tap] = array
     return [
         IndexedRows(
-            *indices.arrays(index), {tap: of_index[tap] for tap in sorted(of_index, key=tap_order)}
+            np.frombuffer(positions, np.int64),
+            np.frombuffer(tokens, np.int64),
+            {tap: of_index[tap] for tap in sorted(of_index, key=tap_order)},
         )
-        for index, of_index in data.items()
+        for (positions, tokens), of_index in data.items()
     ]
 
 
@@ -81,10 +83,6 @@ class _Indices:
             index = self._by_object[objects] = positions.tobytes(), tokens.tobytes()
             self._references.append(rows)
         return index, len(index[0]) // 8
-
-    @staticmethod
-    def arrays(index: _Index) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return np.frombuffer(index[0], np.int64), np.frombuffer(index[1], np.int64)
 
 
 def check_positions(positions: NDArray[np.int64], where: str) -> None:

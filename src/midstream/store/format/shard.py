@@ -26,6 +26,8 @@ from midstream.store.format.lines import Line, read_line, read_metadata
 from midstream.validation import show
 
 _DTYPES: dict[str, Any] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
+# Of a group: (request indices int64 [m], row bounds int64 [m + 1]).
+Owners = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,6 @@ class RequestIndex:
             raise StoreError(
                 f"metadata: {layout.metadata_bytes} bytes, but the requests list {text}"
             )
-        # By group: (request indices int64 [m], row bounds int64 [m + 1]).
         self.owners = _owners(self.runs, len(layout.groups))
 
     def _next_runs(self, line: Line, ends: list[int]) -> Iterator[Run]:
@@ -80,9 +81,7 @@ class RequestIndex:
             ends[group] += count
 
 
-def _owners(
-    runs: Sequence[Sequence[Run]], groups: int
-) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def _owners(runs: Sequence[Sequence[Run]], groups: int) -> list[Owners]:
     owners: list[list[int]] = [[] for _ in range(groups)]
     bounds: list[list[int]] = [[0] for _ in range(groups)]
     for request, every in enumerate(runs):
@@ -109,8 +108,8 @@ class Shard(CheckedFile):
     def __repr__(self) -> str:
         return f"Shard({self.name!r}, {len(self.lines)} requests)"
 
-    def owners(self, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (request indices int64 [m], row bounds [m + 1]) of a group; see `RequestIndex`."""
+    def owners(self, group: int) -> Owners:
+        """Return the requests of a group's rows."""
         return self._index.owners[group]
 
     def taps(self, request: int) -> tuple[Tap, ...]:
