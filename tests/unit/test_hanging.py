@@ -252,36 +252,38 @@ def test_a_peer_process_that_is_stopped_is_an_error_for_every_request_that_needs
     async def each():
         return [one async for one in mine.each(scope)]
 
+    sent = []
+
     async def send(message):
         sent.append(message)
 
     async def change():
-        await mine._change_all(answered, {**scope, "method": "PUT"}, b"{}", None, send)
+        await mine._change_all(answered, {**scope, "method": "PUT"}, b"{}", send)
 
-    async def answered(_scope, _receive, send):
+    async def answered(send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
         path = str(Path(folder) / "api-1")
         with stopped(_LISTENING, path):
-            sent = []
             mine = peers.Peers(Path(folder), FrontEnds(2, 0))
             with pytest.raises(HttpError, match="did not answer within"):
                 bounded(each())
             bounded(mine.refresh_metrics(scope))
             with pytest.raises(HttpError, match="did not answer within"):
                 ended(lambda: mine.read_rows(scope, "x"))
-            bounded(change())
-            assert sent[0]["status"] == 504
+            with pytest.raises(HttpError) as late:
+                bounded(change())
+            assert late.value.status == 504
 
             async def one_after_the_other():
                 """Changes wait for each other, and no longer than the first one may take."""
                 async with mine._changing:
                     await change()
 
-            sent.clear()
-            bounded(one_after_the_other())
-            assert sent[0]["status"] == 503
+            with pytest.raises(HttpError) as waiting:
+                bounded(one_after_the_other())
+            assert (waiting.value.status, sent) == (503, [])
 
 
 def test_a_stopped_process_that_holds_the_lock_of_a_job_is_an_error(tmp_path, monkeypatch):
