@@ -45,7 +45,6 @@ UNLIMITED = {
     "sinks/daemon_threads.py: _make_calls": "a thread that waits for work",
     "sinks/daemon_threads.py: in_threads": "a sink's write or flush",
     "sinks/queue.py: SinkQueue.put": "a sink's write or flush",
-    "sinks/sink_set.py: SinkSet._check_place": "",
     "store/format/checksums.py: Summing.finish": "",
     "store/format/checksums.py: Summing._start": "",
     "lab/sweep/async_run.py: run_job": "",

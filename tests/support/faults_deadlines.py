@@ -65,7 +65,7 @@ DEADLINES: tuple[Fault, ...] = (
     Fault(
         "A sink that was stalled takes nothing any more when it has returned",
         "SinkQueue._call",
-        'self._stalled = ""',
+        'self.stalled = ""',
         "pass",
         _STALLED
         + "test_a_sink_that_returns_after_all_takes_deliveries_again_with_results_of_their_own",
@@ -73,8 +73,8 @@ DEADLINES: tuple[Fault, ...] = (
     Fault(
         "The end of an engine waits for a sink without limit",
         "SinkQueue.close",
-        "thread.is_alive() and not self._stalled and time.monotonic() < until",
-        "thread.is_alive() and not self._stalled",
+        "thread.is_alive() and not self.stalled and time.monotonic() < until",
+        "thread.is_alive() and not self.stalled",
         _STALLED + "test_closing_ends_after_its_own_time_though_each_call_returns",
     ),
     Fault(
@@ -94,8 +94,8 @@ DEADLINES: tuple[Fault, ...] = (
     Fault(
         "Request validation waits without limit for a sink's file system",
         "SinkSet._check_place",
-        "if not call.wait(CHECK_SECONDS):",
-        "if not call.wait(1000000.0):",
+        "if not wait((call,), CHECK_SECONDS).done:",
+        "if not wait((call,), 1000000.0).done:",
         _HANGING + "test_a_sink_whose_check_hangs_refuses_requests_and_names_itself",
     ),
     Fault(

@@ -96,8 +96,8 @@ DOORS: tuple[Fault, ...] = (
     ),
     Fault(
         "An id is free while the rows under it wait for their sink",
-        "_keep_name",
-        "sink.names.keep_until(entry.done, name)",
+        "SinkQueue._append",
+        "names.keep_until(entry.done, name)",
         "del name",
         NAMES + "test_an_id_is_taken_until_its_rows_are_stored_and_then_the_sink_has_it",
     ),

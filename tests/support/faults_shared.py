@@ -103,9 +103,9 @@ SHARED: tuple[Fault, ...] = (
     ),
     Fault(
         "The field in the first of two vllm_xargs is passed over",
-        "_parse_leniently",
-        "parsed: object = json.loads(body, object_pairs_hook=_asking)",
-        "parsed: object = json.loads(body)",
+        "_parse_if_asked",
+        "value = json.loads(body, object_pairs_hook=_asking)",
+        "value = json.loads(body)",
         _SPELT,
     ),
     Fault(

@@ -15,7 +15,7 @@ SINKS: tuple[Fault, ...] = (
     Fault(
         "A full sink loses rows",
         "ByteBudget._admit",
-        "self._used and self._used + size > self._most and not grant.cancelled()",
+        "self.used and self.used + size > self._most and not grant.cancelled()",
         "False",
         "tests/unit/sinks/test_queue.py"
         "::test_a_slow_sink_makes_whoever_brings_more_wait_and_loses_nothing",
@@ -37,9 +37,9 @@ SINKS: tuple[Fault, ...] = (
     ),
     Fault(
         "A link below a sink's root redirects a request's files",
-        "folder_beneath",
-        "inner = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=folder)",
-        "inner = os.open(part, FOLDER, dir_fd=folder)",
+        "_folder_beneath",
+        "inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)",
+        "inner = os.open(part, _FOLDER, dir_fd=folder)",
         "tests/unit/sinks/test_files.py"
         "::test_a_tag_that_is_a_link_is_refused_at_the_door_and_when_it_is_written",
     ),

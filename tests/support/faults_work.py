@@ -71,7 +71,7 @@ WORK: tuple[Fault, ...] = (
     ),
     Fault(
         "A plan is resolved for any number of prompts of a call",
-        "_check_prompts",
+        "Server.begin",
         "check_called(_num_prompts(body), size_of(parts, layers))",
         "check_called(1, size_of(parts, layers))",
         TEST_WORK + "::test_prompts_times_a_plan_have_a_budget",

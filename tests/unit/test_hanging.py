@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +41,7 @@ from midstream.runtime.protocol.rpc import ReadUsage
 from midstream.sae.sae import SAE
 from midstream.server import peers
 from midstream.sinks import name_claims, sink_set
-from midstream.sinks.daemon_threads import ThreadCall
+from midstream.sinks.daemon_threads import begin
 from midstream.steering.files import read_file, read_json_file
 from midstream.store import open_store
 
@@ -49,9 +50,9 @@ FOREVER = 30.0
 
 def ended(call):
     """What a call returns or raises, in a thread of its own."""
-    made = ThreadCall(call)
-    assert made.wait(FOREVER), "it hangs"
-    return made.result()
+    made = begin(call)
+    assert wait((made,), FOREVER).done, "it hangs"
+    return made.result(0)
 
 
 # ------------------------------------------------------------------ pipes
@@ -251,36 +252,38 @@ def test_a_peer_process_that_is_stopped_is_an_error_for_every_request_that_needs
     async def each():
         return [one async for one in mine.each(scope)]
 
+    sent = []
+
     async def send(message):
         sent.append(message)
 
     async def change():
-        await mine._change_all(answered, {**scope, "method": "PUT"}, b"{}", None, send)
+        await mine._change_all(answered, {**scope, "method": "PUT"}, b"{}", send)
 
-    async def answered(_scope, _receive, send):
+    async def answered(send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
         path = str(Path(folder) / "api-1")
         with stopped(_LISTENING, path):
-            sent = []
             mine = peers.Peers(Path(folder), FrontEnds(2, 0))
             with pytest.raises(HttpError, match="did not answer within"):
                 bounded(each())
             bounded(mine.refresh_metrics(scope))
             with pytest.raises(HttpError, match="did not answer within"):
                 ended(lambda: mine.read_rows(scope, "x"))
-            bounded(change())
-            assert sent[0]["status"] == 504
+            with pytest.raises(HttpError) as late:
+                bounded(change())
+            assert late.value.status == 504
 
             async def one_after_the_other():
                 """Changes wait for each other, and no longer than the first one may take."""
                 async with mine._changing:
                     await change()
 
-            sent.clear()
-            bounded(one_after_the_other())
-            assert sent[0]["status"] == 503
+            with pytest.raises(HttpError) as waiting:
+                bounded(one_after_the_other())
+            assert (waiting.value.status, sent) == (503, [])
 
 
 def test_a_stopped_process_that_holds_the_lock_of_a_job_is_an_error(tmp_path, monkeypatch):

@@ -1,8 +1,4 @@
-"""Assembly of the sub-commands.
-
-A sub-command is a module with a function of the same name: its parameters are the options, its
-docstring is the help. It is listed only in `midstream.entries`.
-"""
+"""Assembly of the sub-commands: functions in modules of their names; see `midstream.entries`."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from midstream.version import __version__
 
 
 def make() -> typer.Typer:
-    """Build the command with all its sub-commands."""
     command = typer.Typer(
         name="midstream",
         help="Read and change what a model computes, mid-forward, inside vLLM at full speed.",

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from midstream.cli.output import refuse
+
 # Built by scripts/site.sh, and in every released wheel.
 SITE = Path(__file__).parents[1] / "site"
 
@@ -29,22 +31,16 @@ def docs(
     Example: midstream docs quickstart
     """
     if not (SITE / "index.html").is_file():
-        _fail(
+        raise refuse(
             "the documents are not built in this installation, as in a clone;"
-            " build them with scripts/site.sh, or read docs/*.md"
+            " build them with scripts/site.sh, or read docs/*.md",
+            as_json=False,
         )
     name = page.removesuffix(".md").removesuffix(".html")
     file = (SITE / f"{name}.html").resolve()
     if SITE.resolve() not in file.parents or not file.is_file():
-        names = sorted(
-            page_file.stem for page_file in SITE.glob("*.html") if page_file.stem != "404"
-        )
-        _fail(f"page: there is no page {page!r}; there are {', '.join(names)}")
+        names = ", ".join(sorted({html.stem for html in SITE.glob("*.html")} - {"404"}))
+        raise refuse(f"page: there is no page {page!r}; there are {names}", as_json=False)
     sys.stdout.write(f"{file.as_uri()}\n")
     if not only_print:
         webbrowser.open(file.as_uri())
-
-
-def _fail(problem: str) -> None:
-    typer.echo(f"error: {problem}", err=True)
-    raise typer.Exit(2)

@@ -15,16 +15,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def print_json(value: Any) -> None:
-    """Print one value as JSON."""
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
 def refuse(problem: str, as_json: bool) -> typer.Exit:
-    """Report that the command was rejected, and return the exception to raise.
-
-    Args:
-        as_json: whether to print it as JSON on standard output too.
-    """
+    """Report that the command was rejected, also as JSON if asked; return what to raise."""
     typer.echo(f"error: {problem}", err=True)
     if as_json:
         print_json({"status": REFUSED, "error": problem})
@@ -60,7 +55,6 @@ def failures(verbose: bool) -> Iterator[None]:
 
 
 def read_json_option(name: str, text: str) -> Any:
-    """Parse the JSON text of an option."""
     try:
         return json.loads(text)
     except ValueError as error:

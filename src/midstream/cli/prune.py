@@ -56,7 +56,6 @@ def prune(
 
 
 def describe(pruned: Pruned, done: bool) -> list[str]:
-    """Return the removed, or removable, parts as lines of text."""
     parts = {
         "files of interrupted writes": pruned.temporaries,
         "shards replaced by a merged shard": pruned.replaced,

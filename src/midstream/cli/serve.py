@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from midstream.cli.output import read_json_option
+from midstream.cli.output import read_json_option, refuse
 from midstream.config.config import KEY, Config
 from midstream.config.sinks import plain_sinks
 from midstream.errors import ConfigError, MissingExtraError
@@ -87,13 +87,7 @@ def serve(
 def server_command(
     model: str, settings: dict[str, Any], words: list[str], sinks: list[str] | None = None
 ) -> list[str]:
-    """Return the command that starts vLLM's server with midstream.
-
-    Args:
-        model: folder or name.
-        words: arguments for `vllm serve`.
-        sinks: sinks as words, besides those of the settings.
-    """
+    """Return the command of vLLM's server with midstream, `words` for it and more `sinks`."""
     words, in_file = _read_config_file(words)
     words, additional = _take_additional_config(words, in_file)
     in_additional = additional.pop(KEY, {})
@@ -113,42 +107,31 @@ def server_command(
 
             check_sinks({name: sink for name, sink in configured.items() if "class" not in sink})
     except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise refuse(str(error), as_json=False) from None
     words += [ADDITIONAL, json.dumps({**additional, KEY: settings})]
-    rest = [*words, *_one_front_end([*words, *(f"--{name}" for name in in_file)])]
+    given = [*words, *(f"--{name}" for name in in_file)]
+    is_explicit = _has(given, _COUNT) or _has(given, _HEADLESS)
+    # By default vLLM starts a front end per replica, and each would have its part of the capacity.
+    count = ["--api-server-count", "1"] if _has(given, _REPLICAS) and not is_explicit else []
+    rest = [*words, *count]
     _enable_plugin()
     return [sys.executable, "-m", *_server(model, rest), *rest]
 
 
 def _enable_plugin() -> None:
-    """Make sure that vLLM loads midstream: check that the plugin is installed, and add it to
-    `VLLM_PLUGINS` if that is set.
-    """
+    """Check that vLLM can load midstream's plugin, and add it to `VLLM_PLUGINS` if set."""
     if not entry_points(group=GROUP, name=KEY):
-        typer.echo(
-            "error: midstream is not installed as a package, so vLLM cannot load it; "
-            "pip install it in vLLM's environment",
-            err=True,
+        raise refuse(
+            "midstream is not installed as a package, so vLLM cannot load it; pip install it in "
+            "vLLM's environment",
+            as_json=False,
         )
-        raise typer.Exit(2)
     named = os.environ.get(PLUGINS)
     if named is not None and KEY not in named.split(","):
         os.environ[PLUGINS] = ",".join(filter(None, [*named.split(","), KEY]))
 
 
-def _one_front_end(arguments: list[str]) -> list[str]:
-    """Return arguments for a single API server process, if the server has replicas.
-
-    vLLM starts one per replica by default, and each would have only its part of the capacity.
-    """
-    has_replicas = _has(arguments, _REPLICAS)
-    is_explicit = _has(arguments, _COUNT) or _has(arguments, _HEADLESS)
-    return ["--api-server-count", "1"] if has_replicas and not is_explicit else []
-
-
 def _has(arguments: list[str], option: tuple[str, str, str]) -> bool:
-    """Return whether an option is among arguments for vLLM's server."""
     return any(_means(word.partition("=")[0], option) for word in arguments)
 
 
@@ -175,12 +158,10 @@ def _server(model: str, arguments: list[str]) -> list[str]:
 
 
 def _read_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return vLLM's arguments, with `--config FILE` as two words, and the options in that file.
-
-    vLLM gives options of the command line precedence over the file's, and this command always gives
-    `--additional-config`: the file's must be read here.
-    """
-    split = [part for word in words for part in _split(word, "--config")]
+    """Return arguments, `--config FILE` as two, and that file's options, which must be merged."""
+    split: list[str] = []
+    for word in words:
+        split += word.split("=", 1) if word.startswith("--config=") else [word]
     if "--config" not in split:
         return split, {}
     path = "".join(split[split.index("--config") + 1 :][:1])
@@ -196,17 +177,10 @@ def _read_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     return split, {str(name).replace("_", "-"): value for name, value in options.items()}
 
 
-def _split(word: str, option: str) -> list[str]:
-    name, is_one_word, value = word.partition("=")
-    return [name, value] if is_one_word and name == option else [word]
-
-
 def _take_additional_config(
     words: list[str], in_file: dict[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return vLLM's arguments without `--additional-config`, and its value joined with the one of
-    the file.
-    """
+    """Return arguments without `--additional-config`, and its value with the file's."""
     additional: dict[str, Any] = {}
     for name, value in in_file.items():
         if _is_additional(f"--{name}"):

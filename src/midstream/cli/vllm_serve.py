@@ -1,7 +1,4 @@
-"""vLLM's command `serve`, for builds whose package metadata have another name than `vllm`.
-
-`vllm.entrypoints.cli.main` reads the version there, and fails without.
-"""
+"""vLLM's command `serve` for builds of other package names, whose version vLLM fails to read."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
@@ -107,12 +106,7 @@ class AsyncClient:
     async def __aenter__(self: C) -> C:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _bytes_of(self, request: HttpRequest) -> AsyncGenerator[bytes, None]:
@@ -130,10 +124,9 @@ class AsyncClient:
         try:
             request = next(exchange)
             while True:
+                asked = self._http.request(request.method, request.path, json=request.json)
                 with named_failures(self._http):
-                    response = await self._http.request(
-                        request.method, request.path, json=request.json
-                    )
+                    response = await asked
                 request = exchange.send(HttpResponse(response.status_code, response.content))
         except StopIteration as end:
             result: T = end.value

@@ -21,27 +21,15 @@ def connected(
     timeout: float | None,
     http: Any,
 ) -> Any:
-    """Return the HTTP client of a client.
-
-    Args:
-        keys: API key and admin key; None: there is none.
-        timeout: timeout of a request in seconds; None: no timeout.
-        http: the caller's own HTTP client; None: a new one is made.
-    """
+    """Return the caller's HTTP client, or a new one with these keys (API's, admin's)."""
     if http is not None:
         _check(http, *keys)
         return http
-    return make(base_url=_server_url(base_url), headers=_headers_of(*keys), timeout=timeout)
-
-
-def _headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
-    """Return the headers of every request."""
-    headers = {}
-    if api_key is not None:
-        headers["authorization"] = f"Bearer {api_key}"
+    api_key, admin_key = keys
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     if admin_key is not None:
         headers[ADMIN_HEADER] = admin_key
-    return headers
+    return make(base_url=_server_url(base_url), headers=headers, timeout=timeout)
 
 
 def _server_url(base_url: str) -> str:
@@ -71,9 +59,8 @@ def named_failures(http: Any) -> Iterator[None]:
         if isinstance(error.__cause__, httpx.TransportError):
             raise  # by a request within a stream
         url = str(http.base_url)
-        proxy = _proxy_of(url) if http.trust_env else None
         through = ""
-        if proxy is not None:
+        if http.trust_env and (proxy := _proxy_of(url)):
             name, address = proxy
             host = urlsplit(url).hostname
             through = (
@@ -84,9 +71,7 @@ def named_failures(http: Any) -> Iterator[None]:
 
 
 def _proxy_of(url: str) -> tuple[str, str] | None:
-    """Return the environment's proxy for a URL: the variable, and its address without a password;
-    None if there is none.
-    """
+    """Return the environment's proxy for a URL: variable, and address without password."""
     parts = urlsplit(url)
     if urllib.request.proxy_bypass(parts.hostname or ""):
         return None
@@ -98,6 +83,5 @@ def _proxy_of(url: str) -> tuple[str, str] | None:
 
 
 def _shown(url: str) -> str:
-    """Return a URL without the user and password in it."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if parts.netloc else url

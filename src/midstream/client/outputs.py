@@ -118,12 +118,7 @@ class Reader:
         return urls
 
     def read(self, value: dict[str, Any], fetched: Mapping[str, bytes]) -> ServedOutput:
-        """Add a response or a stream event, and return the accumulated output.
-
-        Args:
-            value: JSON of the response or event.
-            fetched: contents of fetched handles, by URL.
-        """
+        """Add a response or event, with contents of handles by URL; return the output so far."""
         self.output.raw = value
         self.output.request_id = value.get("id", self.output.request_id)
         for choice in value.get("choices") or ():
@@ -153,7 +148,11 @@ class Reader:
         if "receipt" in results:
             completion.receipt = Receipt.from_dict(results["receipt"])
         if "probes" in results:
-            completion.probes = self._probes(completion.index, results["probes"])
+            # Each event has new scores only.
+            known = self._scores.setdefault(completion.index, _Scores())
+            for name, new in results["probes"].items():
+                known.add(name, new)
+            completion.probes = known.probes()
         if "captures" in results:
             completion.capture_results = {
                 sink: CaptureResult(result["status"], result["reason"], tuple(result["paths"]))
@@ -176,13 +175,6 @@ class Reader:
             else:
                 completion.captured = CapturedRows(rows["id"])
 
-    def _probes(self, index: int, results: Mapping[str, Any]) -> Probes:
-        """Return all scores so far; each event has new scores only."""
-        known = self._scores.setdefault(index, _Scores())
-        for name, new in results.items():
-            known.add(name, new)
-        return known.probes()
-
 
 class _Scores:
     """Scores of one choice so far. Each is read once: a stream has an event for each token."""
@@ -193,7 +185,6 @@ class _Scores:
         self._tokens = _Numbers("int64")
 
     def add(self, name: str, new: Mapping[str, Any]) -> None:
-        """Add scores of a probe, with their positions and token ids."""
         scores = self._scores.setdefault(name, _Numbers("float32"))
         # NaN and infinities are sent as strings, which float() parses.
         scores.append([float(score) for score in new["scores"]])
@@ -202,7 +193,6 @@ class _Scores:
             self._tokens.set(new["positions"], new["token_ids"])
 
     def probes(self) -> Probes:
-        """Return the scores so far."""
         return Probes(
             {name: scores.copy() for name, scores in self._scores.items()},
             {name: positions.copy() for name, positions in self._positions.items()},
@@ -219,7 +209,6 @@ class _Numbers:
         self._count = 0
 
     def append(self, values: Sequence[Any]) -> None:
-        """Append numbers."""
         start = self._count
         self._grow(start + len(values))
         self._data[start : self._count] = values

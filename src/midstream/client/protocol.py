@@ -1,7 +1,4 @@
-"""Sans-I/O protocol of the clients: exchanges with a server, for blocking and asyncio clients.
-
-An exchange is a generator: it yields HTTP requests, is sent their responses, and returns a result.
-"""
+"""Exchanges with a server: generators that yield requests, are sent responses, return results."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from midstream.client.outputs import Reader, ServedOutput
 from midstream.client.request_body import extra_body
 from midstream.config.config import KEY
 from midstream.errors import ServerError, SpecError
-from midstream.http.sse import DONE, Event, Events
+from midstream.http.sse import DONE, Events
 from midstream.plan.captured_rows import CapturedRows
 from midstream.plan.plan import emit_server_wide
 from midstream.plan.probe import Probe
@@ -39,11 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A request to the server.
-
-    Attributes:
-        json: JSON value of the body; None: no body.
-    """
+    """A request to the server; `json` is the body's value, None: no body."""
 
     method: str
     path: str
@@ -68,11 +61,7 @@ def call(method: str, path: str, json: Any = None) -> Exchange[Any]:
 
 
 def complete(path: str, arguments: Mapping[str, Any], **more: Any) -> Exchange[ServedOutput]:
-    """Return the output of a completion, with its rows.
-
-    Args:
-        arguments, more: see `body_of`.
-    """
+    """Return the output of a completion, with its rows; for the arguments see `body_of`."""
     if arguments.get("stream"):
         raise SpecError("stream", "this returns the whole answer; use the client's stream()")
     body = body_of(arguments, **more)
@@ -82,34 +71,24 @@ def complete(path: str, arguments: Mapping[str, Any], **more: Any) -> Exchange[S
 
 
 def read(answer: Any, keep: bool = False) -> Exchange[ServedOutput]:
-    """Return a response of any client as a ServedOutput; see `Client.read`.
-
-    Args:
-        answer: JSON of the response, or an object with `model_dump`.
-        keep: whether cached rows stay on the server.
-    """
-    reader, value = Reader(), plain(answer)
-    return reader.read(value, (yield from _fetch_rows(reader, value, keep)))
+    """Return a response of any client as a ServedOutput; `keep`: its rows stay on the server."""
+    return (yield from _read_value(Reader(), plain(answer), keep))
 
 
 def _keeps(arguments: Mapping[str, Any]) -> bool:
-    """Return whether cached rows stay on the server."""
     return bool(arguments.get("activations") == KEEP)
 
 
-def _fetch_rows(reader: Reader, value: dict[str, Any], keep: bool) -> Exchange[dict[str, bytes]]:
-    """Fetch the rows that the server has cached for a response, and delete them there."""
+def _read_value(reader: Reader, value: dict[str, Any], keep: bool) -> Exchange[ServedOutput]:
+    """Read a response with its cached rows, deleted on the server unless it keeps them."""
     by_url: dict[str, bytes] = {}
-    if keep:
-        return by_url
-    for url in reader.handles(value):
+    for url in () if keep else reader.handles(value):
         by_url[url] = yield from _fetch(url)
         yield HttpRequest("DELETE", url)
-    return by_url
+    return reader.read(value, by_url)
 
 
 def _fetch(url: str) -> Exchange[bytes]:
-    """Return the bytes of a file."""
     response = yield HttpRequest("GET", url)
     if response.status >= 400:
         check(response.status, response.content)
@@ -120,12 +99,6 @@ class OutputStream:
     """A streamed completion."""
 
     def __init__(self, arguments: Mapping[str, Any], prompt: Any, messages: Any) -> None:
-        """Prepare the request.
-
-        Args:
-            prompt: the prompt; None: `messages` is given.
-            messages: the conversation; None: `prompt` is given.
-        """
         if prompt is not None and messages is not None:
             raise SpecError("messages", "a stream has a prompt or messages; give one of them")
         path = COMPLETIONS if messages is None else CHAT
@@ -137,20 +110,17 @@ class OutputStream:
 
     def feed(self, data: bytes) -> Iterator[Exchange[ServedOutput]]:
         """Yield, for each event that is complete after more bytes, the exchange for its output."""
+        reader = self._reader
         for value in self._stream.feed(data):
-            yield self._output(value)
+            yield _read_value(reader, value, self._keeps)
 
     def end(self) -> None:
         """Check that the stream is complete, and has receipts if the request had a plan."""
         self._stream.end()
         check_enabled(self.request.json, self._reader.output)
 
-    def _output(self, value: dict[str, Any]) -> Exchange[ServedOutput]:
-        return self._reader.read(value, (yield from _fetch_rows(self._reader, value, self._keeps)))
-
 
 def delete(captured: CapturedRows) -> Exchange[None]:
-    """Delete cached rows."""
     yield from call("DELETE", f"{ROWS}/{captured.id}")
 
 
@@ -177,13 +147,11 @@ def register_vectors(name: str, vectors: Any) -> Exchange[dict[str, Any]]:
 
 
 def list_vectors() -> Exchange[list[dict[str, Any]]]:
-    """Return the registered names with their properties."""
     registered: list[dict[str, Any]] = (yield from call("GET", VECTORS))["vectors"]
     return registered
 
 
 def remove_vectors(name: str) -> Exchange[None]:
-    """Remove a name."""
     yield from call("DELETE", path_of(name))
 
 
@@ -194,12 +162,7 @@ def parameter(name: str) -> Exchange[Any]:
 
 
 def body_of(arguments: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the JSON body of a request.
-
-    Args:
-        arguments: keyword arguments of the call: midstream's, and fields of the server's API.
-        more: fields that the call itself sets; those that are None are omitted.
-    """
+    """Return the JSON body of a call's arguments, with `more` that the call sets unless None."""
     fields = {name: arguments[name] for name in FIELDS if name in arguments}
     if _keeps(arguments):
         fields["activations"] = "handle"
@@ -224,23 +187,17 @@ def check_enabled(body: Mapping[str, Any], output: ServedOutput) -> ServedOutput
 
 
 def plain(answer: Any) -> dict[str, Any]:
-    """Return the JSON of a response that another client received."""
     fields: dict[str, Any] = answer.model_dump() if hasattr(answer, "model_dump") else dict(answer)
     return fields
 
 
 def path_of(name: str) -> str:
-    """Return the path of named vectors."""
     with at("name"):
         return f"{VECTORS}/{quote(read_name(name))}"
 
 
 def upload_of(vectors: Any) -> Any:
-    """Return vectors or whole edits in the JSON form of the server.
-
-    Args:
-        vectors: as for `VectorRegistry.register`, except a path.
-    """
+    """Return vectors or whole edits, as for `VectorRegistry.register`, in JSON form."""
     from midstream.plan.vectors.matrix import read_vector_or_matrix
     from midstream.steering.edit_forms import names_edits, read_named_edits
 
@@ -286,27 +243,19 @@ class Stream:
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """Yield the events that are complete after more bytes."""
         for event in self._events.feed(data):
-            value = self._value(event)
-            if value is not None:
-                yield value
+            self.is_done = self.is_done or event.data == DONE
+            value = event.value  # of `DONE` None
+            if not isinstance(value, dict):
+                continue
+            error = value.get("error")
+            if error is not None:
+                status = error.get("code") if isinstance(error, dict) else None
+                raise ServerError.of(status if isinstance(status, int) else 500, value)
+            yield value
 
     def end(self) -> None:
-        """Check that the stream is complete."""
         if not self.is_done:
             raise ServerError(500, "the stream ended before it was complete")
-
-    def _value(self, event: Event) -> dict[str, Any] | None:
-        if event.data == DONE:
-            self.is_done = True
-            return None
-        value = event.value
-        if not isinstance(value, dict):
-            return None
-        error = value.get("error")
-        if error is not None:
-            status = error.get("code", 500) if isinstance(error, dict) else 500
-            raise ServerError.of(status if isinstance(status, int) else 500, value)
-        return value
 
 
 def tiers_of(tiers: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Codecs: encodings of captured vectors as bytes, lossless or with a known error.
 
-A codec encodes vectors to uint8 [n, row_bytes] on the device, before they are copied to the host;
-rows are transferred and stored encoded, and decoded when they are read. `docs/codecs.md` specifies
-each byte layout and error.
+`docs/codecs.md` specifies each byte layout and error.
 """
 
 from midstream.codecs.base import Codec

@@ -22,17 +22,10 @@ _SLACK = 1 + 2**-22
 
 
 def encode_affine(rows: Tensor) -> Tensor:
-    """Encode each row with the finest scale that spans it.
+    """Encode rows [n, width] to uint8 [n, 8 + width], each with the finest scale that spans it.
 
-    The zero is the row's minimum, the scale (maximum − minimum) / 255 rounded up to a float32, so
-    that no q exceeds 255. The decoded x̂ satisfies |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴:
-    half a step plus float32 rounding. Rows of equal values are exact.
-
-    Args:
-        rows: [n, width] float32, bfloat16 or float16.
-
-    Returns:
-        uint8 [n, 8 + width].
+    The zero is the minimum, the scale (maximum − minimum) / 255 rounded up, so that no q exceeds
+    255. |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴. Rows of equal values are exact.
     """
     low, high = (bound.float() for bound in torch.aminmax(rows, dim=1, keepdim=True))
     valid = torch.isfinite(low) & torch.isfinite(high)  # aminmax propagates NaN
@@ -95,7 +88,6 @@ def _mark(header: Tensor) -> Tensor:
 
 
 def _rounded_up(values: Tensor) -> Tensor:
-    """Round float64 values up to float32."""
     nearest = values.float()
     return torch.where(
         nearest.double() < values,

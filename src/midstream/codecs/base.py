@@ -24,7 +24,6 @@ class Codec(Protocol):
     @property
     def spec(self) -> str:
         """The codec as text with all parameters, which `parse_codec` reads."""
-        ...
 
     def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Return the number of bytes per encoded vector.
@@ -36,7 +35,6 @@ class Codec(Protocol):
         Raises:
             SpecError: the codec does not support vectors this short.
         """
-        ...
 
     def encode(self, rows: Tensor) -> Tensor:
         """Encode vectors on their device.
@@ -54,7 +52,6 @@ class Codec(Protocol):
             CodecError: another shape or dtype.
             SpecError: the codec does not support vectors this short.
         """
-        ...
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
         """Decode to vectors or their approximation; see each codec for shape and dtype.
@@ -67,7 +64,6 @@ class Codec(Protocol):
         Raises:
             CodecError: see `check`.
         """
-        ...
 
     def check(self, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
         """Check that `data` is a possible output of `encode`; arguments as in `decode`.
@@ -75,7 +71,6 @@ class Codec(Protocol):
         Raises:
             CodecError: it is not; the message has the first malformed row and its problem.
         """
-        ...
 
 
 def checked_rows(rows: Tensor) -> Tensor:
@@ -89,7 +84,6 @@ def checked_rows(rows: Tensor) -> Tensor:
 
 
 def check_shape(codec: Codec, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
-    """Check the shape and dtype of encoded rows."""
     if data.dtype != torch.uint8 or data.ndim != 2:
         raise CodecError(
             f"{codec.spec}: expected uint8 [n, row_bytes], got {_name(data.dtype)} "
@@ -104,13 +98,7 @@ def check_shape(codec: Codec, data: Tensor, hidden: int, dtype: torch.dtype) -> 
 
 
 def reject_rows(spec: str, wrong: Tensor, problem: str) -> None:
-    """Raise an error if any row is malformed.
-
-    Args:
-        spec: text of the codec, for the message.
-        wrong: bool [n], whether each row is malformed.
-        problem: description for the message, which follows `row 3:`.
-    """
+    """Raise an error with the first malformed row, if any; `wrong`: bool [n]."""
     if bool(wrong.any()):
         raise CodecError(f"{spec}: row {int(wrong.nonzero()[0])}: {problem}")
 
@@ -133,12 +121,7 @@ def bytes_of(rows: Tensor) -> Tensor:
 
 
 def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret bytes as another dtype: a view where alignment allows it, else a copy.
-
-    Args:
-        data: uint8 [..., m], m a multiple of the dtype's size.
-        dtype: a dtype of any size.
-    """
+    """Reinterpret uint8 [..., m] as another dtype: a view where alignment allows, else a copy."""
     *strides, last = data.stride()
     offsets = (data.storage_offset(), *strides)
     if last != 1 or any(offset % dtype.itemsize for offset in offsets):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.codecs.affine import HEADER_BYTES, check_affine, decode_affine, encode_affine
 from midstream.codecs.base import check_parameter, check_shape, checked_rows
-from midstream.codecs.projection import projection
 
 MAX_K = 16384
 MAX_SEED = 2**64 - 1
@@ -71,3 +73,23 @@ class Rp8:
     def check(self, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
         check_shape(self, data, hidden, dtype)
         check_affine(self.spec, data)
+
+
+@functools.lru_cache(maxsize=8)
+def projection(k: int, hidden: int, seed: int, device: torch.device) -> Tensor:
+    """Return the projection, float32 [k, hidden], on a device; caches the last 8."""
+    return torch.from_numpy(projection_matrix(k, hidden, seed)).to(device)
+
+
+def projection_matrix(k: int, hidden: int, seed: int) -> NDArray[np.float32]:
+    """Compute the projection, float32 [k, hidden]; `docs/codecs.md` specifies it."""
+    count = k * hidden
+    pairs = -(-count // 2)
+    # numpy guarantees the raw outputs of bit generators, but not its distributions.
+    raw = np.random.Philox(key=seed).random_raw(2 * pairs)
+    units = (raw >> np.uint64(11)).astype(np.float64)
+    radius = np.sqrt(-2 * np.log((units[0::2] + 1) * 2.0**-53))
+    angle = 2 * np.pi * (units[1::2] * 2.0**-53)
+    normals = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)
+    entries: NDArray[np.float32] = (normals[:count] / np.sqrt(k)).astype(np.float32)
+    return entries.reshape(k, hidden)

@@ -96,11 +96,7 @@ def _index_dtype(hidden: int) -> torch.dtype:
 
 
 def _magnitude_keys(rows: Tensor) -> Tensor:
-    """Return integer keys [n, hidden]: larger for a larger magnitude, then for a lower index.
-
-    Non-negative floats are ordered like the integers with the same bits; the index is subtracted
-    below those bits.
-    """
+    """Return integer keys [n, hidden]: float bits order magnitudes; lower indices win."""
     hidden = rows.shape[1]
     narrow = rows.element_size() == 2 and hidden <= 1 << 16
     bits = rows.abs().view(torch.int16 if rows.element_size() == 2 else torch.int32)

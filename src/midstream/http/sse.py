@@ -1,7 +1,4 @@
-"""Parser of server-sent events that keeps unchanged events byte for byte.
-
-Libraries for such events parse or send them, but do not pass one through unchanged.
-"""
+"""Parser of server-sent events that passes unchanged events on byte for byte."""
 
 from __future__ import annotations
 
@@ -20,17 +17,11 @@ _PLAIN = re.compile(rb"data: ([^\r\n]*)\n\n")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One server-sent event.
+    """One server-sent event."""
 
-    Attributes:
-        name: its field `event`; empty if absent.
-        data: its field `data`; empty for comments, and for events with other or repeated fields.
-        raw: the received bytes; empty for events created here.
-    """
-
-    name: bytes
-    data: bytes
-    raw: bytes = b""
+    name: bytes  # field `event`; empty if absent
+    data: bytes  # field `data`; empty for comments, and with other or repeated fields
+    raw: bytes = b""  # the received bytes; empty for events created here
 
     @property
     def value(self) -> Any:
@@ -43,7 +34,6 @@ class Event:
             return None
 
     def with_data(self, value: Any) -> Event:
-        """Return an event of the same name with other data."""
         return Event(self.name, json.dumps(value).encode())
 
     @property
@@ -78,7 +68,6 @@ class Events:
 
     @property
     def rest(self) -> bytes:
-        """The bytes after the last complete event."""
         return bytes(self._rest)
 
 

@@ -1,10 +1,5 @@
-"""Audit log: one line for each rejected request and each change of server state.
-
-A line is `midstream event field=value …` with values as JSON, so client data cannot break it; with
-the setting `http.log` "json" it is one JSON object. The record's attribute `midstream` holds the
-same fields as a dict. Lines never contain keys, vectors, prompts or the client's invalid values;
-the response reports those. Request ids are vLLM's, which include what a client sends as
-X-Request-Id.
+"""Audit log: a line `midstream event field=JSON …`, or a JSON object, for each rejected request and
+each change of server state. It never has keys, vectors, prompts or a client's invalid values.
 """
 
 from __future__ import annotations
@@ -21,21 +16,14 @@ _LOGGER = logging.getLogger("midstream.serving")
 
 
 def log_event(event: str, **fields: Any) -> None:
-    """Log an event.
-
-    Args:
-        event: name of the event, such as `steering.set`.
-        fields: JSON values; fields that are None are omitted.
-    """
+    """Log an event, such as `steering.set`, with fields of JSON values; None is omitted."""
     present = {name: value for name, value in fields.items() if value is not None}
     line = " ".join(f"{name}={json.dumps(value)}" for name, value in present.items())
     _LOGGER.info("midstream %s %s", event, line, extra={"midstream": {"event": event, **present}})
 
 
 class JsonLines(logging.Formatter):
-    """Formats each record as one line of JSON: `time`, `level`, `logger`, and either the fields of
-    an event or `message`.
-    """
+    """Formats a record as one line of JSON: `time`, `level`, `logger`, fields or `message`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = {
@@ -50,19 +38,12 @@ class JsonLines(logging.Formatter):
 
 
 def _is_no_mistake(record: logging.LogRecord) -> bool:
-    """Return whether a record is to be logged: vLLM logs a client's mistake in a stream as a fault
-    with its traceback, and `request.refused` says it already.
-    """
+    """Return False for vLLM's report of a client's mistake, which `request.refused` has."""
     return not (record.exc_info and isinstance(record.exc_info[1], (SpecError, BusyError)))
 
 
 def attach_handlers(form: str = "text") -> None:
-    """Attach vLLM's log handlers to midstream's logger, unless it already has handlers; they log
-    no traceback of clients' mistakes.
-
-    Args:
-        form: "json": midstream's logger writes JSON lines to stderr instead.
-    """
+    """Log as vLLM does, or with `form` "json" as lines of JSON, without clients' mistakes."""
     ours, theirs = logging.getLogger("midstream"), logging.getLogger("vllm")
     if form == "json":
         own = logging.StreamHandler(sys.stderr)

@@ -1,6 +1,6 @@
 """Bytes in JSON, as base64 that is copied only once, into the response.
 
-A copy of some hundred kilobytes takes longer than their encoding: its memory is new to the process.
+A copy of some hundred kilobytes takes longer than their encoding: its memory is new.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ class Base64Text:
     __slots__ = ("pieces",)
 
     def __init__(self, parts: Iterable[bytes | memoryview]) -> None:
-        """Encode bytes.
-
-        Args:
-            parts: the bytes, one after the other.
-        """
         self.pieces = [pybase64.b64encode(part) for part in _in_threes(parts)]
 
 

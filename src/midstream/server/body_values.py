@@ -1,9 +1,12 @@
-"""Checks of bodies that are JSON."""
+"""Bodies that are JSON: their checks, and the fields that this vLLM defines for its endpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from pydantic import BaseModel
 
 from midstream.errors import HttpError, SpecError
 from midstream.validation import MAX_VALUES, has_more_values, hint, listed
@@ -24,7 +27,6 @@ def is_long(body: bytes) -> bool:
 
 
 def check_values(body: bytes, param: str | None = None) -> None:
-    """Check that a body has not too many values."""
     if has_more_values(body):
         raise HttpError(
             413,
@@ -35,11 +37,7 @@ def check_values(body: bytes, param: str | None = None) -> None:
 
 
 def check_fields(fields: Mapping[str, Any], known: Sequence[str], required: Sequence[str]) -> None:
-    """Check that an object has known fields only, and all that it must have.
-
-    Args:
-        required: names of those that it must have.
-    """
+    """Check that an object has known fields only, and all those that are required."""
     for name in fields:
         if name not in known:
             raise SpecError(name, f"unknown field{hint(name, known)}; known: {listed(known)}")
@@ -55,3 +53,34 @@ def completions_of(body: Mapping[str, Any]) -> int:
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list)):
         several = len(prompts)
     return several * count if isinstance(count, int) and count > 0 else several
+
+
+def body_fields(app: Any) -> dict[str, frozenset[str]]:
+    """Return the fields of the models that vLLM's endpoints read their bodies as, by path."""
+    by_path = {}
+    for route in getattr(app, "routes", ()):
+        endpoint = getattr(route, "endpoint", None)
+        if (getattr(endpoint, "__module__", None) or "").startswith("vllm."):
+            try:
+                hints = typing.get_type_hints(endpoint).values()
+            except (NameError, TypeError):
+                continue
+            models = (model for hint in hints for model in _models(hint))
+            if names := frozenset(name for model in models for name in _names(model)):
+                by_path[route.path] = names
+    return by_path
+
+
+def _models(hint: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in a type, such as those of a union."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from _models(part)
+
+
+def _names(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield name
+        if field.alias:
+            yield field.alias

@@ -18,67 +18,41 @@ from midstream.server.request_field import MidstreamField
 from midstream.sites import Tap
 
 _SHOWN = 500  # characters of a problem in the log
+Outputs = AsyncGenerator[Any, None]  # of an engine call
 
 
 @dataclass(slots=True)
 class ChoiceUpdate:
-    """Results of one choice since the last update was sent.
+    """Results of one choice since the last update was sent."""
 
-    Attributes:
-        probes: latest scores by name, cumulative; None if there are none.
-        rows: partial rows received since the last update, without overlap.
-        readouts: the same of read-outs, by the attribute of outputs.
-        final: vLLM's CompletionOutput, once the choice has ended; else None.
-    """
-
-    probes: Any = None
-    rows: list[Any] = field(default_factory=list)
-    readouts: dict[str, list[Any]] = field(default_factory=dict)
-    final: Any = None
+    probes: Any = None  # latest scores by name, cumulative; None if there are none
+    rows: list[Any] = field(default_factory=list)  # partial rows, without overlap
+    readouts: dict[str, list[Any]] = field(default_factory=dict)  # the same, by attribute
+    final: Any = None  # vLLM's CompletionOutput, once the choice has ended; else None
     request_id: str = ""
 
 
 @dataclass(eq=False, slots=True)
 class RequestContext:
-    """State of one HTTP request.
-
-    Attributes:
-        request_field: the parsed field `midstream`.
-        client: id of the client, see `Server.client_of`.
-        messages: messages of a chat; None for other requests.
-        calls: number of engine calls that the request has made.
-        per_call: number of choices of each call.
-        updates: results by choice index that are not sent yet.
-        scores_sent: number of scores already sent, by (choice index, probe name).
-        rows_sent: by choice index and tap, the position of the last row that was sent in a stream.
-        streams: output streams of the engine calls, which are closed with the request.
-        undelivered: ids of cached rows that no sent response refers to yet.
-        reservation: room in the cache for its rows; None: they are not cached.
-        invalid_field: path of the field that the engine rejected; empty if none.
-        refusal: the answer in place of vLLM's, if the engine had no capacity or ended the request;
-            else None.
-        failure: the answer to what failed in the engine, for handlers of vLLM that let it pass;
-            None: nothing did.
-    """
+    """State of one HTTP request."""
 
     request_field: MidstreamField
-    client: str
-    messages: Any = None
+    client: str  # see `Server.client_of`
+    messages: Any = None  # of a chat; None for other requests
     template: dict[str, Any] = field(default_factory=dict)
-    calls: int = 0
-    per_call: int = 1
-    updates: dict[int, ChoiceUpdate] = field(default_factory=dict)
-    scores_sent: dict[tuple[int, str], int] = field(default_factory=dict)
-    rows_sent: dict[int, dict[Tap, int]] = field(default_factory=dict)
-    streams: list[AsyncGeneratorType[Any, None]] = field(default_factory=list)
-    undelivered: list[str] = field(default_factory=list)
-    reservation: Reservation | None = None
-    invalid_field: str = ""
-    refusal: HttpError | None = None
-    failure: HttpError | None = None
+    calls: int = 0  # engine calls that the request has made
+    per_call: int = 1  # choices of each call
+    updates: dict[int, ChoiceUpdate] = field(default_factory=dict)  # by choice; not sent yet
+    scores_sent: dict[tuple[int, str], int] = field(default_factory=dict)  # by choice and probe
+    rows_sent: dict[int, dict[Tap, int]] = field(default_factory=dict)  # last position by choice
+    streams: list[AsyncGeneratorType[Any, None]] = field(default_factory=list)  # of the calls
+    undelivered: list[str] = field(default_factory=list)  # ids of rows that no sent response names
+    reservation: Reservation | None = None  # room in the cache; None: not cached
+    invalid_field: str = ""  # path of the field that the engine rejected; empty if none
+    refusal: HttpError | None = None  # the answer in place of vLLM's
+    failure: HttpError | None = None  # the answer for handlers of vLLM that let a failure pass
 
     def call_plan(self, limits: HttpSettings) -> CallPlan:
-        """Return the plan of an engine call."""
         most = {
             "inline": limits.inline_bytes,
             "handle": min(limits.client_bytes, limits.held_bytes),
@@ -87,17 +61,9 @@ class RequestContext:
         return CallPlan(self.request_field.plan, self.messages, self.template, most)
 
     def track(
-        self,
-        stream: AsyncGenerator[Any, None],
-        per_call: int,
-        running: AbstractContextManager[None],
-    ) -> AsyncGenerator[Any, None]:
-        """Return a call's output stream, recording its results as they pass.
-
-        Args:
-            per_call: number of choices of the call.
-            running: is entered while the stream is read.
-        """
+        self, stream: Outputs, per_call: int, running: AbstractContextManager[None]
+    ) -> Outputs:
+        """Return a call's output stream, which records its results, and has `running` entered."""
         first = self.calls * per_call
         self.calls += 1
         self.per_call = per_call
@@ -108,7 +74,6 @@ class RequestContext:
 
     @property
     def is_single(self) -> bool:
-        """Whether the response has exactly one choice."""
         return self.calls * self.per_call == 1
 
     def take_updates(self) -> dict[int, ChoiceUpdate]:
@@ -129,11 +94,8 @@ class RequestContext:
             captures.delete(self.undelivered.pop())
 
     async def _tracked(
-        self,
-        stream: AsyncGenerator[Any, None],
-        first: int,
-        running: AbstractContextManager[None],
-    ) -> AsyncGenerator[Any, None]:
+        self, stream: Outputs, first: int, running: AbstractContextManager[None]
+    ) -> Outputs:
         try:
             with running:
                 async for output in stream:

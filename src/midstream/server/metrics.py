@@ -1,8 +1,4 @@
-"""Prometheus metrics, in the same registry as vLLM's, so that `/metrics` has both.
-
-Only refusals, waits and sweeps are counted here while requests run: a scrape of `/metrics` fetches
-the engine's counts.
-"""
+"""Prometheus metrics, in vLLM's registry; a scrape of `/metrics` fetches the engine's counts."""
 
 from __future__ import annotations
 
@@ -71,12 +67,7 @@ class Metrics:
     """Metrics of one registry."""
 
     def __init__(self, registry: Any = None) -> None:
-        """Register the metrics.
-
-        Args:
-            registry: a prometheus_client registry; None: the process-wide one that vLLM uses.
-                Multiprocess mode is supported.
-        """
+        """Register the metrics, by default in the process-wide registry that vLLM uses."""
         from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
         registry = REGISTRY if registry is None else registry
@@ -102,7 +93,6 @@ class Metrics:
         self._refreshed_at = -_EVERY_SECONDS
 
     def count_refusal(self, status: int) -> None:
-        """Count a rejected request."""
         self._counters["refusals"].labels(str(status)).inc()
 
     def count_sweep(self, status: str, cells: int) -> None:
@@ -111,29 +101,19 @@ class Metrics:
         self._counters["sweep_cells"].inc(cells)
 
     def observe_wait(self, seconds: float) -> None:
-        """Count the time that a call waited for capacity."""
         self._histograms["waiting_seconds"].observe(seconds)
 
     async def refresh(
         self, state: Callable[[], Any], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Update all metrics, unless they were updated within the last second.
-
-        Args:
-            state: coroutine function that returns the server's status; see `update`.
-            clock: function that returns a monotonic time in seconds.
-        """
+        """Update all metrics by the server's status, unless they were within the last second."""
         async with self._lock:
             if clock() - self._refreshed_at >= _EVERY_SECONDS:
                 self.update(await state())
                 self._refreshed_at = clock()
 
     def update(self, state: Mapping[str, Any]) -> None:
-        """Set all metrics from a server's status.
-
-        Args:
-            state: response of `GET /v1/midstream/status`.
-        """
+        """Set all metrics from a response of `GET /v1/midstream/status`."""
         totals = state["totals"]
         for status, count in totals["completions"].items():
             self._total("completions", count, status)
@@ -166,10 +146,8 @@ class Metrics:
             self._total("planner_seconds", steps["planner_ns"] / 1e9, place)
             self._total("spills", arena["spills"], place)
         self._set("arena_bytes", arena["memory_bytes"], place)
-        self._set("arena_free_bytes", arena["free_bytes"], place)
-        self._set("arena_disk_bytes", arena["disk_bytes"], place)
-        self._set("arena_budget_bytes", arena["budget_bytes"], place)
-        self._set("arena_leases", arena["leases"], place)
+        for name in ("free_bytes", "disk_bytes", "budget_bytes", "leases"):
+            self._set(f"arena_{name}", arena[name], place)
         self._set("ring_rows", worker["ring_rows"], place)
         self._set("ring_rows_last", steps["ring_last"], place)
         self._set("ring_rows_most", steps["ring_most"], place)

@@ -1,10 +1,4 @@
-"""ASGI middleware around vLLM's endpoints: removes the field `midstream` from requests, and adds
-results to responses.
-
-vLLM's handlers parse bodies themselves, so a request with the field is parsed twice and written
-once, and so is its response. Other requests pass unchanged. Bodies are read only for paths whose
-handler reads JSON; vLLM's check of its API key comes before this.
-"""
+"""ASGI middleware: takes the field `midstream` out of requests, and adds results to responses."""
 
 from __future__ import annotations
 
@@ -24,14 +18,11 @@ from midstream.compat.foreign_fields import check_body, names_in
 from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.runtime.frontend.request.heavy_work import in_thread
-from midstream.server.body_values import check_values, is_long
-from midstream.server.http_errors import send_error
-from midstream.server.http_request import RequestContext
+from midstream.server.body_values import body_fields, check_values, is_long
+from midstream.server.http_errors import RefusalLogger, send_error
 from midstream.server.open_requests import carry_id
 from midstream.server.peers import CAPTURES, PEER
-from midstream.server.refusal_logger import RefusalLogger
 from midstream.server.request_field import MidstreamField, take_field
-from midstream.server.request_models import body_fields
 from midstream.server.response_writer import ResponseWriter
 from midstream.server.server import PATHS, SWEEP, Server
 from midstream.validation import encoded, read_json_members
@@ -50,30 +41,12 @@ _FORM_BYTES = len(f'name="{KEY}"') + 1  # of a match, and what is before it
 
 
 class _Parsed(NamedTuple):
-    """A body with the field `midstream`.
-
-    Attributes:
-        value: the body without it, and with the request's id.
-        id: see `open_requests`.
-        body: `value` as JSON.
-    """
+    """A body with the field `midstream`."""
 
     field: MidstreamField
-    value: dict[str, Any]
-    id: str
-    body: bytes
-
-
-class _Opened(NamedTuple):
-    """A request with the field `midstream`.
-
-    Attributes:
-        id: see `open_requests`.
-    """
-
-    context: RequestContext
-    id: str
-    body: bytes
+    value: dict[str, Any]  # the body without it, and with the request's id
+    id: str  # see `open_requests`
+    body: bytes  # `value` as JSON
 
 
 class Middleware:
@@ -82,19 +55,17 @@ class Middleware:
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app = app
         self._server = server
-        self._fields: dict[str, frozenset[str]] | None = None
+        self._fields: dict[str, frozenset[str]] | None = None  # vLLM's, by path
         self._paths: frozenset[str] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             try:
-                await self._app(scope, receive, send)
+                return await self._app(scope, receive, send)
             finally:
                 self._server.close()
-            return
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return await self._app(scope, receive, send)
         path = path_of(scope)
         # vLLM generates at more paths than those that can return results.
         if scope["method"] == "POST" and (path == SWEEP or not path.startswith(_OWN)):
@@ -108,37 +79,36 @@ class Middleware:
                 try:
                     self._server.check_host(Headers(scope=scope))
                 except HttpError as error:
-                    await send_error(error, observer)
-                    return
+                    return await send_error(error, observer)
             if path.rstrip("/") == _METRICS:
                 await self._server.refresh_metrics(scope)
-            await self._answer(path, scope, receive, observed)
-            return
+            return await self._answer(path, scope, receive, observed)
         limit = self._server.settings.max_body_bytes
         headers = Headers(scope=scope)
         is_form = headers.get("content-type", "").lower().startswith("multipart/")
         is_read = self._is_read(scope, path)
-        opened: _Opened | None = None
+        parsed: _Parsed | None = None
         try:
-            _check_length(headers, limit)
+            length = headers.get("content-length", "0")
+            if length.isdecimal() and (len(length) > _DIGITS or int(length) > limit):
+                raise _too_long(limit)
             if path.startswith(_OWN):
                 self._server.check_host(headers)
             if is_read and not is_form:
                 body = await _read(receive, limit)
-                opened = await self._open(scope, path, body)
-                body = body if opened is None else opened.body
+                if parsed := await self._parsed(scope, path, body):
+                    request_field = await self._server.fill(scope, parsed.field)
+                    context = self._server.begin(scope, parsed.value, request_field)
+                    body = parsed.body
                 scope, receive = _with_length(scope, body), _Replay(body, receive)
         except (HttpError, MidstreamError) as error:
-            await send_error(HttpError.of(error), observer)
-            return
-        if opened is None:
+            return await send_error(HttpError.of(error), observer)
+        if parsed is None:
             incoming = _FormScan(receive, limit) if is_read and is_form else receive
-            await self._answer(path, scope, incoming, observed)
-            return
-        context = opened.context
+            return await self._answer(path, scope, incoming, observed)
         outgoing = ResponseWriter(context, self._server, observer, on_error)
         try:
-            with self._server.open_requests.opened(opened.id, context):
+            with self._server.open_requests.opened(parsed.id, context):
                 await self._app(scope, receive, outgoing)
         except asyncio.CancelledError:
             # A disconnected client does not cancel: the server is being stopped.
@@ -159,16 +129,14 @@ class Middleware:
         peers = self._server.peers
         way = peers.way(scope, path) if peers is not None and path.startswith(_OWN) else None
         if way is None:
-            await self._app(scope, receive, send)
-            return
+            return await self._app(scope, receive, send)
         try:
             if path.startswith(CAPTURES):
                 scope["app"].state.midstream_guard.check(Headers(scope=scope))
             body = await _read(receive, self._server.settings.max_body_bytes)
+            await way(partial(self._app, scope, _Replay(body, receive)), scope, body, send)
         except HttpError as error:
             await send_error(error, send)
-            return
-        await way(self._app, scope, body, _Replay(body, receive), send)
 
     def _with_steering(self, send: Send) -> Send:
         """Return a `send` that names the server-wide steering in headers, if there is any."""
@@ -185,9 +153,7 @@ class Middleware:
         return named
 
     def _is_read(self, scope: Scope, path: str) -> bool:
-        """Return whether the body of a path may have the field: it is an endpoint's, and not of
-        midstream's own endpoints.
-        """
+        """Return whether a path is of an endpoint, and not midstream's own, that reads a body."""
         if self._paths is None:
             self._paths = frozenset(PATHS) | {
                 route.path
@@ -196,25 +162,14 @@ class Middleware:
             }
         return path in self._paths and not path.startswith(_OWN)
 
-    async def _open(self, scope: Scope, path: str, body: bytes) -> _Opened | None:
-        """Return a request with the field `midstream`; None: the field is absent."""
-        fields = self._fields_of(scope, path)
-        if is_long(body):
-            parsed = await in_thread(_parse, path, fields, body)
-        else:
-            parsed = _parse(path, fields, body)
-        if parsed is None:
-            return None
-        self._server.check_host(Headers(scope=scope))
-        request_field = await self._server.fill(scope, parsed.field)
-        context = self._server.begin(scope, parsed.value, request_field)
-        return _Opened(context, parsed.id, parsed.body)
-
-    def _fields_of(self, scope: Scope, path: str) -> frozenset[str] | None:
-        """Return the fields that vLLM defines for a body; None: the body is not vLLM's."""
+    async def _parsed(self, scope: Scope, path: str, body: bytes) -> _Parsed | None:
         if self._fields is None:
             self._fields = dict.fromkeys(PATHS, frozenset()) | body_fields(scope.get("app"))
-        return self._fields.get(path)
+        work = path, self._fields.get(path), body
+        parsed = await in_thread(_parse, *work) if is_long(body) else _parse(*work)
+        if parsed is not None:
+            self._server.check_host(Headers(scope=scope))
+        return parsed
 
 
 def _rejected(problem: str, name: str) -> HttpError:
@@ -228,7 +183,6 @@ def path_of(scope: Scope) -> str:
 
 
 async def _read(receive: Receive, limit: int) -> bytes:
-    """Read a body."""
     parts, size = [], 0
     while True:
         message = await receive()
@@ -244,11 +198,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
 
 
 def _parse(path: str, fields: frozenset[str] | None, body: bytes) -> _Parsed | None:
-    """Return a body with the field `midstream`; None if the field is absent.
-
-    Args:
-        fields: fields that vLLM defines for the endpoint; None: other fields are not checked.
-    """
+    """Return a body with the field `midstream`; None if absent. `fields`: vLLM's; None: any."""
     # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
     first = body.find(_MARK)
     is_named = first >= 0
@@ -325,19 +275,19 @@ class _Replay:
 def _parse_if_asked(
     body: bytes, fields: frozenset[str] | None
 ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], bytes]] | None:
-    """Parse a body that concerns midstream, and return it with what writes it again after changes;
-    None if it does not, or is not JSON, which vLLM reports.
-
-    Args:
-        fields: fields that vLLM defines for the endpoint; None: other fields are not checked.
-    """
+    """Return a body that concerns midstream, and its writer; None: it does not, or is no JSON."""
     write: Callable[[dict[str, Any]], bytes] = _written
     try:
         value, text, places = read_json_members(body)
         if isinstance(value, dict):
             write = partial(_written, before=dict(value), text=text, places=places)
     except SpecError:
-        value = _parse_leniently(body)
+        try:
+            value = json.loads(
+                body, object_pairs_hook=_asking
+            )  # as leniently as vLLM, but for this
+        except (ValueError, RecursionError):
+            return None
         if _has_field(value):
             raise
     if not isinstance(value, dict):
@@ -351,12 +301,7 @@ def _written(
     text: str = "",
     places: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> bytes:
-    """Return a body as JSON. Members that did not change keep their text: nothing else runs in the
-    process while a long one is written.
-
-    Args:
-        text, places: see `read_json_members`.
-    """
+    """Return a body as JSON. Unchanged members keep their text: long ones take time to write."""
     parts: list[bytes] = []
     for name, member in value.items():
         parts.append(f"{', ' if parts else '{'}{json.dumps(name)}: ".encode())
@@ -376,19 +321,8 @@ def _has_field(value: object) -> TypeGuard[dict[str, Any]]:
     return KEY in value or isinstance(xargs, dict) and KEY in xargs
 
 
-def _parse_leniently(body: bytes) -> object:
-    """Parse a body as leniently as vLLM does, but see `_asking`; None if it is not JSON."""
-    try:
-        parsed: object = json.loads(body, object_pairs_hook=_asking)
-    except (ValueError, RecursionError):
-        return None
-    return parsed
-
-
 def _asking(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object with the last value of each key; of several `vllm_xargs` the last that has
-    the field, so that it is not passed over.
-    """
+    """Return an object with each key's last value; of `vllm_xargs` the last that has the field."""
     return dict(pairs) | {name: value for name, value in pairs if _has_field({name: value})}
 
 
@@ -398,12 +332,6 @@ def _with_length(scope: Scope, body: bytes) -> Scope:
     if "content-length" in headers:
         headers["content-length"] = str(len(body))
     return changed
-
-
-def _check_length(headers: Headers, limit: int) -> None:
-    length = headers.get("content-length", "0")
-    if length.isdecimal() and (len(length) > _DIGITS or int(length) > limit):
-        raise _too_long(limit)
 
 
 def _too_long(limit: int) -> HttpError:

@@ -1,13 +1,7 @@
 """The HTTP requests with the field `midstream`, found by what their engine calls carry.
 
-vLLM's handler knows a request by its body alone, and makes of it the sampling parameters of the
-request's engine calls. So the body carries an id: in `vllm_xargs`, which vLLM hands on as
-`extra_args`. Whichever task or thread makes the call, it has the id of its own request, and a
-request without the field has none.
-
-A context variable would not do. An ASGI server may start the next request of a connection, or read
-from the connection again, in the context in which the response before it was sent: what is set
-there is then seen by requests that did not set it.
+A body carries an id in `vllm_xargs`, which vLLM hands on to the request's calls as `extra_args`. A
+context variable would not do: the next request of a connection may start in the same context.
 """
 
 from __future__ import annotations
@@ -25,10 +19,7 @@ _ID_BYTES = 16
 
 
 def carry_id(body: dict[str, Any]) -> str:
-    """Return a new id, which cannot be guessed, and put it into the body of a request.
-
-    A body whose `vllm_xargs` are no object is left as it is: vLLM rejects it.
-    """
+    """Put a new unguessable id into a body, unless vLLM rejects its `vllm_xargs`; return it."""
     name = secrets.token_hex(_ID_BYTES)
     xargs = body.get(_XARGS)
     if xargs is None or isinstance(xargs, dict):
@@ -47,11 +38,7 @@ class OpenRequests:
 
     @contextmanager
     def opened(self, name: str, context: RequestContext) -> Iterator[None]:
-        """Have a request among these for the duration of the context.
-
-        Args:
-            name: its id, see `carry_id`.
-        """
+        """Have a request, of an id of `carry_id`, among these for the duration of the context."""
         self._contexts[name] = context
         try:
             yield
@@ -59,11 +46,6 @@ class OpenRequests:
             del self._contexts[name]
 
     def find(self, params: Any) -> RequestContext | None:
-        """Return the context of the request that an engine call belongs to; None: the call carries
-        no id of an open request.
-
-        Args:
-            params: the call's sampling parameters, as vLLM made them of the body.
-        """
+        """Return the context whose id an engine call's parameters carry; None: they carry none."""
         name = (getattr(params, "extra_args", None) or {}).get(KEY)
         return self._contexts.get(name) if isinstance(name, str) else None

@@ -1,16 +1,15 @@
 """The API server processes of one server: a client may ask any of them for what one of them has.
 
-Cached rows, running requests and rows of server-wide captures are in the process that computed
-them. The other processes ask it for them, and change the server-wide captures of all, by HTTP on a
-socket that each has in the server's private folder. They send the client's own headers, so that
-each process checks them itself.
+They ask each other, and change the server-wide captures of all, by HTTP on sockets in the server's
+private folder. They send the client's own headers, so that each process checks them itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,38 +19,35 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from midstream.deadlines import locked
-from midstream.errors import HttpError
+from midstream.errors import HttpError, ServerError
 from midstream.runtime.frontend.engine_info import FrontEnds
-from midstream.server.http_errors import send_error
-from midstream.server.peer_errors import failure_of, peer_errors, rejection
 
 # Key in the scope of a request that another process has sent.
 PEER = "midstream.peer"
 _CLIENT = b"x-midstream-client"
 _SECONDS = 30.0  # for each part of an answer
 _RETRY_SECONDS = 2
+_NO_LISTENER = (errno.ECONNREFUSED, errno.ENOENT)
+_NO_QUEUE = (errno.EAGAIN, errno.ENOTCONN)  # its queue of connections is full
+_NO_MEMORY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_SHOWN = 200
+_OTHER = "another API server process of this server"
 _ROWS, _REQUESTS = "/v1/midstream/activations/", "/v1/midstream/requests/"
 CAPTURES = "/v1/midstream/captures"
 # Headers of one connection, and what is ours.
 _DROPPED = frozenset(
     {b"connection", b"content-length", b"expect", b"keep-alive", b"transfer-encoding", _CLIENT}
 )
-Way = Callable[[ASGIApp, Scope, bytes, Receive, Send], Coroutine[Any, Any, None]]
+Answer = Callable[[Send], Awaitable[None]]  # by this process
+Way = Callable[[Answer, Scope, bytes, Send], Awaitable[None]]
 
 
 class Peers:
-    """The other processes, as one of them sees them. Call on the event loop, but for `read_rows`.
-
-    Attributes:
-        front_ends: how many processes there are, and the number of this one.
-    """
+    """The other processes, as one of them sees them. Call on the event loop, but `read_rows`."""
 
     def __init__(self, folder: Path, front_ends: FrontEnds) -> None:
-        """Args:
-        front_ends: how many processes there are, and the number of this one.
-        """
         self._folder = folder
-        self.front_ends = front_ends
+        self.front_ends = front_ends  # how many there are, and the number of this one
         self._others = [n for n in range(front_ends.count) if n != front_ends.number]
         self._changing = asyncio.Lock()  # held by process 0 while it changes all
         self._server: uvicorn.Server | None = None
@@ -75,7 +71,6 @@ class Peers:
         self._task = asyncio.create_task(self._server.serve(), name="midstream peers")
 
     def close(self) -> None:
-        """Answer no longer."""
         self._path(self.front_ends.number).unlink(missing_ok=True)
         if self._server is not None:
             self._server.should_exit = True
@@ -95,12 +90,7 @@ class Peers:
     async def each(
         self, scope: Scope, method: str = "GET", path: str = ""
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the JSON of one other process's answer to a request after the other; nothing if the
-        request comes from one of them.
-
-        Args:
-            method, path: the request; "": the path of the client's.
-        """
+        """Yield the JSON of each other process's answer; nothing for a request from one of them."""
         for number in () if PEER in scope else self._others:
             answer = await self._ask(number, scope, method, path)
             if answer is not None and answer.status_code == 200:
@@ -115,21 +105,14 @@ class Peers:
                 await self._ask(number, scope, "GET", "")
 
     def read_rows(self, scope: Scope, name: str) -> bytes | None:
-        """Return the cached rows of an id as safetensors, of the process that has them; None: none
-        has. Blocks.
-        """
+        """Return cached rows as safetensors from the process that has them, or None. Blocks."""
         # Those of the body that names the rows are not of this request.
-        headers = [
-            header
-            for header in _headers(scope)
-            if not header[0].startswith((b"range", b"content-"))
-        ]
+        own = (b"range", b"content-")
+        headers = [header for header in _headers(scope) if not header[0].startswith(own)]
         for number in self._started(self._others):
             transport = httpx.HTTPTransport(verify=False, uds=str(self._path(number)))
-            with (
-                peer_errors(_SECONDS),
-                httpx.Client(transport=transport, timeout=_SECONDS) as http,
-            ):
+            http = httpx.Client(transport=transport, timeout=_SECONDS)
+            with peer_errors(_SECONDS), http:
                 answer = http.get(_url(scope, f"{_ROWS}{name}"), headers=headers)
             if answer.status_code == 200:
                 return answer.content
@@ -137,9 +120,7 @@ class Peers:
                 raise rejection(answer)
         return None
 
-    async def _find(
-        self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
-    ) -> None:
+    async def _find(self, answer: Answer, scope: Scope, body: bytes, send: Send) -> None:
         """Answer, or where this process has nothing of the id, have the one answer that has."""
         held: list[Message] = []
 
@@ -149,72 +130,51 @@ class Peers:
             else:
                 await send(message)
 
-        await app(scope, receive, unless_missing)
+        await answer(unless_missing)
         if not held:
             return
-        try:
-            for number in self._started(self._others):
-                if await self._pass_on(number, scope, body, send, but=404):
-                    return
-        except HttpError as error:
-            await send_error(error, send)
-            return
+        for number in self._started(self._others):
+            if await self._pass_on(number, scope, body, send, but=404):
+                return
         for message in held:
             await send(message)
 
-    async def _leave_to_first(
-        self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
-    ) -> None:
-        """Have process 0 answer."""
-        try:
-            self._check_all()
-            await self._pass_on(0, scope, body, send)
-        except HttpError as error:
-            await send_error(error, send)
+    async def _leave_to_first(self, answer: Answer, scope: Scope, body: bytes, send: Send) -> None:
+        self._check_all()
+        await self._pass_on(0, scope, body, send)
 
-    async def _change_all(
-        self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
-    ) -> None:
+    async def _change_all(self, answer: Answer, scope: Scope, body: bytes, send: Send) -> None:
         """Change this process, and if that succeeds all others, and answer then."""
-        answer: list[Message] = []
+        held: list[Message] = []
 
         async def hold(message: Message) -> None:
-            answer.append(message)
+            held.append(message)
 
         try:
             async with locked(self._changing, _SECONDS * len(self._others)):
                 self._check_all()
-                await app(scope, receive, hold)
-                if answer[0]["status"] < 300:
+                await answer(hold)
+                if held[0]["status"] < 300:
                     for number in self._others:
-                        peer_answer = await self._ask(number, scope, scope["method"], "", body)
-                        if peer_answer is not None and peer_answer.status_code >= 300:
-                            raise rejection(
-                                peer_answer, "; other processes have the change: repeat it"
-                            )
-        except HttpError as error:
-            await send_error(error, send)
-            return
+                        other = await self._ask(number, scope, scope["method"], "", body)
+                        if other is not None and other.status_code >= 300:
+                            raise rejection(other, "; other processes have the change: repeat it")
         except asyncio.TimeoutError:
             why = "changes of other clients have not ended in time; try again later"
-            await send_error(HttpError(503, why, retry_after=_RETRY_SECONDS), send)
-            return
-        for message in answer:
+            raise HttpError(503, why, retry_after=_RETRY_SECONDS) from None
+        for message in held:
             await send(message)
 
     async def _pass_on(
         self, number: int, scope: Scope, body: bytes, send: Send, but: int | None = None
     ) -> bool:
-        """Send the answer of another process; return False, and send nothing, if it has the status
-        `but`.
-        """
+        """Send another process's answer; return False, and send nothing, for the status `but`."""
         has_begun = False
         try:
+            url = _url(scope)
             async with (
                 self._client(number) as http,
-                http.stream(
-                    scope["method"], _url(scope), headers=_headers(scope), content=body
-                ) as answer,
+                http.stream(scope["method"], url, headers=_headers(scope), content=body) as answer,
             ):
                 if answer.status_code == but:
                     return False
@@ -223,9 +183,9 @@ class Peers:
                     for name, value in answer.headers.raw
                     if name.lower() not in (b"connection", b"transfer-encoding", b"date", b"server")
                 ]
-                start = {"status": answer.status_code, "headers": headers}
+                start = {"type": "http.response.start", "status": answer.status_code}
                 has_begun = True
-                await send({"type": "http.response.start", **start})
+                await send({**start, "headers": headers})
                 async for part in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
@@ -252,7 +212,6 @@ class Peers:
         return httpx.AsyncClient(transport=transport, timeout=_SECONDS)
 
     def _check_all(self) -> None:
-        """Check that all processes have started."""
         if len(self._started(self._others)) < len(self._others):
             raise HttpError(
                 503,
@@ -282,6 +241,65 @@ class _Listener(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+@contextmanager
+def peer_errors(seconds: float) -> Iterator[None]:
+    """Convert what httpx raises while a process is asked, of which a part may take `seconds`."""
+    try:
+        yield
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise failure_of(error, seconds) from error
+
+
+def failure_of(error: Exception, seconds: float) -> HttpError:
+    """Return the answer to a client in place of another process's, which had `seconds` for it."""
+    number, text = _os_error(error)
+    if number in _NO_MEMORY:
+        return HttpError(507, f"this process cannot ask {_OTHER}: {text}")
+    if isinstance(error, (httpx.LocalProtocolError, httpx.UnsupportedProtocol, httpx.InvalidURL)):
+        return HttpError(400, f"the request cannot be sent on to {_OTHER}: {str(error)[:_SHOWN]}")
+    if isinstance(error, httpx.TimeoutException):
+        return HttpError(
+            504,
+            f"{_OTHER} runs, but did not answer within {seconds:g} s; it may carry the request out "
+            "nevertheless",
+        )
+    if number in _NO_QUEUE:
+        return _later(503, "accepts no connection now")
+    if isinstance(error, httpx.ConnectError):
+        if number in _NO_LISTENER:
+            return _later(503, "does not answer: it has ended")
+        return HttpError(500, f"{_OTHER} cannot be reached: {text or str(error)[:_SHOWN]}")
+    return _later(502, "ended the connection in the middle of its answer")
+
+
+def rejection(answer: httpx.Response, what: str = "") -> HttpError:
+    """Return the answer to a client whose request another process rejected."""
+    try:
+        error = ServerError.of(answer.status_code, answer.json())
+    except ValueError:
+        error = ServerError.of(answer.status_code, answer.text)
+    problem = str(error).partition(": ")[2]
+    retry = answer.headers.get("retry-after", "")
+    return HttpError(
+        answer.status_code,
+        f"{_OTHER} answered: {problem}{what}",
+        error.param,
+        int(retry) if retry.isdecimal() else None,
+    )
+
+
+def _later(status: int, problem: str) -> HttpError:
+    return HttpError(status, f"{_OTHER} {problem}; try again later", retry_after=_RETRY_SECONDS)
+
+
+def _os_error(error: BaseException | None) -> tuple[int | None, str]:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno, error.strerror or str(error)
+        error = error.__cause__ or error.__context__
+    return None, ""
 
 
 def _headers(scope: Scope) -> list[tuple[bytes, bytes]]:

@@ -25,19 +25,11 @@ _CACHED_FIELDS, _CACHED_LENGTH = 256, 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class MidstreamField:
-    """The parsed field `midstream` of one request.
+    """The parsed field `midstream` of one request."""
 
-    Attributes:
-        plan: captures, edits and probes; None if the request has none of its own.
-        activations: how captured rows without a sink are returned. "handle": cached on the server,
-            and the response says where to fetch them; "inline": in the response; "none": not at
-            all.
-        arguments: the arguments of the plan as the client wrote them.
-    """
-
-    plan: Plan | None
-    activations: Return
-    arguments: CallArguments = CallArguments()
+    plan: Plan | None  # None: the request has none of its own
+    activations: Return  # how captured rows without a sink are returned
+    arguments: CallArguments = CallArguments()  # as the client wrote them
 
     @property
     def name(self) -> str:
@@ -54,22 +46,14 @@ class MidstreamField:
 
 
 def read_field(value: object) -> MidstreamField:
-    """Parse `{"capture": …, "edits": …, "steer": …, "probes": …, "controller": …, "activations":
-    …}`.
-    """
+    """Parse the field's object: captures, edits, probes, controller and `activations`."""
     with at(KEY):
-        fields = read_fields(
-            value,
-            required=(),
-            optional=("capture", "edits", "steer", "probes", "controller", "activations"),
-        )
+        optional = ("capture", "edits", "steer", "probes", "controller", "activations")
+        fields = read_fields(value, required=(), optional=optional)
         returned = fields.pop("activations", "handle")
         if returned not in RETURNS:
-            raise SpecError(
-                "activations",
-                f"expected one of {', '.join(RETURNS)}, got "
-                f"{show(returned) if isinstance(returned, str) else kind(returned)}",
-            )
+            got = show(returned) if isinstance(returned, str) else kind(returned)
+            raise SpecError("activations", f"expected one of {', '.join(RETURNS)}, got {got}")
         for name, part in fields.items():
             if part is None:
                 raise SpecError(name, "expected a dict or a list, got null; omit it instead")
@@ -81,11 +65,7 @@ def read_field(value: object) -> MidstreamField:
 
 
 def take_field(body: dict[str, Any], known: Container[str] = ()) -> MidstreamField | None:
-    """Remove the field, and fields of other tools that have an equal here, from a body and parse
-    them; None if there are none.
-
-    Clients that cannot add fields may send the field as JSON text in `vllm_xargs` instead.
-    """
+    """Take the field, or its text in `vllm_xargs`, and other tools' out of a body; None: absent."""
     own_field = _take_own(body)
     plan = _take_translated(body, known)
     if plan is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,7 +15,7 @@ from midstream.deadlines import within
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import DONE, Event, Events
 from midstream.server.base64_text import dump
-from midstream.server.http_errors import read_error, send_error
+from midstream.server.http_errors import read_error, send_error, send_json
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.server.results_json import plain
 
@@ -24,32 +24,21 @@ if TYPE_CHECKING:
 
 
 class ResponseWriter:
-    """ASGI `send` that adds results to a response.
-
-    Attributes:
-        is_stalled: whether the response ended because its client read nothing of it.
-    """
+    """ASGI `send` that adds results to a response."""
 
     def __init__(
         self,
         context: RequestContext,
         server: Server,
         send: Send,
-        on_error: Callable[[int, str | None], None],
+        on_error: Callable[[int, str | None], None],  # for errors that the status does not show
     ) -> None:
-        """Create a writer for one response.
-
-        Args:
-            send: the ASGI `send` to forward messages to.
-            on_error: called with status and field for an error inside a stream that has begun,
-                since the HTTP status does not show it.
-        """
         self._on_error = on_error
         self._context = context
         self._server = server
         self._send = send
         self._start: Message | None = None  # delayed until the status is final
-        self.is_stalled = False
+        self.is_stalled = False  # whether its client read nothing of it
         self._has_begun = False  # whether a part of the response was sent
         self._is_stream = False
         self._is_first = True  # no event except comments has been received
@@ -118,10 +107,7 @@ class ResponseWriter:
             # vLLM answers a request that its client aborted with `null`.
             return body
         _check_reached(self._context)
-        encoded = {
-            choice: await self._server.answers.encode(self._context, choice, update)
-            for choice, update in sorted(self._context.take_updates().items())
-        }
+        encoded = {choice: results async for choice, _, results in self._encoded_updates()}
         if value is None:
             return _with_field(body, encoded[0]) if encoded.get(0) else body
         if encoded and "choices" not in value:
@@ -133,9 +119,7 @@ class ResponseWriter:
         return json.dumps(value).encode()
 
     def _with_param(self, body: bytes) -> bytes:
-        """Add the name of the invalid field to an error response that vLLM made of midstream's
-        exception.
-        """
+        """Add the name of the invalid field to vLLM's response to midstream's exception."""
         field = self._context.invalid_field
         value = read_error(body) if field else None
         if value is None or value["error"].get("param") is not None:
@@ -185,9 +169,7 @@ class ResponseWriter:
             raise
 
     async def _convert_first_error(self, event: Event) -> bool:
-        """Answer a stream that begins with an error by an error response of its status; return
-        whether it did.
-        """
+        """Answer a stream that begins with an error by its status; return whether it did."""
         if b'"error"' not in event.data:
             return False
         value = event.value
@@ -196,19 +178,11 @@ class ResponseWriter:
         if not isinstance(status, int) or not 400 <= status < 600:
             return False
         self._is_done = True
-        body = self._with_param(event.data)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        await send_json(status, self._with_param(event.data), {}, self._send)
         return True
 
     async def _with_updates(self, event: Event) -> list[Event]:
-        """Return an event with the new results of its choices, and before `[DONE]` the remaining
-        ones.
-        """
+        """Return an event with new results of its choices, and before `[DONE]` the remaining."""
         if event.data == DONE:
             _check_reached(self._context)
             return [*await self._remaining(), event]
@@ -220,7 +194,7 @@ class ResponseWriter:
             return [event]
         if value.get("type") in _FINAL_EVENTS:
             _check_reached(self._context)
-            encoded = await self._encode_all()
+            encoded = [results async for _, _, results in self._encoded_updates()]
             if encoded:
                 value[KEY] = plain(_responses_field(encoded))
             return [event.with_data(value)]
@@ -233,9 +207,7 @@ class ResponseWriter:
         return [event.with_data(value) if changed else event]
 
     async def _encode(self, choice: Any) -> dict[str, Any]:
-        """Return the new results of a choice, which count as sent; an empty dict if there are
-        none.
-        """
+        """Return the new results of a choice, which count as sent; empty if there are none."""
         update = self._context.updates.pop(choice, None)
         if update is None:
             return {}
@@ -243,8 +215,7 @@ class ResponseWriter:
 
     async def _remaining(self) -> list[Event]:
         events = []
-        for choice, update in sorted(self._context.take_updates().items()):
-            encoded = await self._server.answers.encode(self._context, choice, update)
+        async for choice, update, encoded in self._encoded_updates():
             if encoded:
                 value: dict[str, Any] = {"object": KEY, "choices": []}
                 ending = _ending(update)
@@ -255,18 +226,14 @@ class ResponseWriter:
                 events.append(Event(b"", b"").with_data(value))
         return events
 
-    async def _encode_all(self) -> list[dict[str, Any]]:
-        taken = sorted(self._context.take_updates().items())
-        return [
-            await self._server.answers.encode(self._context, choice, update)
-            for choice, update in taken
-        ]
+    async def _encoded_updates(self) -> AsyncIterator[tuple[int, ChoiceUpdate, dict[str, Any]]]:
+        """Yield each choice, its update and its new results, which count as sent."""
+        for choice, update in sorted(self._context.take_updates().items()):
+            yield choice, update, await self._server.answers.encode(self._context, choice, update)
 
 
 def _check_reached(context: RequestContext) -> None:
-    """Check that a request's plan went with an engine call: else vLLM's answer is that of a request
-    without one.
-    """
+    """Check that the plan went with an engine call: else vLLM's answer is one without it."""
     if not context.calls:
         raise HttpError(500, "vLLM made no engine call with this request's plan", KEY)
 
@@ -281,21 +248,17 @@ def _is_last(event: Event) -> bool:
 
 
 def _ending(update: ChoiceUpdate) -> dict[str, Any]:
-    """Return the fields of a choice that ended without a token, of which vLLM sends no event: a
-    probe stopped it in the prompt.
-    """
+    """Return the fields of a choice that a probe stopped in the prompt, without an event."""
     final = update.final
-    if final is None or not any(action.kind == "stop" for action in final.receipt.actions):
+    if final is None or final.receipt.generated_tokens:
         return {}
-    if final.receipt.generated_tokens:
+    if not any(action.kind == "stop" for action in final.receipt.actions):
         return {}
     return {"finish_reason": final.finish_reason, "stop_reason": final.stop_reason}
 
 
 def _is_chunk(event: Event) -> bool:
-    """Return whether an event is one of vLLM's chunks with the only choice of a response. It is not
-    parsed: inside of a JSON string, the quotes of `_CHOICE` would be escaped.
-    """
+    """Return whether an event is a chunk of one choice: in JSON strings, quotes are escaped."""
     return not event.name and _CHOICE in event.data and _is_object(event.data)
 
 
@@ -310,9 +273,7 @@ def _with_field(body: bytes, results: dict[str, Any]) -> bytes:
 
 
 def _responses_field(encoded: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the field of a Responses API body, which has no choices: one result, or one per engine
-    call in `turns`.
-    """
+    """Return the field of a Responses API body: one result, or one per engine call in `turns`."""
     return encoded[0] if len(encoded) == 1 else {"turns": encoded}
 
 

@@ -16,6 +16,7 @@ from midstream.plan.sink_target import MEMORY
 from midstream.results.activations import Activations, rows_after
 from midstream.results.probe_scores import Probes
 from midstream.results.readouts import RESULTS, ReadOutResult
+from midstream.results.receipt import CaptureResult
 from midstream.results.serialization import PackedRows, pack
 from midstream.server.base64_text import Base64Text, dump
 from midstream.server.cached_rows.capture_cache import CachedCapture, CaptureCache
@@ -36,12 +37,6 @@ class ResultEncoder:
     def __init__(
         self, settings: HttpSettings, captures: CaptureCache, hidden: int, dtype: torch.dtype
     ) -> None:
-        """Create an encoder for one engine.
-
-        Args:
-            captures: cache for rows that clients fetch later.
-            dtype: dtype of the captured vectors.
-        """
         self._settings = settings
         self._captures = captures
         self._vectors = (hidden, dtype)
@@ -53,21 +48,15 @@ class ResultEncoder:
         encoded: dict[str, Any] = {}
         if update.final is not None:
             encoded["receipt"] = update.final.receipt.to_dict()
-        if update.probes is not None:
-            scores = _new_scores(context, choice, update.probes)
-            if scores:
-                encoded["probes"] = scores
+        probes = update.probes
+        if probes is not None and (scores := _new_scores(context, choice, probes)):
+            encoded["probes"] = scores
         if update.rows:
             encoded["rows"] = [await self._inline(new_rows) for new_rows in update.rows]
             sent = context.rows_sent.setdefault(choice, {})
-            for activations in update.rows:
-                sent.update(
-                    {
-                        tap: int(activations.positions_of(*tap)[-1])
-                        for tap, n in activations.counts().items()
-                        if n
-                    }
-                )
+            for rows in update.rows:
+                taps = [tap for tap, count in rows.counts().items() if count]
+                sent.update((tap, int(rows.positions_of(*tap)[-1])) for tap in taps)
         for name, kind in RESULTS.items():
             if name in update.readouts:
                 parts = update.readouts[name]
@@ -76,16 +65,8 @@ class ResultEncoder:
             if whole is not None:
                 encoded[name] = self._readout(name, whole)
         if update.final is not None:
-            sinks = {
-                sink: {
-                    "status": result.status,
-                    "reason": result.reason,
-                    "paths": list(result.paths),
-                }
-                for sink, result in (update.final.capture_results or {}).items()
-                if sink != MEMORY
-            }
-            if sinks:
+            results = update.final.capture_results or {}
+            if sinks := {sink: _stored(results[sink]) for sink in results if sink != MEMORY}:
                 encoded["captures"] = sinks
             rows = update.final.activations
             if rows is not None and context.request_field.activations == "none":
@@ -117,28 +98,23 @@ class ResultEncoder:
     ) -> dict[str, Any]:
         if context.request_field.activations == "inline":
             return await self._inline(rows)
+        about = context.client, request_id, describe(rows), context.reservation
         if rows.held.owns_memory:
             # Nothing is copied before a client fetches the rows.
-            packed = PackedRows(rows, *self._vectors)
-            store_args = context.client, request_id, describe(rows), context.reservation
-            cached = self._captures.store(packed, *store_args)
-            context.undelivered.append(cached.id)
-            return handle_of(cached)
-        # Rows in the memory of a worker are copied now, so that they do not keep it in use.
-        work = asyncio.ensure_future(asyncio.to_thread(self._cache, context, request_id, rows))
-        try:
-            cached = await asyncio.shield(work)
-        except asyncio.CancelledError:
-            # The thread continues; its rows have no client any more, so free them when it ends.
-            work.add_done_callback(self._discard)
-            raise
+            cached = self._captures.store(PackedRows(rows, *self._vectors), *about)
+        else:
+            # Rows in a worker's memory are copied now, so that they do not keep it in use.
+            store = self._captures.store
+            copy = asyncio.to_thread(lambda: store(pack(rows, *self._vectors), *about))
+            work = asyncio.ensure_future(copy)
+            try:
+                cached = await asyncio.shield(work)
+            except asyncio.CancelledError:
+                # The thread continues; its rows have no client any more: free them when it ends.
+                work.add_done_callback(self._discard)
+                raise
         context.undelivered.append(cached.id)
         return handle_of(cached)
-
-    def _cache(self, context: RequestContext, request_id: str, rows: Activations) -> CachedCapture:
-        packed = pack(rows, *self._vectors)
-        store_args = context.client, request_id, describe(rows), context.reservation
-        return self._captures.store(packed, *store_args)
 
     def _discard(self, work: asyncio.Future[CachedCapture]) -> None:
         if not work.cancelled() and work.exception() is None:
@@ -168,6 +144,10 @@ class ResultEncoder:
         return Base64Text(PackedRows(rows, *self._vectors).parts())
 
 
+def _stored(result: CaptureResult) -> dict[str, Any]:
+    return {"status": result.status, "reason": result.reason, "paths": list(result.paths)}
+
+
 def plain(results: Any) -> Any:
     """Return results of `ResultEncoder.encode`, or a list of these, as plain JSON values."""
     return json.loads(b"".join(dump(results)))
@@ -187,12 +167,11 @@ def handle_of(cached: CachedCapture) -> dict[str, Any]:
 def _streamed(context: RequestContext, rows: Activations) -> list[Tap]:
     """Return the taps whose rows a stream has as they are computed."""
     plan = context.request_field.plan
-    planned = () if plan is None else plan.captures
-    captures = [capture for capture in planned if capture.stream and capture.returns_vectors]
     return [
         (site, layer)
         for site, layer in rows
-        for capture in captures
+        for capture in (() if plan is None else plan.captures)
+        if capture.stream and capture.returns_vectors
         if site in capture.sites.names and (site in ENDS or _has_layer(capture.layers, layer))
     ]
 
@@ -220,13 +199,9 @@ def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[st
         context.scores_sent[choice, name] = sent + len(scores)
         if scores or not sent:
             new_scores[name] = {
-                "scores": scores if all(map(math.isfinite, scores)) else _named(scores),
+                # With JavaScript's names for NaN and infinities, which JSON does not have.
+                "scores": [s if math.isfinite(s) else _NAMES[str(s)] for s in scores],
                 "positions": positions,
                 "token_ids": tokens,
             }
     return new_scores
-
-
-def _named(scores: list[float]) -> list[float | str]:
-    """Return scores with JavaScript's names for NaN and infinities, which JSON does not have."""
-    return [score if math.isfinite(score) else _NAMES[str(score)] for score in scores]

@@ -12,29 +12,21 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningCall:
-    """A call of the engine for a client's request; a request with several prompts makes several.
+    """A call of the engine for a client's request; a request with several prompts makes several."""
 
-    Attributes:
-        request: the client's request; others may have the same id, which clients choose.
-        request_id: the engine's id of the call: the request's, with a suffix if there are several.
-        client: id of the client; see `Server.client_of`.
-        call_plan: the call's plan, which no other call has.
-        first: index of the call's first choice in the response.
-        is_numbered: whether `request_id` is the response's id with a number after it.
-    """
-
-    request: object
-    request_id: str
-    client: str
-    call_plan: CallPlan
-    first: int
-    is_numbered: bool = True
+    request: object  # others may have the same id, which clients choose
+    request_id: str  # the engine's: the request's, with a suffix if there are several
+    client: str  # see `Server.client_of`
+    call_plan: CallPlan  # which no other call has
+    first: int  # index of the call's first choice in the response
+    is_numbered: bool = True  # whether `request_id` is the response's with a number after it
 
     def is_of(self, request_id: str) -> bool:
         """Return whether this is a call of the request with this id in its response."""
         if not self.is_numbered:
             return self.request_id == request_id
-        return self.request_id != request_id and _is_of(self.request_id, request_id)
+        number = self.request_id.removeprefix(request_id)
+        return number != self.request_id and number[:1] in ("-", "_") and number[1:].isdigit()
 
 
 class RunningRequests:
@@ -53,13 +45,7 @@ class RunningRequests:
             del self._calls[id(call)]
 
     def find(self, request_id: str, client: str) -> list[RunningCall]:
-        """Return the calls of a client's request, in the order of their choices; empty: it has no
-        such request that runs and has a plan.
-
-        Args:
-            request_id: the id in the response of the request; or, if there is none, the engine's of
-                one of its calls.
-        """
+        """Return a request's calls by the response's id or a call's, in order of choices."""
         mine = [call for call in self._calls.values() if call.client == client]
         # A client may choose ids such that one is another with a number after it.
         calls = [call for call in mine if call.is_of(request_id)]
@@ -72,11 +58,3 @@ class RunningRequests:
                 "id",
             )
         return sorted(calls, key=lambda call: call.first)
-
-
-def _is_of(call_id: str, request_id: str) -> bool:
-    """Return whether an engine's id is that of a request, or has a number after it."""
-    rest = call_id.removeprefix(request_id)
-    if rest == call_id:
-        return False
-    return not rest or (rest[0] in "-_" and rest[1:].isdigit())

@@ -58,28 +58,16 @@ _PATH_SHOWN, _ID_SHOWN = 200, 128
 
 
 class Server:
-    """State that middleware and routes share.
-
-    Attributes:
-        peers: the other API server processes of this server; None: there are none.
-        open_requests: the requests with the field `midstream` that are not answered yet.
-    """
+    """State that middleware and routes share."""
 
     def __init__(
         self,
         settings: HttpSettings,
         *,
-        admin: bool,
-        has_key: bool,
-        check_host: Callable[[Mapping[str, str]], None],
+        admin: bool,  # whether vectors and steering can be changed over HTTP
+        has_key: bool,  # whether vLLM checks an API key before
+        check_host: Callable[[Mapping[str, str]], None],  # raises HttpError
     ) -> None:
-        """Create the state, before the engine exists.
-
-        Args:
-            admin: whether vectors and steering can be changed over HTTP.
-            has_key: whether vLLM checks an API key before requests reach midstream.
-            check_host: raises HttpError for headers of a request that is to be rejected.
-        """
         self.settings = settings
         self._has_key = has_key
         self.check_host = check_host
@@ -90,30 +78,31 @@ class Server:
         self.started = time.time()
         self._llm: Any = None
         self._expiry: asyncio.Task[None] | None = None
-        self._shared: SharedFolder | None = None
-        self.peers: Peers | None = None
-        self._answers: ResultEncoder | None = None
-        self._template: dict[str, Any] = {}
+        self._shared: SharedFolder | None = None  # vectors and steering of several processes
+        self.peers: Peers | None = None  # the other API server processes
+        self.answers: ResultEncoder  # from `start` on, as nothing is accepted before
+        self.template: dict[str, Any] = {}  # arguments of chat templates from the settings
         self.open_requests = OpenRequests()
         self.running = RunningRequests()
         self.sweeps = SweepPace(settings.running_sweeps, settings.sweep_wait_seconds)
 
     async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
-        """Connect the engine.
-
-        Args:
-            template: arguments of chat templates from the server's settings.
-        """
+        """Connect the engine; `template`: arguments of chat templates from the settings."""
         await llm.ready()
         info = llm.info
         dtype: torch.dtype = getattr(torch, info.dtype)
-        self._answers = ResultEncoder(self.settings, self.captures, info.shape.hidden_size, dtype)
-        self._template = {name: value for name, value in template.items() if value is not None}
+        self.answers = ResultEncoder(self.settings, self.captures, info.shape.hidden_size, dtype)
+        self.template = {name: value for name, value in template.items() if value is not None}
         limits = self.settings
         observe = partial(_observe_wait, self.metrics)
         llm.intake.limit(limits.waiting_requests, limits.wait_seconds, observe)
         audit_log.attach_handlers(limits.log)
-        self.peers, self._shared = _join(llm, limits.shared_folder)
+        shared = limits.shared_folder
+        if info.front_ends.count > 1:
+            own = own_folder()
+            self.peers, shared = Peers(own, info.front_ends), shared or str(own / "state")
+        if shared is not None:
+            self._shared = SharedFolder(shared, llm.vectors, llm.steering)
         self._llm = llm
         self._expiry = asyncio.create_task(expire_in_time(self.captures))
         audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
@@ -123,50 +112,29 @@ class Server:
 
     @property
     def llm(self) -> Any:
-        """The engine."""
         if self._llm is None:
             raise HttpError(503, "the engine is not ready yet")
         return self._llm
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests with a plan are accepted: the engine runs, its taps were checked, the
-        vectors and edits of the settings are registered, and it does not shut down.
-        """
+        """Whether requests with a plan are accepted: the engine is set up and not shutting down."""
         llm = self._llm
         return llm is not None and not llm.errored and not llm.intake.is_closed
 
     @property
     def steering(self) -> str | None:
-        """Epoch and digest of the server-wide steering; None if there is none.
-
-        A restart begins a new count of epochs: the digest tells whether the edits are the same.
-        """
+        """Epoch of server-wide steering, and digest, which a restart keeps; None: there is none."""
         if self._llm is None or not self._llm.steering.plan_edits():
             return None
         return f"epoch={self._llm.steering.epoch}, digest={self._llm.steering.digest[:16]}"
 
     def owns(self, scope: Scope, cached: CachedCapture) -> bool:
-        """Return whether cached rows are those of a request's client. Without keys, all clients
-        that know an id may use it.
-        """
+        """Return whether rows are those of a request's client; without keys, all may use an id."""
         return not self._has_key or cached.client == self.client_of(scope)
 
-    @property
-    def template(self) -> Mapping[str, Any]:
-        """Arguments of chat templates from the server's settings."""
-        return self._template
-
-    @property
-    def answers(self) -> ResultEncoder:
-        """The encoder of results."""
-        assert self._answers is not None, "requests are accepted only once the engine is ready"
-        return self._answers
-
     def client_of(self, scope: Scope) -> str:
-        """Return the id of a request's client: a hash of its API key, or its address on a server
-        without a key.
-        """
+        """Return the id of a request's client: a hash of its API key, else its address."""
         if self._has_key:
             # Ignore the scheme before the key, whose case and spelling vary.
             _, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -193,22 +161,20 @@ class Server:
     def begin(
         self, scope: Scope, body: Mapping[str, Any], request_field: MidstreamField
     ) -> RequestContext:
-        """Create the state of a request with the field `midstream`."""
         layers = self.llm.info.shape.num_layers  # raises 503 until the engine is ready
         client = self.client_of(scope)
         plan = request_field.plan
         if plan is not None:
-            _check_prompts(body, plan, layers)
+            with at("prompt"):
+                parts = (*plan.captures, *plan.edits, *plan.probes)
+                check_called(_num_prompts(body), size_of(parts, layers))
         context = RequestContext(request_field, client)
         if plan is not None and plan.captures and request_field.activations == "handle":
             context.reservation = self.captures.reserve(client, completions_of(body))
-        messages = body.get("messages")
-        if messages is not None:
-            context.template = {
-                **self._template,
-                **{name: body[name] for name in _TEMPLATE if body.get(name) is not None},
-            }
-            context.messages = messages
+        context.messages = body.get("messages")
+        if context.messages is not None:
+            own = {name: body[name] for name in _TEMPLATE if body.get(name) is not None}
+            context.template = {**self.template, **own}
         return context
 
     async def state(self) -> dict[str, Any]:
@@ -242,7 +208,6 @@ class Server:
             await self.peers.refresh_metrics(scope)
 
     def record_refusal(self, scope: Scope, status: int, param: str | None) -> None:
-        """Count and log a rejected request."""
         self.metrics.count_refusal(status)
         audit_log.log_event(
             "request.refused",
@@ -298,17 +263,6 @@ def _check_plain(params: Any) -> None:
         )
 
 
-def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | None]:
-    """Return the other processes of a server, and the folder by which vectors and steering are
-    theirs and other servers' too; None: there are none.
-    """
-    peers = None
-    if llm.info.front_ends.count > 1:
-        own = own_folder()
-        peers, shared = Peers(own, llm.info.front_ends), shared or str(own / "state")
-    return peers, None if shared is None else SharedFolder(shared, llm.vectors, llm.steering)
-
-
 def _num_prompts(body: Mapping[str, Any]) -> int:
     """Return the number of prompts in a body: a list of token ids is one."""
     prompt = body.get("prompt")
@@ -317,24 +271,14 @@ def _num_prompts(body: Mapping[str, Any]) -> int:
     return len(prompt)
 
 
-def _check_prompts(body: Mapping[str, Any], plan: Plan, layers: int) -> None:
-    """Check the work for all prompts of a body, on a model with so many layers."""
-    with at("prompt"):
-        parts = (*plan.captures, *plan.edits, *plan.probes)
-        check_called(_num_prompts(body), size_of(parts, layers))
-
-
 def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:
-    """Return the context of a function that returns the cached rows of an id, for edits of a
-    request. Not on the event loop: the rows may be another process's.
-    """
+    """Return the context of what opens cached rows. Not on the event loop: it may ask peers."""
     elsewhere = None if server.peers is None else partial(server.peers.read_rows, scope)
     owns, most = partial(server.owns, scope), server.settings.max_body_bytes
     return opened_rows(server.captures, server.client_of(scope), owns, most, elsewhere)
 
 
 def record_steering(state: SteeringState) -> None:
-    """Log a change of server-wide steering."""
     audit_log.log_event("steering.changed", **_count(state))
 
 
@@ -349,6 +293,5 @@ def _observe_wait(counts: metrics.Metrics, request_id: str, seconds: float | Non
 
 
 def _count(state: SteeringState) -> dict[str, Any]:
-    """Return epoch, digest and the number of edits of each tier."""
     edits = {tier: len(getattr(state, tier)) for tier in TIERS}
     return {"epoch": state.epoch, "digest": state.digest, **edits}

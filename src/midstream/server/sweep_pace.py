@@ -1,9 +1,4 @@
-"""When the runs of sweeps and fits may start: ordinary requests go first, for a limited time.
-
-A run waits for ordinary requests for at most the setting `http.sweep_wait_seconds`. Then it starts
-like an ordinary request, if no other run is under way: however many requests others send, one seat
-of the engine is left for sweeps from time to time.
-"""
+"""When the runs of sweeps and fits may start: ordinary requests go first, for a limited time."""
 
 from __future__ import annotations
 
@@ -27,20 +22,9 @@ _RETRY_SECONDS = 5
 
 
 class SweepPace:
-    """Limits the sweeps and fits of one server, and the runs of all at a time. Not thread-safe.
-
-    Attributes:
-        sweeps: number of sweeps and fits that have begun and not ended.
-        running: number of runs that have had their turn and not ended.
-        wait_seconds: how long the run that has the next turn waits for ordinary requests.
-    """
+    """Limits the sweeps and fits of one server, and the runs of all at a time. Not thread-safe."""
 
     def __init__(self, most_sweeps: int, wait_seconds: float) -> None:
-        """Create it.
-
-        Args:
-            wait_seconds: how long a run waits for ordinary requests.
-        """
         self._most = most_sweeps
         self.wait_seconds = wait_seconds
         self.sweeps = 0
@@ -50,7 +34,6 @@ class SweepPace:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Count a sweep."""
         if self.sweeps >= self._most:
             raise HttpError(
                 503,
@@ -70,17 +53,10 @@ class SweepPace:
     ) -> AsyncIterator[Mapping[str, Any]]:
         """Wait until a run may start, and count it within the context.
 
-        No run starts while requests wait for capacity for their plans, or while ordinary requests
-        would take all seats. If the scheduler goes by priorities, it takes care of the rest.
-        Otherwise sweeps have a quarter of the seats, and no run starts while an ordinary request
-        has no token yet. All this holds for `wait_seconds`: then the run starts once no other is
-        under way.
-
-        Args:
-            by_priority: whether the scheduler goes by the priorities of requests.
-
-        Yields:
-            Arguments of vLLM's `generate` for the run: its priority.
+        None starts while requests wait for capacity, or ordinary ones would take all seats. Without
+        a scheduler of priorities sweeps have a quarter of the seats, and no run starts while an
+        ordinary request has no token. After `wait_seconds` it starts once no other is under way.
+        Yields arguments of vLLM's `generate`.
         """
         async with self._first:
             until = time.monotonic() + self.wait_seconds
@@ -106,16 +82,7 @@ class SweepPace:
 
 
 def runs_at_once(seats: int, step_tokens: int, length: int, by_priority: bool) -> int:
-    """Return the most runs of one sweep at the same time.
-
-    Without priorities they take at most half the tokens of a step, so that an ordinary request that
-    comes among them begins in the next step.
-
-    Args:
-        seats: number of requests that the engine computes at the same time.
-        length: number of tokens of a run.
-        by_priority: whether the scheduler goes by the priorities of requests.
-    """
+    """Return the most runs of one sweep, each of `length` tokens, at the same time."""
     if by_priority:
         return seats
     return max(1, min(seats // _SEATS, step_tokens // (_TOKENS * length)))

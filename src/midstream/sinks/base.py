@@ -1,8 +1,4 @@
-"""Sink interface and the deliveries that sinks receive.
-
-A sink stores captured rows. It runs in the caller's process, in a thread of its own. A slow or
-failing sink affects the engine only by the rows that wait for it.
-"""
+"""Sink interface and the deliveries that sinks receive, in threads of the caller's process."""
 
 from __future__ import annotations
 

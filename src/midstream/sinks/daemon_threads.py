@@ -3,51 +3,39 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class ThreadCall(Generic[R]):
-    """A call that is made in a thread of its own, which may never return."""
+def begin(call: Callable[[], R]) -> Future[R]:
+    """Begin a call, which may never return, in a thread of its own; return its result."""
+    result: Future[R] = Future()
+    run = partial(_settle, result, call)
+    threading.Thread(target=run, name="midstream call", daemon=True).start()
+    return result
 
-    def __init__(self, call: Callable[[], R]) -> None:
-        """Begin a call."""
-        self._call = call
-        self._result: Future[R] = Future()
-        threading.Thread(target=self._run, name="midstream call", daemon=True).start()
 
-    @property
-    def has_returned(self) -> bool:
-        """Whether it has returned, or raised."""
-        return self._result.done()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until it has returned or raised, for at most so long; return whether it has."""
-        return bool(wait((self._result,), seconds).done)
-
-    def result(self) -> R:
-        """Return what it returned, or raise what it raised; call it after `wait`."""
-        return self._result.result(0)
-
-    def _run(self) -> None:
-        try:
-            self._result.set_result(self._call())
-        except BaseException as error:  # noqa: BLE001 - the caller gets it
-            self._result.set_exception(error)
+def _settle(result: Future[R], call: Callable[[], R]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - the caller gets it
+        result.set_exception(error)
 
 
 class OrderedCalls:
     """Calls that are made in one thread, in the order in which they were put."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[Any] = SimpleQueue()  # (call, result); None: the end
+        self._calls: SimpleQueue[Any] = SimpleQueue()  # of `_settle`; None: the end
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -59,7 +47,7 @@ class OrderedCalls:
                 run = partial(_make_calls, self._calls)
                 self._thread = threading.Thread(target=run, name="midstream calls", daemon=True)
                 self._thread.start()
-            self._calls.put((call, result))
+            self._calls.put((result, call))
         return result
 
     def close(self) -> None:
@@ -72,29 +60,61 @@ class OrderedCalls:
 
 def _make_calls(calls: SimpleQueue[Any]) -> None:
     while (entry := calls.get()) is not None:
-        call, result = entry
-        try:
-            result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the caller gets it
-            result.set_exception(error)
+        _settle(*entry)
 
 
 def in_threads(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
-    """Return `work(item)` for each item, in order.
-
-    The interpreter joins the threads of a `ThreadPoolExecutor` when it exits, so that one which
-    waits for a file system that does not answer keeps the process from exiting. These are daemons.
-    """
+    """Return `work(item)` for each item, in order; unlike an executor's, threads are daemons."""
     results: list[Future[R]] = [Future() for _ in items]
     numbers = count()
 
     def run() -> None:
         while (number := next(numbers)) < len(items):
-            try:
-                results[number].set_result(work(items[number]))
-            except BaseException as error:  # noqa: BLE001 - the caller gets it
-                results[number].set_exception(error)
+            _settle(results[number], partial(work, items[number]))
 
     for _ in range(min(threads, len(items))):
         threading.Thread(target=run, name="midstream files", daemon=True).start()
     return [future.result() for future in results]
+
+
+class CallWatch:
+    """Says when a call takes longer than its limit; its thread, a daemon, stays in it."""
+
+    def __init__(self, name: str, seconds: float, late: Callable[[str], object]) -> None:
+        """Begin; `late` is called with the name of a late call, in the thread that watches."""
+        self._seconds = seconds
+        self._late = late
+        self._call = ""  # name of the call under way
+        self._since = 0.0  # monotonic time at which it began; a later one if it was told as late
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        # A daemon, like the thread that it watches.
+        self.thread = threading.Thread(target=self._watch, name=name, daemon=True)
+        self.thread.start()
+
+    @contextmanager
+    def limited(self, call: str) -> Iterator[None]:
+        """Watch a call while the context is open; of one thread, one call at a time."""
+        with self._lock:
+            self._call, self._since = call, time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._call = ""
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        wait = self._seconds
+        while not self._over.wait(wait):
+            with self._lock:
+                # Without a call it looks again after the time that none may exceed.
+                wait = self._seconds
+                if self._call:
+                    wait += self._since - time.monotonic()
+                if wait <= 0:
+                    self._late(self._call)
+                    self._since, wait = float("inf"), self._seconds
+            wait = min(wait, self._seconds)

@@ -42,16 +42,7 @@ class DeliveredRows:
 
 @dataclass(frozen=True, slots=True)
 class DeliverySource:
-    """A completion whose rows are delivered.
-
-    Attributes:
-        completion: index of the completion.
-        completions: number of completions of the request.
-        prompt: text of the prompt; None: not given as text.
-        prompt_token_ids: token ids of the prompt; None: given as embeddings.
-        text: generated text; empty while the request runs.
-        finish_reason: vLLM's finish reason; None while the request runs.
-    """
+    """A completion whose rows are delivered; see `Delivery`."""
 
     request_id: str
     completion: int
@@ -93,15 +84,11 @@ class DeliverySource:
 
 @dataclass(frozen=True, slots=True)
 class SinkPut:
-    """A delivery for the queue of one sink.
-
-    Attributes:
-        size: size of its rows in bytes.
-    """
+    """A delivery for the queue of one sink."""
 
     sink: str
     delivery: Delivery
-    size: int
+    size: int  # of its rows in bytes
 
 
 # Yields what to put, and is sent the future of each result: for callers that block while a queue is

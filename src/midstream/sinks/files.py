@@ -1,15 +1,7 @@
 """Sinks `npz` and `filesystem`: npz files and JSON manifests, in one of three layouts.
 
-- `per_file`: a folder per request, an npz file per site and layer;
-- `packed`: a folder per request with one file `rows.npz`, whose arrays have names such as
-  `resid_post.12.rows`;
-- `sharded`: a folder `shard-…` per flush, for all its requests: `rows.npz`, whose arrays have names
-  such as `0.resid_post.12.rows`, and `manifest.json`, whose `requests` are their manifests.
-
-Paths are `root/tag/name/manifest.json` and `root/tag/name/resid_post.12.npz`; without a tag
-`root/name/…`; with several completions `root/tag/name/0/…`, `…/1/…`. A folder appears atomically by
-a rename, after its files were synced to disk. Existing files are never overwritten. Names that
-begin with a dot and end in `.part` are unfinished and may be deleted.
+`docs/sinks.md` describes the layouts. A folder appears atomically by a rename, after its files were
+synced to disk. Existing files are never overwritten. Names `.*.part` are unfinished.
 """
 
 from __future__ import annotations
@@ -18,7 +10,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +23,6 @@ from midstream.sinks.daemon_threads import in_threads
 from midstream.sinks.manifest import VERSION, manifest_of
 from midstream.sinks.name_claims import NameClaims
 from midstream.sinks.npz_arrays import Arrays, arrays_of, described, forms
-from midstream.sinks.safe_paths import FOLDER, folder_beneath, is_there
 
 MANIFEST = "manifest.json"
 LOCKS = ".names.lock"  # its bytes are locked for the ids of running requests
@@ -39,22 +30,18 @@ SHARD_FORMAT = "midstream.npz-shards"
 PER_FILE, PACKED, SHARDED = LAYOUTS = ("per_file", "packed", "sharded")
 ROWS = "rows.npz"
 _SYNC_THREADS = 8
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """A written folder that is not yet renamed to its final name.
+    """A written folder that is not yet renamed to its final name."""
 
-    Attributes:
-        parents: names of the folders between the root and this one.
-        manifest: the manifest, with full paths, as the caller gets it.
-    """
-
-    parents: tuple[str, ...]
+    parents: tuple[str, ...]  # names of the folders between the root and this one
     part: str
     name: str
     files: tuple[str, ...]
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # with full paths, as the caller gets it
 
 
 class FileSink(Sink):
@@ -64,11 +51,7 @@ class FileSink(Sink):
     layouts = LAYOUTS
     keeps = ("attention", "norms")
 
-    def __init__(self, root: str, layout: str = PER_FILE) -> None:
-        """Args:
-        root: path of a folder; created if missing.
-        layout: layout of captures that name none: "per_file", "packed" or "sharded".
-        """
+    def __init__(self, root: str, layout: str = PER_FILE) -> None:  # of captures that name none
         if layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
         self._layout = layout
@@ -88,8 +71,8 @@ class FileSink(Sink):
     def check(self, tag: str, request_id: str) -> None:
         """Reject a tag that is a link or a file, and an id that exists already."""
         try:
-            with folder_beneath(self._root, [tag] if tag else [], makes=False) as folder:
-                if request_id and is_there(request_id, folder):
+            with _folder_beneath(self._root, [tag] if tag else [], makes=False) as folder:
+                if request_id and _is_there(request_id, folder):
                     raise ExistsError(
                         "request_id",
                         f"{os.path.join(self._root, tag, request_id)} exists already; use "
@@ -146,19 +129,14 @@ class FileSink(Sink):
     def _make(
         self, parents: Sequence[str], name: str, fill: Callable[[int], dict[str, Any]]
     ) -> _Folder:
-        """Write the files of a folder under its temporary name.
-
-        Args:
-            parents: names of the folders between the root and this one.
-            fill: writes files to the folder's descriptor; returns the manifest, names as paths.
-        """
+        """Write a folder under its temporary name by `fill`, which returns its manifest."""
         path = os.path.join(self._root, *parents, name)
         part = f".{name}.{uuid.uuid4().hex}.part"
-        with folder_beneath(self._root, parents, makes=True) as parent:
-            if is_there(name, parent):
+        with _folder_beneath(self._root, parents, makes=True) as parent:
+            if _is_there(name, parent):
                 raise FileExistsError(f"{path} exists already")
             os.mkdir(part, dir_fd=parent)
-            folder = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+            folder = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
             try:
                 manifest = fill(folder)
             except BaseException:
@@ -195,7 +173,6 @@ class FileSink(Sink):
             return f"{type(error).__name__}: {error}"
 
     def _finish(self, written: Sequence[_Folder]) -> Sequence[CaptureResult]:
-        """Sync folders to disk and rename them to their final names."""
         places = [(*folder.parents, folder.part) for folder in written]
         files = [
             (place, name)
@@ -264,19 +241,12 @@ class FileSink(Sink):
         return self._origin
 
     def _sync(self, files: Sequence[tuple[tuple[str, ...], str]]) -> dict[tuple[str, ...], str]:
-        """Sync files to disk, several in parallel, which costs little more than one.
-
-        Args:
-            files: (folders from the root, name) of each file.
-
-        Returns:
-            The error message of each folder that has one.
-        """
+        """Sync (folders from the root, name) in parallel; return the errors by folder."""
 
         def sync(file: tuple[tuple[str, ...], str]) -> str:
             folders, name = file
             try:
-                with folder_beneath(self._root, folders, makes=False) as folder:
+                with _folder_beneath(self._root, folders, makes=False) as folder:
                     _sync_file(name, folder)
             except OSError as error:
                 return f"{type(error).__name__}: {error}"
@@ -289,7 +259,7 @@ class FileSink(Sink):
     def _move(self, folder: _Folder) -> str:
         """Rename a folder to its final name; return the error message, or an empty string."""
         try:
-            with folder_beneath(self._root, folder.parents, makes=False) as parent:
+            with _folder_beneath(self._root, folder.parents, makes=False) as parent:
                 os.rename(folder.part, folder.name, src_dir_fd=parent, dst_dir_fd=parent)
         except OSError as error:
             return f"{type(error).__name__}: {error}"
@@ -319,11 +289,10 @@ def _new_file(name: str, folder: int) -> Any:
 
 
 def _discard(root: str, folder: _Folder) -> None:
-    """Remove a folder that did not get its final name."""
     with (
         suppress(OSError),
-        folder_beneath(root, (*folder.parents, folder.part), makes=False) as part,
-        folder_beneath(root, folder.parents, makes=False) as parent,
+        _folder_beneath(root, (*folder.parents, folder.part), makes=False) as part,
+        _folder_beneath(root, folder.parents, makes=False) as parent,
     ):
         _remove(folder.part, part, parent)
 
@@ -342,3 +311,30 @@ def _sync_file(name: str, folder: int) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+@contextmanager
+def _folder_beneath(root: str, parts: Sequence[str], *, makes: bool) -> Iterator[int]:
+    """Open a folder below an existing root, made durably if `makes`; yield its descriptor."""
+    folder = os.open(root, _FOLDER)
+    try:
+        for part in parts:
+            if makes:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=folder)
+                    os.fsync(folder)
+            inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _is_there(name: str, folder: int) -> bool:
+    """Whether a folder has an entry of this name, including dangling links."""
+    try:
+        os.lstat(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True

@@ -16,13 +16,7 @@ KEPT_BYTES = 1 << 30
 
 
 class Collected(tuple[Delivery, ...]):
-    """Rows of a server-wide capture that were kept, one delivery per completion, oldest first.
-
-    Attributes:
-        dropped: number of completions dropped since the last collection, because the memory for
-            kept rows was full.
-        tag: tag that the rows were kept by.
-    """
+    """Kept rows of a server-wide capture, one delivery per completion, oldest first."""
 
     dropped: int = 0
     tag: str = ""
@@ -38,15 +32,9 @@ class _Kept:
 
 
 class KeptRows(Sink):
-    """Keeps deliveries by their tag, which a server-wide capture has. Thread-safe.
-
-    When the memory is full, the oldest deliveries of the same tag are dropped and counted.
-    """
+    """Keeps deliveries by their tag; when full, drops the oldest and counts them. Thread-safe."""
 
     def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
-        """Args:
-        most_bytes: limit for the rows of each tag, in bytes.
-        """
         self._most = most_bytes
         self._by_tag: dict[str, _Kept] = {}
         self._lock = threading.Lock()
@@ -62,11 +50,7 @@ class KeptRows(Sink):
             self._by_tag.pop(tag, None)
 
     def take(self, tag: str, most_bytes: int | None = None) -> Collected:
-        """Return what is kept for a tag, oldest first, and keep it no longer.
-
-        Args:
-            most_bytes: limit for the rows, in bytes; one delivery may exceed it. None: no limit.
-        """
+        """Return what is kept for a tag, at least one, oldest first, and keep it no longer."""
         deliveries: list[Delivery] = []
         nbytes = 0
         with self._lock:
@@ -85,9 +69,7 @@ class KeptRows(Sink):
         return collected
 
     def put_back(self, collected: Collected) -> None:
-        """Keep what `take` returned again, before what was kept since; nothing if the rows of its
-        tag are discarded now.
-        """
+        """Keep again what `take` returned, unless the rows of its tag are discarded now."""
         with self._lock:
             kept = self._by_tag.get(collected.tag)
             if kept is None:
@@ -121,7 +103,6 @@ class KeptRows(Sink):
         return None
 
     def _drop(self, kept: _Kept) -> None:
-        """Drop the oldest down to the limit."""
         while kept.nbytes > self._most:
             _, freed = kept.deliveries.popleft()
             kept.nbytes -= freed

@@ -12,17 +12,11 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class LogSink(Sink):
-    """Logs each completion's request, and the number and mean norm of its rows per tap.
-
-    No rows are stored. Of read-outs it logs the number of rows. The logger is `midstream.captures`.
-    """
+    """Logs each completion's request, and the number and mean norm of its rows per tap."""
 
     keeps = ("attention", "norms")
 
     def __init__(self, level: str = "info") -> None:
-        """Args:
-        level: log level of the lines: "debug", "info", "warning" or "error".
-        """
         if not isinstance(level, str) or level not in LEVELS:
             raise ValueError(f"level: expected one of {', '.join(LEVELS)}, got {level!r}")
         self._level: int = getattr(logging, level.upper())
@@ -35,7 +29,6 @@ class LogSink(Sink):
 
 
 def line(delivery: Delivery) -> str:
-    """Return a one-line summary of a delivery."""
     who = f"request {delivery.request_id}"
     if delivery.completions > 1:
         who += f", completion {delivery.completion}"

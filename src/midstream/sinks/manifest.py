@@ -13,11 +13,7 @@ VERSION = 1
 def manifest_of(
     delivery: Delivery, origin: Origin, layout: str, files: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the manifest of a delivery as JSON values.
-
-    Args:
-        files: description of each tap and its file.
-    """
+    """Return the manifest of a delivery, with the descriptions of its files, as JSON values."""
     return {
         "format": FORMAT,
         "version": VERSION,

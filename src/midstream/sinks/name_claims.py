@@ -33,17 +33,14 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class NameClaims:
-    """The taken names of one sink. Thread-safe.
+    """The taken names of one sink, for all processes that write to the same place. Thread-safe.
 
-    Other processes that write to the same place see them as well: a name is a locked byte of one
-    file, and the kernel unlocks it when the process ends, however it does. A thread of its own
-    locks and unlocks, as the file system may not answer.
+    A name is a locked byte of a file, which the kernel unlocks with the process. A thread of its
+    own locks and unlocks, as the file system may not answer.
     """
 
     def __init__(self, path: str) -> None:
-        """Args:
-        path: file whose bytes are locked; created with the first name.
-        """
+        """Create the claims, by locked bytes of a file, which is created with the first name."""
         self._path = path
         self._file: int | None = None
         self._has_locks = True
@@ -53,12 +50,7 @@ class NameClaims:
         self._hanging: Future[object] | None = None
 
     def take(self, name: str) -> bool:
-        """Take a name; return False if another request has it.
-
-        Raises:
-            BusyError: the file system does not answer.
-            OSError: it cannot be locked.
-        """
+        """Take a name; return False if another request has it. BusyError: no answer in time."""
         with self._lock:
             if name in self._users:
                 return False
@@ -81,7 +73,6 @@ class NameClaims:
         return is_taken
 
     def _check_answers(self) -> None:
-        """Check that no call of the thread hangs."""
         if self._hanging is not None and not self._hanging.done():
             raise BusyError(f"{self._path} does not answer: nothing is stored", _RETRY_SECONDS)
 
@@ -104,7 +95,6 @@ class NameClaims:
         wait((unlocked,), _GIVE_SECONDS)
 
     def close(self) -> None:
-        """Give all names back."""
         closed = self._calls.put(self._close)
         self._calls.close()
         wait((closed,), TAKE_SECONDS)
@@ -165,19 +155,13 @@ def _open(path: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NamedCapture:
-    """A capture whose rows the caller has named.
+    """A capture whose rows the caller has named."""
 
-    Attributes:
-        index: its index among the captures of the plan.
-        name: what no other request may have taken.
-        check: raises ExistsError if the sink stores rows of the name already.
-    """
-
-    index: int
+    index: int  # among the captures of the plan
     names: NameClaims
-    name: str
+    name: str  # what no other request may have taken
     request_id: str
-    check: Callable[[], None]
+    check: Callable[[], None]  # raises ExistsError if the sink stores rows of the name already
 
 
 class RequestNames:

@@ -52,11 +52,7 @@ def _reduced(codec: Codec, data: Tensor, width: int) -> Arrays:
 
 
 def described(arrays: Arrays, width: int, hidden_size: int) -> dict[str, Any]:
-    """Return the arrays' entry in a manifest: shapes, dtypes, and the range of the scales.
-
-    Args:
-        width: width of the captured vectors; it is in the entry if it is not `hidden_size`.
-    """
+    """Return the arrays' entry in a manifest: width if it is not the hidden size, forms, scales."""
     scale = arrays.get("scale")
     finite = None if scale is None else scale[np.isfinite(scale)]
     return {
@@ -69,7 +65,6 @@ def described(arrays: Arrays, width: int, hidden_size: int) -> dict[str, Any]:
 
 
 def forms(arrays: Arrays) -> dict[str, Any]:
-    """Return the shape and dtype of each array, as JSON values."""
     return {
         name: {"shape": list(array.shape), "dtype": str(array.dtype)}
         for name, array in arrays.items()

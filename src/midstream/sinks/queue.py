@@ -1,8 +1,7 @@
 """Delivery queue of one sink, with a thread that writes, flushes and reports results.
 
-A sink is code of others on a file system of others, so that any call of it may never return. Each
-has a time limit: after it, all that the sink was given ends with an error, and so does what comes
-until the call returns.
+Any call of a sink may never return. After a time limit all that it was given ends with an error,
+and so does what comes until the call returns.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +21,7 @@ from typing import Any, TypeVar
 from midstream.config.sinks import CALL_SECONDS, CLOSE_SECONDS
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
-from midstream.sinks.byte_budget import ByteBudget
-from midstream.sinks.call_watch import CallWatch
+from midstream.sinks.daemon_threads import CallWatch
 from midstream.validation import kind
 
 _LOGGER = logging.getLogger(__name__)
@@ -32,23 +30,16 @@ _LOGGER = logging.getLogger(__name__)
 PATIENCE = 2.0
 
 T = TypeVar("T")
-_FOREVER = float("inf")
 _LOOK_SECONDS = 0.1  # interval of looks at a sink that is being closed
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One pending delivery.
+    """One pending delivery."""
 
-    Attributes:
-        delivery: the delivery; None once it is written, to free its rows.
-        size: bytes that it uses of the budget.
-        patience: seconds after the write by which it must be flushed.
-    """
-
-    delivery: Delivery | None
-    size: int
-    patience: float
+    delivery: Delivery | None  # None once it is written, to free its rows
+    size: int  # bytes that it uses of the budget
+    patience: float  # seconds after the write by which it must be flushed
     done: Future[CaptureResult] = field(default_factory=Future)
     result: CaptureResult = field(default_factory=CaptureResult)
     is_reported: bool = False
@@ -56,17 +47,53 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class QueueTimes:
-    """Times of one sink's queue, in seconds.
+    """Times of one sink's queue, in seconds."""
 
-    Attributes:
-        patience: maximum wait of a delivery for its flush.
-        call: maximum time of one call of the sink: a write, a flush, or its close.
-        close: maximum time in which what is queued is written when the queue is closed.
-    """
+    patience: float = PATIENCE  # maximum wait of a delivery for its flush
+    call: float = CALL_SECONDS  # maximum time of one call of the sink
+    close: float = CLOSE_SECONDS  # maximum time for what is queued when the queue is closed
 
-    patience: float = PATIENCE
-    call: float = CALL_SECONDS
-    close: float = CLOSE_SECONDS
+
+class ByteBudget:
+    """Bytes, granted in the order of requests; one above all is granted alone. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.used = 0
+        self._waiting: deque[tuple[int, Future[None]]] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self._waiting)
+
+    def take(self, size: int) -> Future[None]:
+        """Request bytes; the future completes with the grant and may be cancelled before."""
+        grant: Future[None] = Future()
+        with self._lock:
+            self._waiting.append((size, grant))
+            self._admit()
+        return grant
+
+    def give(self, size: int) -> None:
+        with self._lock:
+            self.used -= size
+            self._admit()
+
+    def withdraw(self, grant: Future[None], size: int) -> None:
+        """Cancel or release a grant whose caller was interrupted."""
+        if not grant.cancel():
+            self.give(size)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            size, grant = self._waiting[0]
+            if self.used and self.used + size > self._most and not grant.cancelled():
+                return
+            self._waiting.popleft()
+            if grant.set_running_or_notify_cancel():
+                self.used += size
+                grant.set_result(None)
 
 
 class SinkQueue:
@@ -79,10 +106,6 @@ class SinkQueue:
     def __init__(
         self, name: str, sink: Sink, most_bytes: int, times: QueueTimes | None = None
     ) -> None:
-        """Args:
-        most_bytes: limit for deliveries whose result is pending, in bytes.
-        times: its times; None: the defaults.
-        """
         self.name = name
         self._sink = sink
         self._most = most_bytes
@@ -95,18 +118,14 @@ class SinkQueue:
         self._draining = False
         self._closing = False
         self._current: _Entry | None = None  # is being written
-        self._stalled = ""  # why the sink takes nothing: a call of it that has not returned
+        self.stalled = ""  # why the sink takes nothing: a call of it that has not returned
         self._watch: CallWatch | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     def put(self, delivery: Delivery, size: int) -> Future[CaptureResult]:
-        """Queue a delivery, blocking until the budget has capacity for it.
-
-        It is flushed when the queue's patience has passed, capacity is needed, or the queue is
-        drained. Returns the future of the result.
-        """
+        """Queue a delivery, blocking until the budget has capacity; return its result's future."""
         grant = self._acquire(size)
         try:
             grant.result()
@@ -116,11 +135,7 @@ class SinkQueue:
         return self._append(_Entry(delivery, size, self._times.patience))
 
     async def put_soon(self, delivery: Delivery, size: int) -> Future[CaptureResult]:
-        """Queue a delivery as `put` does, for an event loop.
-
-        A caller waits for the last delivery of a completion, which is therefore flushed after the
-        sink's `group_seconds`.
-        """
+        """Queue a delivery as `put` does; the last one of a completion after `group_seconds`."""
         grant = self._acquire(size)
         try:
             await asyncio.wrap_future(grant)
@@ -133,11 +148,6 @@ class SinkQueue:
     def put_empty(self, delivery: Delivery) -> None:
         """Queue a delivery without rows, which uses no capacity and whose result is discarded."""
         self._append(_Entry(delivery, 0, self._times.patience))
-
-    @property
-    def stalled(self) -> str:
-        """Why the sink takes nothing now; empty: it does."""
-        return self._stalled
 
     @property
     def unwritten(self) -> int:
@@ -172,11 +182,11 @@ class SinkQueue:
             return
         until = time.monotonic() + self._times.close
         # The thread does not end while a call of the sink does not return.
-        while thread.is_alive() and not self._stalled and time.monotonic() < until:
+        while thread.is_alive() and not self.stalled and time.monotonic() < until:
             thread.join(min(_LOOK_SECONDS, self._times.close))
         if thread.is_alive():
             limit = f"{self._times.close:g} s (the sink's `close_seconds`)"
-            self._fail_all(self._stalled or f"it was closed, and not stored within {limit}")
+            self._fail_all(self.stalled or f"it was closed, and not stored within {limit}")
 
     def _acquire(self, size: int) -> Future[None]:
         grant = self._bound.take(size)
@@ -188,12 +198,16 @@ class SinkQueue:
     def _append(self, entry: _Entry) -> Future[CaptureResult]:
         entry.done.set_running_or_notify_cancel()  # from now on it cannot be cancelled
         with self._changed:
-            why = self._stalled or ("the sink is closed" if self._closing else "")
+            why = self.stalled or ("the sink is closed" if self._closing else "")
             if why:
                 self._bound.give(entry.size)
                 entry.done.set_result(CaptureResult("error", why))
                 return entry.done
-            _keep_name(self._sink, entry)
+            names = self._sink.names
+            if names is not None and entry.delivery is not None:
+                # The name that a caller gave is kept until the rows are stored.
+                name = self._sink.name_of(entry.delivery.tag, entry.delivery.name)
+                names.keep_until(entry.done, name)
             self._queue.append(entry)
             if self._thread is None:
                 self._start()
@@ -210,26 +224,23 @@ class SinkQueue:
         self._thread.start()
 
     def _stall(self, call: str) -> None:
-        """Fail all deliveries, as a call of the sink takes too long."""
         limit = f"{self._times.call:g} s (the sink's `call_seconds`)"
         self._fail_all(f"{call} has not returned for {limit}", call)
 
     def _fail_all(self, why: str, call: str = "") -> None:
-        """End all deliveries with an error.
-
-        Args:
-            call: the call of the sink that does not return; empty: the queue is closed.
-        """
+        """End all deliveries with an error: a `call` does not return, or the queue is closed."""
         with self._changed:
-            self._stalled = why
+            self.stalled = why
             queued, current = tuple(self._queue), self._current
             self._queue.clear()
             # The sink will return results of the written ones as well, so these stay in their list.
-            lost = [*self._written, *([current] if current else ()), *queued]
-            lost = [entry for entry in lost if not entry.is_reported]
+            every = [*self._written, *([current] if current else ()), *queued]
+            lost = [entry for entry in every if not entry.is_reported]
         if lost or call:
             more = "; until it returns no others are stored" if call else ""
-            _LOGGER.error("the sink %s: %s; %s%s", self.name, why, _amount(lost), more)
+            size = sum(entry.size for entry in lost)
+            amount = f"{len(lost)} deliveries of {size} bytes are not stored, or in part"
+            _LOGGER.error("the sink %s: %s; %s%s", self.name, why, amount, more)
         for entry in lost:
             self._report(entry, CaptureResult("error", why))
 
@@ -238,9 +249,9 @@ class SinkQueue:
         assert self._watch is not None
         with self._watch.limited(name):
             outcome = _guarded(call)
-        if self._stalled:
+        if self.stalled:
             with self._changed:
-                self._stalled = ""
+                self.stalled = ""
             _LOGGER.warning("the sink %s: %s has returned", self.name, name)
         return outcome
 
@@ -259,10 +270,7 @@ class SinkQueue:
             _LOGGER.error("closing the sink %s failed: %s", self.name, problem)
 
     def _next(self) -> _Entry | None:
-        """Return the next delivery to write, blocking until there is one.
-
-        None: the written deliveries must be flushed or, if there are none, the thread must end.
-        """
+        """Return the next delivery, blocking; None: flush what is written, or end the thread."""
         with self._changed:
             while True:
                 is_large = 2 * self._unflushed >= self._most
@@ -276,8 +284,7 @@ class SinkQueue:
                 if self._closing:
                     return None
                 self._draining = False
-                wait = self._due - time.monotonic() if self._written else _FOREVER
-                self._changed.wait(None if wait == _FOREVER else wait)
+                self._changed.wait(self._due - time.monotonic() if self._written else None)
 
     def _write(self, entry: _Entry) -> None:
         delivery, entry.delivery = entry.delivery, None
@@ -318,20 +325,7 @@ class SinkQueue:
         entry.done.set_result(result)
 
 
-def _keep_name(sink: Sink, entry: _Entry) -> None:
-    """Keep the name that a caller gave a delivery until its rows are stored."""
-    if sink.names is not None and entry.delivery is not None:
-        name = sink.name_of(entry.delivery.tag, entry.delivery.name)
-        sink.names.keep_until(entry.done, name)
-
-
-def _amount(lost: Sequence[_Entry]) -> str:
-    size = sum(entry.size for entry in lost)
-    return f"{len(lost)} deliveries of {size} bytes are not stored, or in part"
-
-
 def _flushed(sink: Sink) -> list[CaptureResult] | None:
-    """Flush a sink, and return what it returned."""
     returned: Any = sink.flush()
     if returned is None:
         return None
@@ -345,10 +339,7 @@ def _flushed(sink: Sink) -> list[CaptureResult] | None:
 
 
 def _guarded(call: Callable[[], T]) -> tuple[T | None, str]:
-    """Call a method of the sink; return its result and the message of its exception.
-
-    An exception must not end the thread, on which all deliveries depend.
-    """
+    """Call a method; return its result and its exception's message: the thread must not end."""
     try:
         return call(), ""
     except BaseException as error:

@@ -1,14 +1,10 @@
-"""Registry of sinks by name: built-in sinks and those of other packages.
-
-A package registers a sink with an entry point of the group `midstream.sinks`, a subclass of Sink.
-The settings of an engine may also have the path of a class, or a sink itself. Requests never have.
-"""
+"""Registry of sinks by name: built-in ones, and those of other packages by entry points."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from midstream.config.sinks import SinkSettings
@@ -26,7 +22,6 @@ BUILTIN = {
 
 
 def make_sink(settings: SinkSettings) -> Sink:
-    """Create a sink without opening it."""
     path = f"midstream.sinks.{settings.name}"
     if (settings.class_path or settings.instance is not None) and settings.name in BUILTIN:
         raise ConfigError(f"{path}: the name of a built-in sink; use another name")
@@ -58,20 +53,16 @@ def _import(path: str, class_path: str) -> type[Sink]:
 
 def _find(name: str) -> type[Sink]:
     plugins = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name in BUILTIN:
-        module, _, attribute = BUILTIN[name].partition(":")
-        if name in plugins:
-            raise ConfigError(
-                f"midstream.sinks.{name}: {plugins[name].value} has the name of a built-in sink; "
-                "rename it"
-            )
-        cls: Any = getattr(importlib.import_module(module), attribute)
-    elif name in plugins:
-        cls = plugins[name].load()
-    else:
-        known = ", ".join(sorted({MEMORY, *BUILTIN, *plugins}))
-        raise ConfigError(f"midstream.sinks.{name}: unknown sink; known: {known}")
-    return _checked(f"midstream.sinks.{name}", cls)
+    if name in BUILTIN and name in plugins:
+        raise ConfigError(
+            f"midstream.sinks.{name}: {plugins[name].value} has the name of a built-in sink; "
+            "rename it"
+        )
+    known = plugins | {key: EntryPoint(key, path, GROUP) for key, path in BUILTIN.items()}
+    if name not in known:
+        names = ", ".join(sorted({MEMORY, *known}))
+        raise ConfigError(f"midstream.sinks.{name}: unknown sink; known: {names}")
+    return _checked(f"midstream.sinks.{name}", known[name].load())
 
 
 def _checked(path: str, cls: Any) -> type[Sink]:

@@ -23,19 +23,13 @@ MAX_NAMES = 64
 
 @dataclass(frozen=True, slots=True)
 class ServerCapture:
-    """A name and its captures.
-
-    Attributes:
-        kept: what is kept for `collect`: number of `completions`, their `bytes`, and how many
-            completions were `dropped`; None if the rows go to another sink.
-    """
+    """A name and its captures."""
 
     name: str
     captures: tuple[Capture, ...]
-    kept: Mapping[str, int] | None
+    kept: Mapping[str, int] | None  # for `collect`; None: the rows go to another sink
 
     def to_dict(self) -> dict[str, object]:
-        """Return the JSON form."""
         fields: dict[str, object] = {
             "name": self.name,
             "capture": [capture.to_dict() for capture in self.captures],
@@ -44,10 +38,7 @@ class ServerCapture:
 
 
 class ServerCaptures:
-    """`llm.captures`: captures of every request, added to its own. Thread-safe.
-
-    A request has the captures that are set when it is admitted, and keeps them.
-    """
+    """`llm.captures`: captures of every request from its admission. Thread-safe."""
 
     def __init__(
         self,
@@ -55,11 +46,7 @@ class ServerCaptures:
         shape: ModelShape,
         check: Callable[[tuple[Capture, ...]], None] = lambda _: None,
     ) -> None:
-        """Begin with the captures in the sinks' settings, under the sinks' names.
-
-        Args:
-            check: raises SpecError if no request could have these captures together.
-        """
+        """Begin with the captures in the sinks' settings, under the sinks' names."""
         self._sinks = sinks
         self._shape = shape
         self._check = check
@@ -102,7 +89,9 @@ class ServerCaptures:
         with self._changing:
             before = self._by_name.get(name, ())
             if _keeps(captures):
-                tag = _tag(name, self._times_kept[name])
+                # Another each time: rows of requests that still run must not mix with the new ones.
+                times = self._times_kept[name]
+                tag = hashlib.sha256(f"{name} {times}".encode()).hexdigest() if times else name
                 captures = tuple(_with_tag(named_capture, tag) for named_capture in captures)
             new = {**self._by_name, name: captures}
             if len(new) > MAX_NAMES:
@@ -120,11 +109,7 @@ class ServerCaptures:
         return self.show(name)
 
     def clear(self, name: str | None = None) -> None:
-        """Capture no longer for requests that come from now on, and discard kept rows.
-
-        Args:
-            name: the name; None: every name.
-        """
+        """Capture no longer for new requests, and discard kept rows; None: of every name."""
         with self._changing, self._lock:
             names = tuple(self._by_name) if name is None else (self._known(name),)
             before = self._by_name
@@ -136,24 +121,18 @@ class ServerCaptures:
                     self._sinks.kept().end(_tag_of(before[cleared]))
 
     def list(self) -> tuple[ServerCapture, ...]:
-        """Return all names with their captures, sorted."""
         with self._lock:
             return tuple(self._describe(name) for name in sorted(self._by_name))
 
     def show(self, name: str) -> ServerCapture:
-        """Return one name with its captures."""
         with self._lock:
             return self._describe(self._known(name))
 
     def collect(self, name: str, most_bytes: int | None = None) -> Collected:
         """Return the kept rows of the requests that ended since the last call, oldest first.
 
-        Each is a `midstream.sinks.base.Delivery`, with `activations`, `request_id` and tokens. They
-        are not kept any longer. At most 1 GiB is kept for a name: beyond that the oldest are
-        dropped, and `dropped` of the result is their number.
-
-        Args:
-            most_bytes: limit for the rows of one call, in bytes; None: no limit.
+        Each is a `midstream.sinks.base.Delivery`, kept no longer. At most 1 GiB is kept for a name:
+        beyond that the oldest are dropped, and `dropped` of the result is their number.
         """
         with self._lock:
             captures = self._by_name[self._known(name)]
@@ -166,9 +145,7 @@ class ServerCaptures:
             return self._sinks.kept().take(_tag_of(captures), most_bytes)
 
     def put_back(self, collected: Collected) -> None:
-        """Keep again what `collect` returned and could not be used; the next call returns it first.
-        It is discarded if its name was set anew or cleared meanwhile.
-        """
+        """Keep again what `collect` returned, unless its name was set anew or cleared since."""
         self._sinks.kept().put_back(collected)
 
     def __bool__(self) -> bool:
@@ -239,23 +216,9 @@ def _keeps(captures: Sequence[Capture]) -> bool:
     return any(capture.sink == KEPT for capture in captures)
 
 
-def _tag(name: str, times: int) -> str:
-    """Return the tag of rows that are kept for a name.
-
-    Requests that still run when a name is set anew must not deliver rows to what it stands for
-    then, so each time has another tag.
-
-    Args:
-        times: how often rows were to be kept for it before.
-    """
-    return hashlib.sha256(f"{name} {times}".encode()).hexdigest() if times else name
-
-
 def _tag_of(captures: Sequence[Capture]) -> str:
-    """Return the tag of those of the captures whose rows are kept."""
     return next(capture.tag for capture in captures if capture.sink == KEPT)
 
 
 def _with_tag(capture: Capture, tag: str) -> Capture:
-    """Return a capture with another tag if its rows are kept."""
     return replace(capture, tag=tag) if capture.sink == KEPT else capture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +13,7 @@ from midstream.plan import Capture, Plan
 from midstream.plan.readouts import ReadOut
 from midstream.plan.sink_target import MEMORY
 from midstream.sinks.base import Origin, Sink
-from midstream.sinks.daemon_threads import ThreadCall
+from midstream.sinks.daemon_threads import begin
 from midstream.sinks.kept_rows import KEPT, KeptRows
 from midstream.sinks.name_claims import NamedCapture, RequestNames
 from midstream.sinks.queue import QueueTimes, SinkQueue
@@ -35,24 +36,22 @@ class SinkSet:
     """The sinks that an engine was started with; `memory` is always included."""
 
     def __init__(self, settings: Sequence[SinkSettings], origin: Origin) -> None:
-        """Create and open the sinks."""
         self._sinks: dict[str, Sink] = {}
         self._queues: dict[str, SinkQueue] = {}
         # Those of the settings; `ServerCaptures` has those that are set now.
         self.captures: tuple[Capture, ...] = tuple(
             capture for config in settings for capture in config.captures
         )
-        self._hanging: dict[str, ThreadCall[None]] = {}  # are in `check`, by sink
+        self._hanging: dict[str, Future[None]] = {}  # are in `check`, by sink
         self._kept: KeptRows | None = None
         self._origin = origin
         made = [(config, make_sink(config)) for config in settings if config.name != MEMORY]
         try:
-            for sink_settings, sink in made:
+            for config, sink in made:
                 sink.open(origin)
-                self._sinks[sink_settings.name] = sink
-                self._queues[sink_settings.name] = SinkQueue(
-                    sink_settings.name, sink, sink_settings.queue_bytes, _times_of(sink_settings)
-                )
+                self._sinks[config.name] = sink
+                times = QueueTimes(call=config.call_seconds, close=config.close_seconds)
+                self._queues[config.name] = SinkQueue(config.name, sink, config.queue_bytes, times)
         except BaseException:
             self.close()
             raise
@@ -63,9 +62,7 @@ class SinkSet:
         return (MEMORY, *self._sinks)
 
     def check(self, plan: Plan) -> None:
-        """Check whether the sinks can store the rows of a plan's captures, as far as is known
-        without their file systems; see `check_places`.
-        """
+        """Check whether the sinks can store a plan's rows, as far as known without file systems."""
         for index, sink in enumerate(capture.sink for capture in plan.captures):
             if sink == MEMORY:
                 continue
@@ -88,13 +85,10 @@ class SinkSet:
                 self._check_answers(sink)
 
     def has_places(self, plan: Plan) -> bool:
-        """Return whether `check_places` has anything to do."""
         return any(True for _ in self._placed(plan))
 
     def check_places(self, plan: Plan) -> None:
-        """Check whether a plan's rows can be stored where it says. It waits for the file systems of
-        the sinks, for a few seconds at most, so not on an event loop.
-        """
+        """Check where a plan's rows are to go. Waits for seconds, so not on an event loop."""
         for index, sink, check in self._placed(plan):
             with at(f"capture[{index}]"):
                 self._check_answers(sink)
@@ -122,9 +116,7 @@ class SinkSet:
         )
 
     def names_of(self, plan: Plan | None) -> RequestNames | None:
-        """Return the names that a caller gives the rows of a request, to be taken before it is
-        computed; None: it gives none.
-        """
+        """Return the names of a request's rows, to be taken before it is computed; None: none."""
         named: dict[tuple[str, str], NamedCapture] = {}
         places = [] if plan is None else [capture.place for capture in plan.captures]
         for index, (sink, tag, request_id) in enumerate(places):
@@ -147,20 +139,19 @@ class SinkSet:
         return RequestNames([*named.values()]) if named else None
 
     def _check_answers(self, name: str) -> None:
-        """Check that no call of a sink hangs."""
         why, hanging = self._queues[name].stalled, self._hanging.get(name)
-        if hanging is not None and not hanging.has_returned:
+        if hanging is not None and not hanging.done():
             why = "check has not returned"
         if why:
             raise BusyError(f"the sink {show(name)} stores nothing now: {why}", _RETRY_SECONDS)
 
     def _check_place(self, name: str, check: Callable[[], None]) -> None:
         """Call a sink's `check`, in a thread of its own: its file system may not answer."""
-        call = ThreadCall(check)
-        if not call.wait(CHECK_SECONDS):
+        call = begin(check)
+        if not wait((call,), CHECK_SECONDS).done:
             self._hanging[name] = call
             self._check_answers(name)
-        call.result()
+        call.result(0)
 
     def check_metadata(self, capture: ReadOut) -> None:
         """Check that the metadata of a capture have no key that its sink reserves."""
@@ -208,7 +199,3 @@ class SinkSet:
         """Write and flush all pending deliveries and close the sinks. Blocks until done."""
         for queue in list(self._queues.values()):
             queue.close()
-
-
-def _times_of(settings: SinkSettings) -> QueueTimes:
-    return QueueTimes(call=settings.call_seconds, close=settings.close_seconds)

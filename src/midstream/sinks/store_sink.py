@@ -35,27 +35,17 @@ _REDUNDANT = ("request_id", "prompt_tokens", "generated_tokens")
 
 
 class StoreSink(Sink):
-    """Writes a shard at each flush.
-
-    If the shard cannot be written, its deliveries are discarded and reported as errors.
-    """
+    """Writes a shard at each flush; if it cannot, discards its deliveries and reports errors."""
 
     reserved = (OWN,)
 
     def __init__(
         self,
-        root: str,
-        shard_bytes: int = SHARD_BYTES,
-        group_seconds: float = 0.05,
-        prompts: bool = False,
+        root: str,  # the store's directory, created if missing, or `s3://bucket/prefix`
+        shard_bytes: int = SHARD_BYTES,  # target
+        group_seconds: float = 0.05,  # a caller of `AsyncLLM` waits so long to share a shard
+        prompts: bool = False,  # whether to store the prompt's text and the generated text
     ) -> None:
-        """Args:
-        root: the store's directory, created if missing, or `s3://bucket/prefix`.
-        shard_bytes: target length of a shard in bytes.
-        group_seconds: how long a caller of `AsyncLLM` waits for others to share a shard, in
-            seconds, 0 to 60.
-        prompts: whether to store the prompt's text and the generated text.
-        """
         if not isinstance(root, str) or not root:
             raise ValueError(f"root: expected the path of a store, got {root!r}")
         if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
@@ -150,7 +140,6 @@ class StoreSink(Sink):
         return self._writers[codec]
 
     def _known(self, delivery: Delivery) -> dict[str, Any]:
-        """Return midstream's own metadata of a completion."""
         metadata: dict[str, Any] = {
             "request_id": delivery.request_id,
             "completions": delivery.completions,
@@ -167,11 +156,7 @@ class StoreSink(Sink):
 
 
 def _locks_of(root: str) -> str:
-    """Return the file whose bytes are locked for ids of running requests.
-
-    An object store has no locks: there it is a file of this machine, for the processes of this
-    user.
-    """
+    """Return the file to lock for ids; for an object store, one of this machine and user."""
     if "://" not in root:
         return os.path.join(root, LOCKS)
     digest = hashlib.sha256(root.encode()).hexdigest()[:32]
@@ -197,10 +182,7 @@ def outline(plan: Plan) -> Any:
 
 
 def brief(receipt: Receipt) -> dict[str, Any]:
-    """Return a short JSON form of a receipt, for storage with every request.
-
-    Layers with equal counts are grouped into ranges [start, stop), and empty fields are omitted.
-    """
+    """Return a receipt's short JSON form: layers of equal counts in ranges, no empty fields."""
     layers: dict[tuple[str, int, int], list[int]] = {}
     for tap in receipt.captured:
         layers.setdefault((tap.site, tap.expected, tap.actual), []).append(tap.layer)

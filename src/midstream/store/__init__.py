@@ -1,7 +1,6 @@
 """On-disk store of captured rows, for any number of concurrent writers and lazy readers.
 
-A store is a directory of shards. Each shard is a safetensors file with the rows of many requests,
-their index and their metadata. `docs/store-format.md` specifies the format. vLLM is not required.
+`docs/store-format.md` specifies the format. vLLM is not required.
 """
 
 from midstream.store.dataset import RowDataset

@@ -82,10 +82,7 @@ class RowDataset(IterableDataset[Mapping[str, Tensor]]):
             yield from self._read(indices)
 
     def _orders(self, worker: int, workers: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the row indices of one worker, one buffer at a time.
-
-        Each array holds whole batches, except the last.
-        """
+        """Yield a worker's row indices, one buffer at a time: whole batches, except in the last."""
         epoch = int(self._epoch)
         rows = len(self.selection)
         runs = np.arange(-(-rows // _RUN))

@@ -28,61 +28,47 @@ _VALUES: dict[str, Callable[[Shard], Iterable[Any]]] = {
     "codec": lambda shard: (shard.header.codec,),
 }
 _LISTS = (list, tuple, set, frozenset, np.ndarray)
+_Ints = NDArray[np.int64]
+_Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
     """Rows to select; a field that is None matches all rows. Names occur in the store."""
 
-    sites: frozenset[str] | None
-    layers: frozenset[int] | None
-    requests: frozenset[str] | None
-    children: frozenset[int] | None
-    tags: frozenset[str] | None
-    models: frozenset[str] | None
-    codecs: frozenset[str] | None
+    wanted: Mapping[str, frozenset[Any]]  # by argument of `Store.select`; missing: all rows match
     positions: Positions | None
-    tokens: NDArray[np.int64] | range | None
+    tokens: _Ints | range | None
+
+    def _fits(self, name: str, value: object) -> bool:
+        return name not in self.wanted or value in self.wanted[name]
 
     def has_shard(self, shard: Shard) -> bool:
-        """Whether rows of a shard may match."""
-        return (self.models is None or shard.header.model in self.models) and (
-            self.codecs is None or shard.header.codec in self.codecs
-        )
+        return self._fits("model", shard.header.model) and self._fits("codec", shard.header.codec)
 
     def has_tap(self, tap: Tap) -> bool:
-        """Whether rows of a tap may match."""
-        return (self.sites is None or tap[0] in self.sites) and (
-            self.layers is None or tap[1] in self.layers
-        )
+        return self._fits("site", tap[0]) and self._fits("layer", tap[1])
 
-    def requests_of(self, shard: Shard) -> NDArray[np.bool_]:
+    def requests_of(self, shard: Shard) -> _Mask:
         """Return bool [requests]: the requests whose rows may match."""
-        if self.requests is None and self.children is None and self.tags is None:
+        if self.wanted.keys().isdisjoint(("request", "child", "tag")):
             return np.ones(len(shard.lines), np.bool_)
-        return np.fromiter(
-            (
-                (self.requests is None or line.request in self.requests)
-                and (self.children is None or line.child in self.children)
-                and (self.tags is None or line.tag in self.tags)
-                for line in shard.lines
-            ),
-            np.bool_,
-            len(shard.lines),
+        fits = (
+            self._fits("request", line.request)
+            and self._fits("child", line.child)
+            and self._fits("tag", line.tag)
+            for line in shard.lines
         )
+        return np.fromiter(fits, np.bool_, len(shard.lines))
 
-    def rows_of(self, shard: Shard, group: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Return the indices of the matching rows of a group, int64, ascending.
-
-        Args:
-            wanted: result of `requests_of` for the shard.
-        """
+    def rows_of(self, shard: Shard, group: int, wanted: _Mask) -> _Ints:
+        """Return the matching rows of a group, int64, ascending; `wanted`: of `requests_of`."""
         owners, bounds = shard.owners(group)
         chosen = wanted[owners]
         counts = np.diff(bounds)[chosen]
         # The first row of each run, minus the number of selected rows before the run.
         shift = bounds[:-1][chosen] - (np.cumsum(counts) - counts)
-        rows: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(shift, counts)
+        rows: _Ints = np.arange(counts.sum()) + np.repeat(shift, counts)
         if len(rows) and (self.positions is not None or self.tokens is not None):
             prompts = np.array([line.prompt_tokens for line in shard.lines], np.int64)
             lengths = np.repeat(prompts[owners[chosen]], counts)
@@ -98,42 +84,30 @@ class Filter:
 
 
 def read_filter(shards: Sequence[Shard], arguments: Mapping[str, object]) -> Filter:
-    """Return the filter for the arguments of `Store.select`."""
     # Values are collected only for filters that are given: there may be millions of requests.
     wanted = {
-        name: None
-        if arguments[name] is None
-        else _read(name, arguments[name], {value for shard in shards for value in names(shard)})
+        name: _read(name, arguments[name], {value for shard in shards for value in names(shard)})
         for name, names in _VALUES.items()
+        if arguments[name] is not None
     }
     position, token = arguments["position"], arguments["token"]
-    return Filter(
-        sites=wanted["site"],
-        layers=wanted["layer"],
-        requests=wanted["request"],
-        children=wanted["child"],
-        tags=wanted["tag"],
-        models=wanted["model"],
-        codecs=wanted["codec"],
-        positions=None if position is None else _read_positions(position),
-        tokens=None if token is None else _read_tokens(token),
-    )
+    positions = None if position is None else _read_positions(position)
+    tokens = None if token is None else _read_tokens(token)
+    return Filter(wanted=wanted, positions=positions, tokens=tokens)
 
 
 def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
     """Return the requested values, all of which occur in `known`."""
-    wanted: Iterable[Any]
-    if name in ("layer", "child"):
-        wanted = _numbers(name, value, known)
-    elif name == "site":
-        wanted = (sites.canonical(site) or site for site in _words(name, value))
-    else:
-        wanted = _words(name, value)
+    is_number = name in ("layer", "child")
+    wanted: list[Any] = _numbers(name, value, known) if is_number else _words(name, value)
+    if name == "site":
+        wanted = [sites.canonical(site) or site for site in wanted]
     requested = frozenset(wanted)
-    missing = sorted(requested - set(known))
-    if missing:
-        first = missing[0]
-        present = f"; known: {_shorten(sorted(known))}" if known else ": the store is empty"
+    if missing := requested - set(known):
+        first = min(missing)
+        shown = ", ".join(map(repr, sorted(known)[:8]))
+        more = f", … ({len(known)} in total)" if len(known) > 8 else ""
+        present = f"; known: {shown}{more}" if known else ": the store is empty"
         close = hint(first, known) if isinstance(first, str) else ""
         raise StoreError(f"{name}: no rows in this store have {show(first)}{close}{present}")
     return requested
@@ -162,7 +136,7 @@ def _numbers(name: str, value: object, known: Collection[int]) -> list[int]:
     return _ints(name, value)
 
 
-def _read_tokens(value: object) -> NDArray[np.int64] | range:
+def _read_tokens(value: object) -> _Ints | range:
     if isinstance(value, range):
         _ints("token", [value.start, value.stop])
         return value
@@ -192,19 +166,8 @@ def _read_positions(value: object) -> Positions:
     return positions
 
 
-def _matches(
-    positions: Positions,
-    places: NDArray[np.int64],
-    prompts: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-) -> NDArray[np.bool_]:
-    """Return bool [n]: the rows that match.
-
-    Args:
-        places: int64 [n], position of each row.
-        prompts: int64 [n], prompt length of each row's request.
-        tokens: int64 [n], token id of each row.
-    """
+def _matches(positions: Positions, places: _Ints, prompts: _Ints, tokens: _Ints) -> _Mask:
+    """Return bool [n]: the matching rows, given position, prompt length and token of each."""
     mask = np.zeros(len(places), np.bool_)
     for item in positions.include:
         mask |= _item_matches(item, places, prompts, tokens)
@@ -215,9 +178,7 @@ def _matches(
     return mask
 
 
-def _item_matches(
-    item: Item, places: NDArray[np.int64], prompts: NDArray[np.int64], tokens: NDArray[np.int64]
-) -> NDArray[np.bool_]:
+def _item_matches(item: Item, places: _Ints, prompts: _Ints, tokens: _Ints) -> _Mask:
     if isinstance(item, TokenIds):
         return np.isin(tokens, item.ids)
     if isinstance(item, (Span, Window)):
@@ -239,7 +200,7 @@ def _item_matches(
     return np.equal(places, number if number >= 0 else prompts + number)
 
 
-def _are_in(values: NDArray[np.int64], wanted: NDArray[np.int64] | range) -> NDArray[np.bool_]:
+def _are_in(values: _Ints, wanted: _Ints | range) -> _Mask:
     if isinstance(wanted, range):
         if not wanted:
             return np.zeros(len(values), np.bool_)
@@ -247,9 +208,3 @@ def _are_in(values: NDArray[np.int64], wanted: NDArray[np.int64] | range) -> NDA
         mask = (values >= low) & (values <= high) & ((values - low) % wanted.step == 0)
         return np.asarray(mask, np.bool_)
     return np.isin(values, wanted)
-
-
-def _shorten(names: Sequence[object]) -> str:
-    """Return at most eight names and the total number, for messages."""
-    shown = ", ".join(repr(name) for name in names[:8])
-    return f"{shown}, … ({len(names)} in total)" if len(names) > 8 else shown

@@ -25,16 +25,12 @@ from midstream.validation import is_int, kind, show
 
 @dataclass(frozen=True, slots=True)
 class SelectionSegment:
-    """Rows of one tap in one group of a shard.
-
-    Attributes:
-        rows: int64 [n], indices of rows in the group, ascending.
-    """
+    """Rows of one tap in one group of a shard."""
 
     shard: Shard
     group: int
     tap: Tap
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [n], indices in the group, ascending
 
 
 class Selection:
@@ -50,9 +46,6 @@ class Selection:
     """
 
     def __init__(self, shards: Sequence[Shard], chosen: Filter) -> None:
-        """Raises:
-        StoreError: the rows differ in codec, width or dtype, or an index is damaged.
-        """
         self._segments = _segments(shards, chosen)
         self._ends = np.cumsum([len(segment.rows) for segment in self._segments], dtype=np.int64)
         self.taps = tuple(dict.fromkeys(segment.tap for segment in self._segments))
@@ -87,9 +80,8 @@ class Selection:
             StoreError: it is not the same for all taps.
         """
         if len(self._widths) > 1:
-            shown = ", ".join(
-                f"{width} at {site}.{layer}" for width, (site, layer) in self._widths.items()
-            )
+            taps = self._widths.items()
+            shown = ", ".join(f"{width} at {site}.{layer}" for width, (site, layer) in taps)
             raise StoreError(
                 f"the rows differ in width: {shown}; select those of one width by `site`, `layer` "
                 "or `model`"
@@ -135,11 +127,10 @@ class Selection:
             raise IndexError(f"expected indices from 0 to {len(self) - 1}")
         numbers = np.searchsorted(self._ends, wanted, side="right")
         places = np.argsort(numbers, kind="stable")
-        numbers = numbers[places]
-        cuts = np.flatnonzero(np.diff(numbers)) + 1
+        cuts = np.flatnonzero(np.diff(numbers[places])) + 1
         parts = []
         for where in np.split(places, cuts) if len(places) else []:
-            number = int(np.searchsorted(self._ends, wanted[where[0]], side="right"))
+            number = int(numbers[where[0]])
             segment = self._segments[number]
             first = int(self._ends[number]) - len(segment.rows)
             parts.append(_Part(segment, segment.rows[wanted[where] - first], where))
@@ -148,16 +139,26 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The rows of a batch that belong to one segment.
-
-    Attributes:
-        rows: int64 [n], indices of rows in its group.
-        where: int64 [n], indices of rows in the batch.
-    """
+    """The rows of a batch that belong to one segment."""
 
     segment: SelectionSegment
-    rows: NDArray[np.int64]
-    where: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [n], indices in its group
+    where: NDArray[np.int64]  # [n], indices in the batch
+
+    def encoded(self) -> NDArray[np.uint8]:
+        """Return the encoded rows, uint8 [n, row_bytes]."""
+        return self.segment.shard.gather(self.segment.group, self.segment.tap, self.rows)
+
+    def stored(self, name: str) -> NDArray[Any]:
+        """Return the rows of an index column; see `Shard.column`."""
+        return self.segment.shard.column(self.segment.group, name)[self.rows]
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the line of each row's completion."""
+        shard = self.segment.shard
+        owners, bounds = shard.owners(self.segment.group)
+        runs = np.searchsorted(bounds, self.rows, side="right") - 1
+        return (shard.lines[request] for request in owners[runs].tolist())
 
 
 class Batch:
@@ -176,7 +177,7 @@ class Batch:
         # NumPy allocates huge pages, torch does not, which makes this twice as fast.
         if len(self._parts) == 1:
             # A single part covers the batch in its order.
-            return torch.from_numpy(_gather(self._parts[0]))
+            return torch.from_numpy(self._parts[0].encoded())
         if not self._parts:
             return torch.zeros(0, 0, dtype=torch.uint8)
         segment = self._parts[0].segment
@@ -185,7 +186,7 @@ class Batch:
         for part in self._parts:
             first, last = int(part.where[0]), int(part.where[-1])
             together = last - first == len(part.where) - 1
-            rows[slice(first, last + 1) if together else part.where] = _gather(part)
+            rows[slice(first, last + 1) if together else part.where] = part.encoded()
         return torch.from_numpy(rows)
 
     @cached_property
@@ -211,20 +212,17 @@ class Batch:
     @cached_property
     def position(self) -> Tensor:
         """Position of each row's token in its request, int64 [n]."""
-        return self._column("position")
+        return self._column(lambda part: part.stored("position"))
 
     @cached_property
     def token_id(self) -> Tensor:
         """Token id of each row, int64 [n]."""
-        return self._column("token_id")
+        return self._column(lambda part: part.stored("token_id"))
 
     @cached_property
     def layer(self) -> Tensor:
         """Layer of each row, int64 [n]."""
-        layers = np.empty(self._count, np.int64)
-        for part in self._parts:
-            layers[part.where] = part.segment.tap[1]
-        return torch.from_numpy(layers)
+        return self._column(lambda part: part.segment.tap[1])
 
     @cached_property
     def site(self) -> list[str]:
@@ -234,29 +232,25 @@ class Batch:
     @cached_property
     def request(self) -> list[str]:
         """Request id of each row."""
-        return self._names(lambda part: (line.request for line in _lines(part)))
+        return self._names(lambda part: (line.request for line in part.lines()))
 
     @cached_property
     def tag(self) -> list[str]:
         """Tag of each row's request."""
-        return self._names(lambda part: (line.tag for line in _lines(part)))
+        return self._names(lambda part: (line.tag for line in part.lines()))
 
     @cached_property
     def child(self) -> Tensor:
         """Completion index of each row in its request, int64 [n]."""
-        children = np.empty(self._count, np.int64)
-        for part in self._parts:
-            children[part.where] = [line.child for line in _lines(part)]
-        return torch.from_numpy(children)
+        return self._column(lambda part: [line.child for line in part.lines()])
 
     def __repr__(self) -> str:
         return f"Batch({self._count} rows)"
 
-    def _column(self, name: str) -> Tensor:
+    def _column(self, of: Callable[[_Part], Any]) -> Tensor:
         column = np.empty(self._count, np.int64)
         for part in self._parts:
-            segment = part.segment
-            column[part.where] = segment.shard.column(segment.group, name)[part.rows]
+            column[part.where] = of(part)
         return torch.from_numpy(column)
 
     def _names(self, of: Callable[[_Part], Iterable[str]]) -> list[str]:
@@ -265,20 +259,6 @@ class Batch:
             for where, name in zip(part.where.tolist(), of(part), strict=False):
                 names[where] = name
         return names
-
-
-def _gather(part: _Part) -> NDArray[np.uint8]:
-    """Return the encoded rows of a part, uint8 [n, row_bytes]."""
-    segment = part.segment
-    return segment.shard.gather(segment.group, segment.tap, part.rows)
-
-
-def _lines(part: _Part) -> Iterator[Line]:
-    """Yield the line of each row's completion."""
-    shard = part.segment.shard
-    owners, bounds = shard.owners(part.segment.group)
-    runs = np.searchsorted(bounds, part.rows, side="right") - 1
-    return (shard.lines[request] for request in owners[runs].tolist())
 
 
 def _segments(shards: Sequence[Shard], chosen: Filter) -> list[SelectionSegment]:
@@ -297,10 +277,8 @@ def _check_alike(segments: Sequence[SelectionSegment]) -> None:
     headers = {segment.shard.header for segment in segments}
     kinds = {(header.codec, header.hidden_size, header.dtype): header.model for header in headers}
     if len(kinds) > 1:
-        every = "; ".join(
-            f"{codec} of {hidden} {dtype} ({model})"
-            for (codec, hidden, dtype), model in sorted(kinds.items())
-        )
+        shown = sorted(kinds.items())
+        every = "; ".join(f"{codec} of {size} {dtype} ({of})" for (codec, size, dtype), of in shown)
         raise StoreError(
             f"the rows differ in codec, width or dtype: {every}; select one kind by `model` or "
             "`codec`"

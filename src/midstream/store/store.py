@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +127,13 @@ class Store:
         beginning, is listed twice.
         """
         if self._requests is None:
-            self._requests = tuple(_listed(self.shards))
+            self._requests = tuple(
+                StoredRequest(
+                    line.request, line.child, line.tag, line.prompt_tokens, shard.name, shard, index
+                )
+                for shard in self.shards
+                for index, line in enumerate(shard.lines)
+            )
         return self._requests
 
     def __len__(self) -> int:
@@ -162,11 +167,9 @@ class Store:
             hits = [completion for completion in hits if completion.shard == shard]
         if not hits:
             ids = {completion.request for completion in self.requests}
-            problem = (
-                f"there is no completion {show(child)} of request {show(request)}"
-                if request in ids
-                else f"there is no request {show(request)}{hint(request, ids)}"
-            )
+            problem = f"there is no request {show(request)}{hint(request, ids)}"
+            if request in ids:
+                problem = f"there is no completion {show(child)} of request {show(request)}"
             raise StoreError(f"{self.root}: {problem}" + (f" in {shard}" if shard else ""))
         if len(hits) > 1:
             shards = ", ".join(completion.shard for completion in hits)
@@ -265,13 +268,10 @@ class Store:
         )
 
     def _ids(self) -> dict[tuple[str, int], list[StoredRequest]]:
-        """Return every completion by (request id, completion index)."""
         if self._by_id is None:
             self._by_id = {}
-            for completion in self.requests:
-                self._by_id.setdefault((completion.request, completion.child), []).append(
-                    completion
-                )
+            for stored in self.requests:
+                self._by_id.setdefault((stored.request, stored.child), []).append(stored)
         return self._by_id
 
     def _taps(self) -> set[Tap]:
@@ -290,11 +290,3 @@ class Store:
                 self.refresh()
                 self._open_all()
                 break
-
-
-def _listed(shards: Iterable[Shard]) -> Iterable[StoredRequest]:
-    for shard in shards:
-        for index, line in enumerate(shard.lines):
-            yield StoredRequest(
-                line.request, line.child, line.tag, line.prompt_tokens, shard.name, shard, index
-            )

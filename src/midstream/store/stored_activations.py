@@ -13,20 +13,15 @@ from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.sites import Tap
 from midstream.store.format.entry_rows import check_positions
-from midstream.store.format.request_index import Run
-from midstream.store.format.shard import Shard
+from midstream.store.format.shard import Run, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRows(Rows):
-    """Rows of one completion at one tap, stored in a shard.
-
-    Attributes:
-        run: the rows of the completion in their group.
-    """
+    """Rows of one completion at one tap, stored in a shard."""
 
     shard: Shard
-    run: Run
+    run: Run  # the rows of the completion in their group
     tap: Tap
 
     def __len__(self) -> int:
@@ -47,11 +42,7 @@ class StoredRows(Rows):
 
 
 def decode(shard: Shard, tap: Tap, data: Tensor) -> Tensor:
-    """Decode rows of a shard to [n, width].
-
-    Args:
-        data: uint8 [n, row_bytes].
-    """
+    """Decode rows of a shard, uint8 [n, row_bytes], to [n, width]."""
     header = shard.header
     try:
         return header.open_codec().decode(data, header.width(tap), header.torch_dtype)
@@ -60,7 +51,6 @@ def decode(shard: Shard, tap: Tap, data: Tensor) -> Tensor:
 
 
 def read_activations(shard: Shard, request: int) -> Activations:
-    """Return the captured rows of a shard's request by index."""
     header = shard.header
     codec, dtype = header.open_codec(), header.torch_dtype
     values: dict[Tap, Tensor | Rows] = {}
@@ -95,13 +85,9 @@ def read_activations(shard: Shard, request: int) -> Activations:
 
 
 def _by_position(places: list[np.ndarray], tokens: list[np.ndarray]) -> Tensor:
-    """Return token ids by position, int64; 0 where no token is stored.
-
-    Pages without any token take no memory.
-    """
-    token_ids = np.zeros(
-        max((int(positions[-1]) + 1 for positions in places if len(positions)), default=0), np.int64
-    )
+    """Return token ids by position, int64, 0 where none is; empty pages take no memory."""
+    ends = (int(positions[-1]) + 1 for positions in places if len(positions))
+    token_ids = np.zeros(max(ends, default=0), np.int64)
     for where, ids in zip(places, tokens, strict=True):
         token_ids[where] = ids
     return torch.from_numpy(token_ids)

@@ -18,12 +18,7 @@ _UNSORTED = 1 << 16
 
 
 class StoredIds:
-    """The ids in the shards of one store. Thread-safe.
-
-    A shard's list of requests is read once, when an id is first asked for after the shard was
-    written; 16 bytes of it are kept for each request. The shards of the caller itself need not be
-    read: see `add`.
-    """
+    """The ids in a store, of which shards are read once; 16 bytes per request. Thread-safe."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -33,7 +28,6 @@ class StoredIds:
         self._lock = threading.Lock()
 
     def add(self, shard: str, requests: Iterable[str]) -> None:
-        """Add the ids of a shard that was just written."""
         with self._lock:
             self._add(shard, requests)
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 
 from midstream.errors import StoreError
 from midstream.store.backends.base import Folder
@@ -21,7 +20,6 @@ SHARD_BYTES = 256 << 20
 
 
 def check_shard_bytes(value: object) -> None:
-    """Check the target length of a shard."""
     if not is_int(value):
         raise StoreError(f"shard_bytes: expected `int`, got {kind(value)}")
     if value < 1:
@@ -113,12 +111,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _begin(self) -> None:
@@ -137,10 +130,7 @@ class Writer:
         return written if "://" in written else Path(written)
 
     def _held(self) -> threading.Lock:
-        """Return the lock, for a `with` block of this process.
-
-        In a forked one a thread that it lacks may hold it for good.
-        """
+        """Return the lock; in a forked process a thread that it lacks may hold it for good."""
         if self._process != os.getpid():
             raise StoreError(
                 f"{self._folder}: the writer belongs to another process; create one in this process"

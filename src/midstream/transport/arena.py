@@ -1,8 +1,4 @@
-"""Arena for captured rows between the device and their readers: a log of shared segments.
-
-Each step's rows are written behind those of the step before. A segment is reused when neither the
-row index nor a reader needs anything in it.
-"""
+"""Arena for captured rows: a log of shared segments, reused when nothing needs their rows."""
 
 from __future__ import annotations
 
@@ -21,21 +17,12 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class ArenaSettings:
-    """Size of an arena, and what happens when it is full.
+    """Size of an arena in bytes, and what happens when it is full."""
 
-    Attributes:
-        budget: total memory of the segments, in bytes.
-        segment: minimum size of a segment, in bytes.
-        overflow: "block": the front end admits only requests that fit, so rows always get
-            memory, beyond the budget if needed; "spill": segments beyond the budget are files;
-            "drop": rows beyond the budget are dropped, by request; see `StepRecorder`.
-        spill_folder: folder of these files, which have no name.
-    """
-
-    budget: int
-    segment: int
-    overflow: str
-    spill_folder: Path
+    budget: int  # total memory of the segments
+    segment: int  # minimum size
+    overflow: str  # "block": the front end admits only what fits; "spill" to files; "drop" rows
+    spill_folder: Path  # of files without a name
 
 
 @dataclass(slots=True)
@@ -48,29 +35,20 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of bytes of a segment.
+    """A range of bytes of a segment."""
 
-    Attributes:
-        segment: the segment's number, unique for the lifetime of the arena.
-        offset: start of the range in the segment, in bytes.
-        memory: uint8, the bytes of the range.
-        pinned: whether a device can write to it asynchronously.
-    """
-
-    segment: int
+    segment: int  # number, unique for the lifetime of the arena
     offset: int
-    memory: Tensor
-    pinned: bool
+    memory: Tensor  # uint8, the bytes of the range
+    pinned: bool  # whether a device can write to it asynchronously
 
 
 class Arena:
     """Allocator and owner of the segments."""
 
     def __init__(self, settings: ArenaSettings, pin: bool) -> None:
-        """Args:
-        pin: whether to pin memory for writes by a CUDA device.
-        """
         self._settings = settings
+        self.budget = settings.budget
         self._pin = pin
         self._segments: dict[int, _Segment] = {}
         self._free: list[_Segment] = []
@@ -80,20 +58,10 @@ class Arena:
         self._memory_bytes = 0  # total size of segments in memory
         self._spills = 0
         self._described: dict[int, set[int]] = {}  # segments that each reader was told of
-        self._leases = Leases()
+        self.leases = Leases()
         # Pinning is slow: the next segment is created while the current one is filled.
         self._maker = ThreadPoolExecutor(1, "midstream arena") if pin else None
         self._next: Future[SharedMemory] | None = None
-
-    @property
-    def budget(self) -> int:
-        """Maximum total memory of the segments, in bytes."""
-        return self._settings.budget
-
-    @property
-    def leases(self) -> Leases:
-        """The readers' leases."""
-        return self._leases
 
     def take(self, nbytes: int) -> Extent | None:
         """Allocate `nbytes` with one user; None if the arena is full and drops rows."""
@@ -118,7 +86,6 @@ class Arena:
         return Extent(segment.number, start, memory, self._pin and not segment.on_disk)
 
     def use(self, segments: Iterable[int]) -> None:
-        """Add a user to each segment."""
         for number in segments:
             self._segments[number].users += 1
 
@@ -127,33 +94,24 @@ class Arena:
         for number in segments:
             segment = self._segments[number]
             segment.users -= 1
-            if segment.users == 0:
-                if segment.on_disk:
-                    self._retire(segment)
-                else:
-                    self._free.append(segment)
+            if segment.users == 0 and segment.on_disk:
+                self._retire(segment)
+            elif segment.users == 0:
+                self._free.append(segment)
 
     def lease(self, segments: list[int]) -> int | None:
-        """Lease segments to a reader until it ends the lease; return the lease's number.
-
-        Every segment must already have a user for the lease. Returns None if there are too many
-        leases.
-        """
-        return self._leases.give(segments)
+        """Lease segments, which have a user for it; return the lease's number, None: too many."""
+        return self.leases.give(segments)
 
     def sweep(self) -> None:
-        """Release the segments of ended leases."""
-        for segments in self._leases.ended():
+        for segments in self.leases.ended():
             self.release(segments)
 
     def describe(self, segments: Iterable[int], reader: int = 0) -> dict[int, tuple[int, int]]:
         """Return (file descriptor, bytes) by segment number, with which a reader maps segments."""
-        descriptors = {
-            number: (self._segments[number].memory.fd, self._segments[number].memory.nbytes)
-            for number in segments
-        }
-        self._described.setdefault(reader, set()).update(descriptors)
-        return descriptors
+        memories = {number: self._segments[number].memory for number in segments}
+        self._described.setdefault(reader, set()).update(memories)
+        return {number: (memory.fd, memory.nbytes) for number, memory in memories.items()}
 
     def take_retired(self, reader: int = 0) -> list[int]:
         """Return the numbers of retired segments that a reader was told of, once."""
@@ -163,22 +121,16 @@ class Arena:
         return retired
 
     def memory_of(self, segment: int) -> Tensor:
-        """Return the memory of a whole segment, uint8."""
         return self._segments[segment].memory.tensor
 
     @property
     def used(self) -> dict[str, int]:
-        """Usage: bytes in memory, free and on disk; number of leases and segments.
-
-        `spills` counts all segments that were ever created on disk.
-        """
+        """Usage: bytes, leases, segments, and how many were ever created on disk (`spills`)."""
         return {
             "memory_bytes": self._memory_bytes,
             "free_bytes": sum(segment.memory.nbytes for segment in self._free),
-            "disk_bytes": sum(
-                segment.memory.nbytes for segment in self._segments.values() if segment.on_disk
-            ),
-            "leases": len(self._leases),
+            "disk_bytes": sum(seg.memory.nbytes for seg in self._segments.values() if seg.on_disk),
+            "leases": len(self.leases),
             "segments": len(self._segments),
             "spills": self._spills,
         }
@@ -187,7 +139,7 @@ class Arena:
         """Retire all segments. Memory that readers have mapped stays valid for them."""
         for segment in list(self._segments.values()):
             self._retire(segment)
-        self._leases.close()
+        self.leases.close()
         self._current, self._free = None, []
 
     def _leave_current(self) -> None:
@@ -202,10 +154,12 @@ class Arena:
             smallest = min(large, key=lambda segment: segment.memory.nbytes)
             self._free.remove(smallest)
             return smallest
-        size = _size(self._settings.segment, nbytes)
-        while self._free and self._memory_bytes + size > self._settings.budget:
+        size = self._settings.segment  # times a power of two, to ease reuse
+        while size < nbytes:
+            size *= 2
+        while self._free and self._memory_bytes + size > self.budget:
             self._retire(self._free.pop())
-        if self._memory_bytes + size <= self._settings.budget or self._settings.overflow == "block":
+        if self._memory_bytes + size <= self.budget or self._settings.overflow == "block":
             return self._add(self._make(size), on_disk=False)
         if self._settings.overflow == "spill":
             memory = SharedMemory.on_disk(size, self._settings.spill_folder)
@@ -220,7 +174,7 @@ class Arena:
             if memory.nbytes >= size:
                 return memory
             memory.close()
-        return _new(size, self._pin)
+        return SharedMemory.create(size, self._pin)
 
     def _look_ahead(self, segment: _Segment) -> None:
         """Start creating the next segment if none is free."""
@@ -230,9 +184,9 @@ class Arena:
             and self._next is None
             and not self._free
             and 2 * self._filled > size
-            and self._memory_bytes + size <= self._settings.budget
+            and self._memory_bytes + size <= self.budget
         ):
-            self._next = self._maker.submit(_new, size, True)
+            self._next = self._maker.submit(SharedMemory.create, size, True)
 
     def _add(self, memory: SharedMemory, on_disk: bool) -> _Segment:
         segment = _Segment(self._numbers, memory, on_disk)
@@ -247,18 +201,3 @@ class Arena:
         if not segment.on_disk:
             self._memory_bytes -= segment.memory.nbytes
         segment.memory.close()
-
-
-def _size(least: int, nbytes: int) -> int:
-    """Return the size of a segment for `nbytes`: `least` times a power of two, to ease reuse."""
-    size = least
-    while size < nbytes:
-        size *= 2
-    return size
-
-
-def _new(size: int, pin: bool) -> SharedMemory:
-    memory = SharedMemory.create(size)
-    if pin:
-        memory.pin()
-    return memory

@@ -1,8 +1,4 @@
-"""Forked children of this process, which read the memory that it has mapped when they were forked.
-
-A pipe shows whether a child lives: the child has the only writing end, which the kernel closes when
-it ends, however it ends. The child's own forked children inherit that end.
-"""
+"""Forked children that may read mapped memory: a pipe's only writing end shows that one lives."""
 
 from __future__ import annotations
 
@@ -41,10 +37,7 @@ class Forks:
         self._claims.discard(holder)
 
     def newest(self) -> int:
-        """Return the number of the last fork whose child lives; `NO_FORK` if there is none.
-
-        The child has what was claimed at that time or earlier.
-        """
+        """Return the last fork whose child, with all claims until then, lives; or `NO_FORK`."""
         if not self._children:
             return NO_FORK
         watched = select.poll()
@@ -60,7 +53,6 @@ class Forks:
         return max((child.number for child in self._children), default=NO_FORK)
 
     def before(self) -> None:
-        """Prepare a fork."""
         self._forking.now = None
         if self._claims:
             reading, writing = os.pipe2(os.O_CLOEXEC)

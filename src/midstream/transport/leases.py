@@ -1,7 +1,4 @@
-"""Readers' leases on arena memory, each ended by a flag byte that reader and worker share.
-
-The reader only sets the byte and the worker clears it, so neither waits for the other.
-"""
+"""Readers' leases on arena memory, each ended by a flag byte, so that nobody waits."""
 
 from __future__ import annotations
 
@@ -20,17 +17,11 @@ DONE = 1
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of a worker's arena.
-
-    Attributes:
-        fd: file descriptor of its leases' memory, in that process.
-        token: first bytes of that memory, in hex. It detects that the process id belongs to
-            another process, for example on another machine.
-    """
+    """Address of a worker's arena."""
 
     pid: int
-    fd: int
-    token: str
+    fd: int  # of its leases' memory, in that process
+    token: str  # first bytes of that memory, in hex: the process id may be another machine's
 
 
 class Leases:
@@ -39,9 +30,8 @@ class Leases:
     def __init__(self) -> None:
         # The first bytes identify the memory to a reader: see `midstream.transport.reader`.
         self._memory = SharedMemory.create(TOKEN_BYTES + MOST)
-        self._memory.tensor[:TOKEN_BYTES] = frombuffer(
-            bytearray(os.urandom(TOKEN_BYTES)), dtype=uint8
-        )
+        token = bytearray(os.urandom(TOKEN_BYTES))
+        self._memory.tensor[:TOKEN_BYTES] = frombuffer(token, dtype=uint8)
         self._flags = self._memory.tensor[TOKEN_BYTES:].numpy()
         self._given: dict[int, list[int]] = {}
         self._free: list[int] = []

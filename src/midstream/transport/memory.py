@@ -1,9 +1,4 @@
-"""Anonymous memory shared by processes of one machine.
-
-It has no name and leaves nothing behind: the kernel frees it when the last process that maps it has
-ended, even after a crash. `multiprocessing.shared_memory` has names, and leaks them when a process
-is killed.
-"""
+"""Anonymous memory shared by processes; the kernel frees it with the last, even after a crash."""
 
 from __future__ import annotations
 
@@ -19,27 +14,22 @@ from torch import Tensor
 
 
 class SharedMemory:
-    """Shared memory created by this process; others can map it until it is closed.
-
-    Attributes:
-        fd: file descriptor by which other processes map it; see `map_shared`.
-        tensor: uint8, the whole memory.
-    """
+    """Memory, uint8 `tensor`, that processes can map by `fd` until it is closed."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Args:
-        fd: an open file, which this object owns from now on.
-        nbytes: size in bytes.
-        """
+        """Map an open file, which this object owns from now on."""
         self.fd = fd
         self._ends = [weakref.finalize(self, os.close, fd)]
         os.ftruncate(fd, nbytes)
         self.tensor = _mapped(fd, nbytes)
 
     @staticmethod
-    def create(nbytes: int) -> SharedMemory:
-        """Create zeroed memory; pages are allocated on first write."""
-        return SharedMemory(os.memfd_create("midstream", os.MFD_CLOEXEC), nbytes)
+    def create(nbytes: int, pin: bool = False) -> SharedMemory:
+        """Create zeroed memory; pages are allocated on first write, or when it is pinned."""
+        memory = SharedMemory(os.memfd_create("midstream", os.MFD_CLOEXEC), nbytes)
+        if pin:
+            memory.pin()
+        return memory
 
     @staticmethod
     def on_disk(nbytes: int, folder: Path) -> SharedMemory:
@@ -56,7 +46,6 @@ class SharedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.tensor.numel()
 
     def pin(self) -> None:

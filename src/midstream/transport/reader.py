@@ -30,9 +30,8 @@ class _OpenLease:
 class MappedArena:
     """One worker's arena, mapped into this process. Thread-safe.
 
-    Arrays share the worker's memory. The worker is notified when the last array of a lease is
-    freed, and no forked child that inherited it lives. Leases belong to the process that took them:
-    what a child frees ends none.
+    A lease ends when its last array is freed and no forked child that inherited it lives: what a
+    child frees ends none.
     """
 
     def __init__(self, address: Address) -> None:
@@ -65,10 +64,7 @@ class MappedArena:
             return sum(self._sizes[segment] for segment in segments if segment not in self._users)
 
     def update(self, segments: Mapping[int, tuple[int, int]], retired: Iterable[int]) -> None:
-        """Map new segments, given by (file descriptor, bytes), and drop retired ones.
-
-        The memory of a retired segment is freed with its last tensor.
-        """
+        """Map new segments, by (descriptor, bytes); drop retired ones, which tensors may keep."""
         for number in retired:
             self._segments.pop(number, None)
         for number, (fd, nbytes) in segments.items():
@@ -77,13 +73,7 @@ class MappedArena:
                 self._sizes[number] = nbytes
 
     def lease(self, number: int, segments: Iterable[int]) -> dict[int, NDArray[np.uint8]]:
-        """Return the memory of each segment of a lease, uint8.
-
-        The lease ends when these arrays, and everything that shares their memory, are freed.
-
-        Args:
-            number: number of the lease.
-        """
+        """Return each segment's memory, uint8; freeing these arrays and views ends the lease."""
         # Slices of such an array refer to it, and not to the tensor below it.
         arrays = {segment: self._segments[segment].numpy() for segment in segments}
         lease = _OpenLease(number, list(arrays), 0, len(arrays))
@@ -102,7 +92,6 @@ class MappedArena:
             self._flags[number] = DONE
 
     def _free(self, lease: _OpenLease) -> None:
-        """Count an array of a lease as freed."""
         if os.getpid() == self._owner:
             self._freed.append(lease)
             self._settle()
@@ -126,13 +115,10 @@ class MappedArena:
                         FORKS.drop(lease)
                         self._inherited.append(lease)
                 newest = FORKS.newest() if self._inherited else NO_FORK
-                kept = []
                 for lease in self._inherited:
-                    if lease.taken <= newest:
-                        kept.append(lease)
-                    else:
+                    if lease.taken > newest:
                         self._end(lease)
-                self._inherited = kept
+                self._inherited = [lease for lease in self._inherited if lease.taken <= newest]
             finally:
                 self._lock.release()
             if not self._freed:

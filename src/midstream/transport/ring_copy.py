@@ -17,7 +17,6 @@ _SMALL = 1 << 16
 
 
 def host_transport(ring: Tensor, arena: Arena) -> Transport:
-    """Return the transport for the ring's device."""
     return CudaTransport(ring, arena) if ring.is_cuda else CpuTransport(ring, arena)
 
 
@@ -59,12 +58,8 @@ class CpuTransport:
     """Synchronous transport: `ship` copies the rows, so the ring is free when it returns."""
 
     def __init__(self, ring: Tensor, arena: Arena) -> None:
-        self._ring = ring
+        self._ring, self.capacity = ring, ring.shape[0]
         self._arena = arena
-
-    @property
-    def capacity(self) -> int:
-        return self._ring.shape[0]
 
     def reserve(self, num_units: int) -> int:
         _check_fits(num_units, self.capacity)
@@ -137,11 +132,7 @@ class _LentEvent:
 
 
 class Arrival:
-    """The moment when queued copies are complete; for any number of threads.
-
-    The driver is not asked again after that: each call to it lets other threads take the
-    interpreter's lock.
-    """
+    """When copies are complete; asked once, as each call to the driver yields Python's lock."""
 
     __slots__ = ("_lent",)
 
@@ -149,7 +140,6 @@ class Arrival:
         self._lent: _LentEvent | None = lent
 
     def is_past(self) -> bool:
-        """Return whether the copies are complete."""
         # A local variable holds the event while this thread uses it, here and below.
         lent = self._lent
         if lent is None:
@@ -160,7 +150,6 @@ class Arrival:
         return True
 
     def wait(self) -> None:
-        """Block until the copies are complete."""
         lent = self._lent
         if lent is not None:
             lent.event.synchronize()
@@ -222,13 +211,10 @@ class _InFlight:
 
 
 class CudaTransport:
-    """Asynchronous transport: one contiguous copy per step and codec into pinned memory.
-
-    Copies run on a stream of their own, in parallel with the model, unless they are small.
-    """
+    """Asynchronous transport to pinned memory, on a stream of its own unless rows are few."""
 
     def __init__(self, ring: Tensor, arena: Arena) -> None:
-        self._ring = ring
+        self._ring, self.capacity = ring, ring.shape[0]
         self._arena = arena
         self._stream = torch.cuda.Stream(ring.device)
         self._queued = torch.cuda.Event()
@@ -237,10 +223,6 @@ class CudaTransport:
         self._no_scores = torch.empty(0)
         self._in_flight: deque[_InFlight] = deque()
         self._next = 0
-
-    @property
-    def capacity(self) -> int:
-        return self._ring.shape[0]
 
     def reserve(self, num_units: int) -> int:
         _check_fits(num_units, self.capacity)
@@ -267,11 +249,8 @@ class CudaTransport:
         pinned_tally.copy_(tally, non_blocking=True)
         pinned_scores = self._copy_scores(scores)
         extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
-        sent = [
-            (parcel, extent)
-            for parcel, extent in zip(parcels, extents, strict=True)
-            if extent is not None
-        ]
+        pairs = zip(parcels, extents, strict=True)
+        sent = [(parcel, extent) for parcel, extent in pairs if extent is not None]
         current = torch.cuda.current_stream(self._ring.device)
         if sum(extent.memory.nbytes for _, extent in sent) <= _SMALL:
             for parcel, extent in sent:
@@ -301,9 +280,7 @@ class CudaTransport:
         return arrival
 
     def _copy_scores(self, scores: Tensor) -> Tensor:
-        """Start to copy scores into pinned memory. Callers keep views of it for as long as they
-        like, so PyTorch's allocator decides when it is used again.
-        """
+        """Start to copy scores; PyTorch's allocator reuses the memory after its last view."""
         if scores.numel():
             pinned = _pinned(scores)
             pinned.copy_(scores, non_blocking=True)

@@ -19,25 +19,15 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def arena_settings(config: Config, workers: int) -> ArenaSettings:
-    """Return the arena settings of one worker.
-
-    Args:
-        workers: number of workers that share this machine's memory.
-    """
+    """Return the arena settings of one of the workers that share this machine's memory."""
     budget = config.arena_bytes
     if budget is None:
         budget = min(_MAX_BUDGET, _available() // _SHARE) // workers
     folder = config.spill_dir or tempfile.gettempdir()
-    return ArenaSettings(budget, _segment(budget), config.overflow, Path(folder))
-
-
-def _segment(budget: int) -> int:
-    """Return the segment size in bytes, a power of two.
-
-    Large segments are mapped and pinned less often; small ones are free again sooner.
-    """
+    # A power of two: large segments are mapped and pinned less often, small ones free sooner.
     most = min(_MAX_SEGMENT, max(_MIN_SEGMENT, budget // _SEGMENTS))
-    return int(1 << (most.bit_length() - 1))
+    segment = 1 << (most.bit_length() - 1)
+    return ArenaSettings(budget, segment, config.overflow, Path(folder))
 
 
 def _available() -> int:

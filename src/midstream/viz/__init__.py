@@ -1,8 +1,4 @@
-"""Pictures of results: HTML for notebooks and pages that needs no network, and plain text.
-
-Each function returns a `Picture`: a notebook shows it, `print` writes it as text, and
-`save("x.html")` makes a page of its own. Needs numpy alone.
-"""
+"""Pictures of results, as HTML without a network and as text: each function returns a `Picture`."""
 
 from __future__ import annotations
 

@@ -60,15 +60,11 @@ def answers(
 
 
 def _text(scale: float, value: Any) -> str:
-    """Return a completion, given as text or as an output of `generate`."""
     if isinstance(value, str):
         return value
     outputs = getattr(value, "outputs", None)
-    text = (
-        getattr(outputs[0], "text", None)
-        if isinstance(outputs, (list, tuple)) and outputs
-        else None
-    )
+    completions = outputs if isinstance(outputs, (list, tuple)) else ()
+    text = getattr(completions[0], "text", None) if completions else None
     if not isinstance(text, str):
         expected = "expected `str` or an output of `generate`"
         raise SpecError(f"texts[{scale!r}]", f"{expected}, got `{type(value).__name__}`")

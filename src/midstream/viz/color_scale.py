@@ -62,26 +62,15 @@ def written(value: float, fmt: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ColorScale:
-    """Maps numbers to bins of colours.
+    """Maps numbers to bins of colours."""
 
-    Attributes:
-        low, high: the numbers at the ends; those beyond have the colours of the ends.
-        center: the number with the neutral colour, halfway between the ends; None: the colours
-            rise from neutral at `low`.
-    """
-
-    low: float
-    high: float
-    center: float | None
+    low: float  # at the low end, as all below
+    high: float  # at the high end, as all above
+    center: float | None  # with the neutral colour; None: colours rise from neutral at `low`
 
     @staticmethod
     def of(values: Floats, center: float | None, limits: Any = None) -> ColorScale:
-        """Return the scale that has all finite values between its ends.
-
-        Args:
-            values: any shape.
-            limits: the two ends instead; around a centre, the larger distance counts.
-        """
+        """Return the scale of finite values or limits; with a centre, by the larger distance."""
         if center is not None:
             with at("center"):
                 center = read_float32(center)
@@ -109,7 +98,6 @@ class ColorScale:
 
     @property
     def steps(self) -> Sequence[int]:
-        """Every other bin of the scale, rising."""
         return range(NUM_BINS // 2 if self.center is None else 0, NUM_BINS, 2)
 
 

@@ -32,13 +32,11 @@ class PlotArea:
     bottom: float = 46
 
     def x(self, value: float) -> float:
-        """Return the coordinate of a value on the axis."""
         span = self.right_value - self.left_value
         share = (value - self.left_value) / span if span > 0 else 0.5
         return self.left + (self.width - self.left - self.right) * share
 
     def y(self, value: float) -> float:
-        """Return the coordinate of a value of a line."""
         share = (min(max(value, -MOST), MOST) - self.low) / (self.high - self.low)
         return self.height - self.bottom - (self.height - self.top - self.bottom) * share
 
@@ -208,10 +206,8 @@ def _bands(
         )
         label = f"{x_title} {_plain(at)}".strip() + f": {values or 'no value'}"
         place = {"x": f"{edges[index]:.1f}", "y": area.top}
-        size = {
-            "width": f"{edges[index + 1] - edges[index]:.1f}",
-            "height": area.height - area.top - area.bottom,
-        }
+        width, height = edges[index + 1] - edges[index], area.height - area.top - area.bottom
+        size = {"width": f"{width:.1f}", "height": height}
         attributes = {"role": "option", "aria_label": label, **place, **size}
         tip = tag("title", escape(label))
         first = "0" if index == 0 else None

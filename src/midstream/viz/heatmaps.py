@@ -8,7 +8,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.viz.color_scale import ColorScale, read_numbers, read_texts, written
 from midstream.viz.markup import escape, tag, visible
-from midstream.viz.picture import Picture, columns_of, figure, readout
+from midstream.viz.picture import Picture, cell, columns_of, figure, readout
 
 MOST_CELLS = 20_000
 # Larger pictures have cells without visible numbers.
@@ -70,7 +70,8 @@ def heatmap(
             "values", f"{numbers.size} cells, and a picture has at most {MOST_CELLS}; draw fewer"
         )
     for name, table in (("texts", texts), ("details", details)):
-        _check_shape(name, table, shape)
+        if table is not None and [len(line) for line in table] != [shape[1]] * shape[0]:
+            raise SpecError(name, f"expected {shape[0]} rows of {shape[1]} texts, as `values` has")
     if marked is not None and not 0 <= marked < shape[0]:
         raise SpecError("marked", f"expected an index of `rows`, 0 to {shape[0] - 1}, got {marked}")
     scale = ColorScale.of(numbers, center, limits)
@@ -85,10 +86,11 @@ def heatmap(
             parts = [] if texts is None else [texts[r][c]]
             parts += [number + suffix] if value == value else [] if parts else ["no value"]
             parts += [] if details is None else [details[r][c]]
-            where = f"{_named(row_title, names[0][r])}, {_named(column_title, names[1][c])}"
-            label = f"{where}: {', '.join(part for part in parts if part)}"
+            row, column = f"{row_title} {names[0][r]}", f"{column_title} {names[1][c]}"
+            told = ", ".join(part for part in parts if part)
+            label = f"{row.strip()}, {column.strip()}: {told}"
             text = number if texts is None else texts[r][c]
-            cells.append(_cell(text, label, scale.style(value), is_first=r == c == 0))
+            cells.append(cell("td", "gridcell", text, label, scale.style(value), r == c == 0))
         lines.append(cells)
     body = _table(lines, names, (row_title, column_title), title, texts is None, marked)
     foot = readout("a cell", legend(scale, fmt, unit))
@@ -100,35 +102,11 @@ def heatmap(
 
 
 def legend(scale: ColorScale, fmt: str, unit: str = "") -> str:
-    """Return the colours with the values at their ends."""
     steps = "".join(tag("i", cls=f"b{step}") for step in scale.steps)
     suffix = f" {unit}" if unit else ""
     low = tag("span", escape(written(scale.low, fmt)))
     high = tag("span", escape(written(scale.high, fmt) + suffix))
     return tag("div", low + tag("span", steps, "ramp", aria_hidden="true") + high, "legend")
-
-
-def _check_shape(name: str, table: Any, shape: tuple[int, int]) -> None:
-    if table is None:
-        return
-    if len(table) != shape[0] or any(len(line) != shape[1] for line in table):
-        raise SpecError(name, f"expected {shape[0]} rows of {shape[1]} texts, as `values` has")
-
-
-def _named(title: str, name: str) -> str:
-    return f"{title} {name}".strip()
-
-
-def _cell(text: str, label: str, style: str, is_first: bool) -> str:
-    return tag(
-        "td",
-        escape(text),
-        f"c {style}".strip(),
-        role="gridcell",
-        title=label,
-        aria_label=label,
-        tabindex="0" if is_first else None,
-    )
 
 
 def _table(
@@ -141,9 +119,8 @@ def _table(
 ) -> str:
     rows, columns = names
     is_dense = has_numbers and len(rows) * len(columns) > _MOST_NUMBERS
-    style = "heat"
-    if is_dense:
-        style += " dense many" if len(columns) > 48 else " dense"
+    style = "heat dense" if is_dense else "heat"
+    style += " many" if is_dense and len(columns) > 48 else ""
     parts = []
     if any(titles):
         corner = tag("th", escape(f"{titles[0]} ↓" if titles[0] else ""), "side axis")

@@ -1,7 +1,4 @@
-"""HTML elements as text; text content and attributes are escaped.
-
-Tokens are parts of byte strings and a model may write anything, so every text counts as hostile.
-"""
+"""HTML elements as text. Tokens may be anything, so every text counts as hostile and is escaped."""
 
 from __future__ import annotations
 
@@ -20,11 +17,7 @@ _JOINERS = ("\u200c", "\u200d")
 
 
 def escape(text: str) -> str:
-    """Escape text for an element or an attribute.
-
-    Characters that are illegal in a document (controls, lone surrogates) and those that reorder
-    the text around them (bidirectional controls) become U+FFFD.
-    """
+    """Escape text; what is illegal in a document, or reorders text around it, becomes U+FFFD."""
     safe = "".join(c if _is_safe(ord(c)) else "\ufffd" for c in text)
     return html.escape(safe, quote=True)
 
@@ -36,10 +29,7 @@ def _is_safe(code: int) -> bool:
 
 
 def visible(token: str) -> str:
-    """Return a token with a sign or an escape, such as `\\u202e`, for each invisible character.
-
-    Spaces stay; a token of spaces alone has `␣` for each.
-    """
+    """Return a token with signs for invisible characters, and for its spaces if it has no more."""
     if token and not token.strip(" "):
         return "␣" * len(token)
     return "".join(_SHORT.get(c) or (c if _is_seen(c, token) else _code(c)) for c in token)
@@ -58,11 +48,7 @@ def _code(character: str) -> str:
 
 
 def tag(element: str, content: str = "", /, cls: str = "", **attributes: Any) -> str:
-    """Return one element around content that must be escaped; attributes are escaped here.
-
-    Args:
-        attributes: the others; `aria_label` is `aria-label`, and None leaves one out.
-    """
+    """Return an element around escaped content; `aria_label` is `aria-label`, None is left out."""
     pairs = {"class": cls, **attributes} if cls else attributes
     head = "".join(
         f' {name.replace("_", "-")}="{escape(str(value))}"'

@@ -50,12 +50,7 @@ class Picture:
 
 
 def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] = ()) -> str:
-    """Return a whole HTML page that loads nothing and runs only the script of pictures.
-
-    Args:
-        body: escaped HTML, such as that of pictures.
-        data: blocks that `markup.data_block` returned.
-    """
+    """Return a page of escaped HTML and `data_block`s that runs only the script of pictures."""
     style = style_sheet() + css
     policy = (
         f"default-src 'none'; style-src {source_of(style)}; script-src {source_of(SCRIPT)};"
@@ -78,16 +73,19 @@ def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] 
 
 
 def figure(title: str, content: str, cls: str = "midstream") -> str:
-    """Return a figure around content, with its title."""
     caption = tag("figcaption", escape(title)) if title else ""
     return tag("figure", caption + content, cls)
 
 
-def readout(what: str, legend: str = "") -> str:
-    """Return the line below a picture in which the script shows what is pointed at, and a legend.
+def cell(element: str, role: str, content: str, label: str, style: str, is_first: bool) -> str:
+    """Return what a picture's script tells: content and its label; the first takes the focus."""
+    named = {"role": role, "title": label, "aria_label": label}
+    focus = "0" if is_first else None
+    return tag(element, escape(content), f"c {style}".strip(), **named, tabindex=focus)
 
-    Screen readers skip the line, because the cells say the same.
-    """
+
+def readout(what: str, legend: str = "") -> str:
+    """Return the line below a picture, which screen readers skip, for what is pointed at."""
     out = tag("div", escape(f"Point at {what} for its numbers."), "readout", aria_hidden="true")
     return tag("div", out + legend, "foot")
 

@@ -8,8 +8,8 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.viz.color_scale import ColorScale, read_numbers, written
 from midstream.viz.heatmaps import MOST_CELLS, legend
-from midstream.viz.markup import escape, tag, visible
-from midstream.viz.picture import Picture, figure, readout
+from midstream.viz.markup import tag, visible
+from midstream.viz.picture import Picture, cell, figure, readout
 
 
 def tokens(
@@ -41,9 +41,7 @@ def tokens(
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         raise SpecError("texts", "expected a list of `str`, one for each token")
     numbers = read_numbers(values, "values", 1)
-    places = (
-        list(range(len(texts))) if positions is None else [int(position) for position in positions]
-    )
+    places = [int(place) for place in (range(len(texts)) if positions is None else positions)]
     for name, count in (("values", len(numbers)), ("positions", len(places))):
         if count != len(texts):
             raise SpecError(name, f"expected {len(texts)}, as `texts` has, got {count}")
@@ -55,7 +53,11 @@ def tokens(
     for index, (text, value) in enumerate(zip(texts, numbers.tolist(), strict=True)):
         number = written(value, fmt) + suffix if value == value else "no value"
         label = f"{visible(text)!r} at {places[index]}: {number}"
-        spans.append(_span(text, label, scale.style(value), is_first=index == 0))
+        # Line breaks stay line breaks, after a sign that takes the colour.
+        pieces = (visible(part) if part.strip(" ") else part for part in text.split("\n"))
+        spans.append(
+            cell("span", "option", "⏎\n".join(pieces), label, scale.style(value), index == 0)
+        )
         lines.append(f"{places[index]:>5}  {number:>10}  {visible(text)!r}")
     box = tag(
         "div",
@@ -71,17 +73,3 @@ def tokens(
     head = f"{title}\n" if title else ""
     body = figure(title, box + readout("a token", legend(scale, fmt, unit)))
     return Picture(title, body, head + "\n".join(lines))
-
-
-def _span(text: str, label: str, style: str, is_first: bool) -> str:
-    # Line breaks stay line breaks, after a sign that takes the colour.
-    shown = "\n".join(visible(part) if part.strip(" ") else part for part in text.split("\n"))
-    return tag(
-        "span",
-        escape(shown.replace("\n", "⏎\n")),
-        f"c {style}".strip(),
-        role="option",
-        title=label,
-        aria_label=label,
-        tabindex="0" if is_first else None,
-    )

@@ -13,7 +13,7 @@ from support import codec_page
 from support.codec_rows import DTYPES
 
 from midstream.codecs import Rp8, cosine_similarities, inner_products, norms
-from midstream.codecs.projection import projection_matrix
+from midstream.codecs.rp8 import projection_matrix
 
 # ---------------------------------------------------------------- the projection
 
@@ -114,7 +114,7 @@ def test_a_zero_row_has_a_zero_sketch():
 
 
 def test_the_projection_is_made_once_for_a_device():
-    from midstream.codecs.projection import projection
+    from midstream.codecs.rp8 import projection
 
     first = projection(4, 10, 5, torch.device("cpu"))
     Rp8(k=4, seed=5).encode(torch.zeros(0, 10))

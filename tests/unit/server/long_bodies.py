@@ -160,7 +160,7 @@ def run_route(route: str, server: Any, body: Any) -> None:
     """Do what a route does with a body, but for what vLLM's engine does."""
     if route == "PUT /v1/midstream/vectors/{name:path}":
         read = uploads.read_file if isinstance(body, bytes) else uploads.by_value
-        vectors._register(server, "m", read(body))
+        vectors.register_name(server, "m", read(body))
     elif route == "POST /v1/midstream/requests/{id:path}/update":
         requests._read(requests.UpdateBody(**body).edits, {}, server)
     elif route == "PUT /v1/midstream/captures/{name}":

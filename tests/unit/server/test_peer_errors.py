@@ -18,8 +18,7 @@ from support.serving_fake import make, refused, scope_of
 
 from midstream.runtime.frontend.engine_info import FrontEnds
 from midstream.server import peers
-from midstream.server.peer_errors import failure_of
-from midstream.server.peers import Peers
+from midstream.server.peers import Peers, failure_of
 
 pytestmark = pytest.mark.anyio
 CAPTURES = "/v1/midstream/captures"

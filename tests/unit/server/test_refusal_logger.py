@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from midstream.server.refusal_logger import RefusalLogger
+from midstream.server.http_errors import RefusalLogger
 
 
 def send(status: int, *parts: bytes) -> tuple[list[dict[str, Any]], list[tuple[int, str | None]]]:

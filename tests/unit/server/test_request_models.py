@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 
-from midstream.server.request_models import body_fields
+from midstream.server.body_values import body_fields
 
 
 class First(BaseModel):

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from support.sinking import Noting, delivery
 
 from midstream.results.receipt import CaptureResult
-from midstream.sinks.byte_budget import ByteBudget
-from midstream.sinks.queue import QueueTimes, SinkQueue
+from midstream.sinks.queue import ByteBudget, QueueTimes, SinkQueue
 
 
 async def told_soon(queue, given, size):

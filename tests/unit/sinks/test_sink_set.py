@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pytest
 from support.own_process import python
@@ -40,9 +40,8 @@ class Opening(Noting):
 @pytest.fixture(autouse=True)
 def offered(monkeypatch):
     names = ("one", "two")
-    entries = [EntryPoint(name, "sinks.test_opened:Opening", finding.GROUP) for name in names]
+    entries = [SimpleNamespace(name=name, load=lambda: Opening) for name in names]
     monkeypatch.setattr(finding, "entry_points", lambda group: entries)
-    monkeypatch.setattr(EntryPoint, "load", lambda self: Opening)
     monkeypatch.setattr(Opening, "made", [])
 
 

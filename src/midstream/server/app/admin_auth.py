@@ -16,30 +16,19 @@ from midstream.errors import HttpError
 class Guard:
     """Checks the requests of one server by what they may do.
 
-    A web page that a browser shows may send requests to every server that the browser reaches, but
-    knows no key. So a request that a key protects is checked by its key, and every other one by the
-    hosts that it names, whatever the settings allow clients to do.
+    Web pages may send requests to every server that the browser reaches, but know no key. So what a
+    key protects is checked by it, and all else by the hosts that it names, whatever is allowed.
     """
 
     def __init__(
         self,
         *,
-        allowed: bool | None,
-        admin_key: str | None,
-        has_key: bool,
-        host: str | None,
-        origins: Collection[str] = (),
+        allowed: bool | None,  # the setting `http.admin`
+        admin_key: str | None,  # None: every client of the server may make changes
+        has_key: bool,  # whether vLLM checks an API key before
+        host: str | None,  # that the server is bound to; None: all interfaces
+        origins: Collection[str] = (),  # whose web pages may use the server; "*" names none
     ) -> None:
-        """Create a guard for one server.
-
-        Args:
-            allowed: the setting `http.admin`.
-            admin_key: key that authorizes changes; None: every client of the server may make
-                changes.
-            has_key: whether vLLM checks an API key before requests reach midstream.
-            host: host that the server is bound to; None: all interfaces.
-            origins: origins whose web pages may use the server; "*" names none.
-        """
         self._admin_digest = None if admin_key is None else _digest(admin_key)
         self._has_key = has_key
         self._allowed = allowed
@@ -49,12 +38,9 @@ class Guard:
         self.is_open = is_protected if allowed is None else allowed
 
     def check_host(self, headers: Mapping[str, str]) -> None:
-        """Check the hosts that a request to a loopback-bound server names, unless a key protects
-        it: `Host`, since a web page may let its own name lead here (DNS rebinding), and `Origin`,
-        since vLLM lets pages of all origins read its answers (CORS).
+        """Check the hosts that a request to a loopback server names, unless a key protects it.
 
-        Args:
-            headers: the request's headers, keys in lower case.
+        A page may let its name lead here (DNS rebinding), and vLLM lets all origins read (CORS).
         """
         if not self._is_loopback or self._has_key:
             return
@@ -69,11 +55,7 @@ class Guard:
         self._check_origin(headers)
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Check that a request may change vectors or steering.
-
-        Args:
-            headers: the request's headers, keys in lower case.
-        """
+        """Check that a request, its header names in lower case, may change vectors or steering."""
         if self._allowed is False:
             raise HttpError(
                 403,
@@ -111,10 +93,10 @@ class Guard:
             )
 
     def _has_admin_key(self, headers: Mapping[str, str]) -> bool:
-        """Return whether there is an admin key and a request has it."""
         if self._admin_digest is None:
             return False
-        sent = headers.get(ADMIN_HEADER) or _bearer(headers.get("authorization", ""))
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        sent = headers.get(ADMIN_HEADER) or (key if scheme.lower() == "bearer" else "")
         return secrets.compare_digest(_digest(sent), self._admin_digest)
 
 
@@ -135,16 +117,10 @@ def _is_local(origin: str) -> bool:
 
 
 def _hostname(origin: str) -> str | None:
-    """Return the host of such a URL in lower case; None: it has none."""
     try:
         return urlsplit(origin).hostname
     except ValueError:
         return None
-
-
-def _bearer(value: str) -> str:
-    scheme, _, key = value.partition(" ")
-    return key if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: str) -> bytes:

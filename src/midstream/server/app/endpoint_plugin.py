@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from midstream import entries
-from midstream.config.http import HttpSettings, admin_key, divided, read_http
+from midstream.config.http import admin_key, divided, read_http
 from midstream.runtime.vllm.additional_config import key_of_environment, settings_of
 from midstream.server.app import fingerprint
 from midstream.server.app.admin_auth import Guard
@@ -34,9 +34,7 @@ _ROUTES = (
 
 
 class Endpoints:
-    """Endpoint plugin: vLLM calls `attach_router` when it builds its app, and `init_state` when the
-    engine is ready.
-    """
+    """Endpoint plugin, which vLLM calls when it builds its app and when its engine is ready."""
 
     name = "midstream"
     required_tasks = ("generate",)
@@ -46,12 +44,10 @@ class Endpoints:
         self._app: FastAPI | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add routes and middleware if the server enables midstream.
-
-        vLLM adds its API key middleware afterwards, around these.
-        """
+        """Add routes and middleware, which vLLM's check of keys surrounds, if they are enabled."""
         args = app.state.args
-        settings = _settings(args)
+        own = settings_of(args)
+        settings = None if own is None else read_http(own.http)
         if settings is None:
             return
         fingerprint.install()
@@ -84,19 +80,11 @@ class Endpoints:
         """Connect the server to the engine, which is ready."""
         if self._server is None:
             return
-        template = {
-            "chat_template": getattr(args, "chat_template", None),
-            "chat_template_content_format": getattr(args, "chat_template_content_format", None),
-        }
+        names = ("chat_template", "chat_template_content_format")
+        template = {name: getattr(args, name, None) for name in names}
         await self._server.start(engine_client, template)
         if self._server.peers is not None and self._app is not None:
             self._server.peers.listen(self._app)
-
-
-def _settings(args: Namespace) -> HttpSettings | None:
-    """Return the server's limits; None if midstream is disabled, or disabled over HTTP."""
-    settings = settings_of(args)
-    return None if settings is None else read_http(settings.http)
 
 
 def _has_key(args: Namespace) -> bool:

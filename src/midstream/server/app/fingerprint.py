@@ -19,20 +19,13 @@ def install() -> None:
     setattr(module.GenerateBaseServing, _NAME, property(_get, _set))
 
 
-def with_steering(fingerprint: str | None, front: Any) -> str | None:
-    """Return vLLM's fingerprint, followed by `-midstream-DIGEST` while a tier is set.
-
-    Args:
-        fingerprint: vLLM's; None: the server has none.
-        front: the engine's front end; None: it has none.
-    """
+def _get(handler: Any) -> str | None:
+    """Return vLLM's fingerprint, if any, followed by `-midstream-DIGEST` while a tier is set."""
+    fingerprint: str | None = vars(handler)[_NAME]
+    front = front_end(handler.engine_client)
     if fingerprint is None or front is None or not front.steering:
         return fingerprint
     return f"{fingerprint}-midstream-{front.steering.digest[:_DIGITS]}"
-
-
-def _get(handler: Any) -> str | None:
-    return with_steering(vars(handler)[_NAME], front_end(handler.engine_client))
 
 
 def _set(handler: Any, value: str | None) -> None:

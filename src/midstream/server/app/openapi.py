@@ -19,7 +19,6 @@ _COMPONENTS = "#/components/schemas/"
 
 
 def add_fields(app: FastAPI) -> None:
-    """Add the field `midstream` to the app's schema."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -37,21 +36,16 @@ def add_fields(app: FastAPI) -> None:
 
 
 def _extend(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json")
-    if body is not None:
-        _add(body, schemas, _REQUEST)
-    answer = operation["responses"].get("200", {}).get("content", {}).get("application/json")
-    if answer is not None:
-        _add(answer, schemas, _RESPONSE)
-
-
-def _add(content: dict[str, Any], schemas: dict[str, Any], name: str) -> None:
-    schema = content.setdefault("schema", {})
-    named = schema.get("$ref", "").removeprefix(_COMPONENTS)
-    target = schemas[named] if named else schema
-    if not target:
-        target["type"] = "object"
-    target.setdefault("properties", {})[KEY] = {"$ref": _COMPONENTS + name}
+    request, answer = operation.get("requestBody", {}), operation["responses"].get("200", {})
+    for body, name in ((request, _REQUEST), (answer, _RESPONSE)):
+        content = body.get("content", {}).get("application/json")
+        if content is not None:
+            schema = content.setdefault("schema", {})
+            named = schema.get("$ref", "").removeprefix(_COMPONENTS)
+            target = schemas[named] if named else schema
+            if not target:
+                target["type"] = "object"
+            target.setdefault("properties", {})[KEY] = {"$ref": _COMPONENTS + name}
 
 
 def _request_schema() -> dict[str, Any]:

@@ -4,69 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
-from midstream.server.cached_rows.descriptors import ENTRY, READER, DescriptorBudget
+from midstream.results.serialization import PackedRows
 
 # Interval of the search for rows whose time is over.
 _EXPIRY_SECONDS = 1.0
-
-
-class Packable(Protocol):
-    """Captured rows that become bytes when these are asked for."""
-
-    @property
-    def nbytes(self) -> int:
-        """Number of the bytes."""
-        ...
-
-    def tobytes(self) -> bytes:
-        """Return the bytes."""
-        ...
+# Descriptors: fetched rows take one; whoever reads them takes another, and a file of its own.
+ENTRY, READER = 1, 2
+_SHARE = 2  # of the process's files, one of so many are for cached rows; of these, for one client
+_UNLIMITED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CachedCapture:
-    """Captured rows of one completion.
+    """Captured rows of one completion."""
 
-    Attributes:
-        id: unguessable id, with which its client may fetch and delete the rows.
-        client: id of the client that the rows belong to.
-        nbytes: length of the rows as safetensors, in bytes.
-        expires_at: time of expiry, in seconds since the epoch.
-        about: description of the rows, as in the response.
-    """
-
-    id: str
+    id: str  # unguessable: its client may fetch and delete the rows with it
     client: str
     request_id: str
-    nbytes: int
-    expires_at: float
-    about: Mapping[str, Any]
+    nbytes: int  # of the rows as safetensors
+    expires_at: float  # in seconds since the epoch
+    about: Mapping[str, Any]  # description of the rows, as in the response
 
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """Memory of an entry.
-
-    Attributes:
-        rows: rows that nobody has fetched yet; None: they are in `file`.
-        file: descriptor of an anonymous memory file (memfd) with the rows as safetensors; None: the
-            rows were not fetched yet, or were freed.
-        readers: number of readers. Memory of freed rows is in use until the last one ends.
-    """
+    """Memory of an entry, in use until its last reader ends."""
 
     entry: CachedCapture
-    rows: Packable | None
-    file: int | None = None
+    rows: PackedRows | None  # that nobody has fetched yet; None: they are in `file`
+    file: int | None = None  # memfd with the rows as safetensors; None: not fetched, or freed
     readers: int = 0
 
     def free(self) -> None:
@@ -79,12 +56,7 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Usage:
-    """Entries that take memory, of one client or of all.
-
-    Attributes:
-        captures: number of entries, also of those that room is reserved for.
-        nbytes: their bytes.
-    """
+    """Entries that take memory, of one client or of all, with those that room is reserved for."""
 
     captures: int = 0
     nbytes: int = 0
@@ -92,22 +64,50 @@ class _Usage:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Room for the captures of a request that is computed.
-
-    Attributes:
-        left: number of captures that were not stored yet.
-    """
+    """Room for the captures of a request that is computed."""
 
     client: str
-    left: int
+    left: int  # captures that were not stored yet
+
+
+class DescriptorBudget:
+    """Descriptors that cached rows may take, so that clients can connect. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._of_client: Counter[str] = Counter()
+        self.used = 0
+
+    def check(self, client: str, count: int) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # it may change meanwhile
+        files = _UNLIMITED if limit == resource.RLIM_INFINITY else limit
+        most = files // _SHARE
+        mine = most // _SHARE
+        taken = self._of_client[client]
+        if taken + count > mine:
+            raise HttpError(
+                429,
+                f"the captures cached for this client take {taken} file descriptors, and {count} "
+                f"more exceed its limit of {mine}, a part of the {files} files that this server "
+                "may have open; fetch and delete some",
+            )
+        if self.used + count > most:
+            raise HttpError(
+                507,
+                f"the captures that this server caches take {self.used} file descriptors, and "
+                f"{count} more exceed the limit of {most}, a part of the {files} files that it may "
+                "have open; try again later, or raise the server's limit (ulimit -n)",
+            )
+
+    def add(self, client: str, count: int) -> None:
+        """Count descriptors that a client takes, or with a negative number gives back."""
+        self._of_client[client] += count
+        self.used += count
+        if not self._of_client[client]:
+            del self._of_client[client]
 
 
 class CaptureCache:
-    """Cache of captured rows of one server. Thread-safe.
-
-    Rows are packed when they are first fetched. What a request costs does not depend on how many
-    entries there are.
-    """
+    """Cache of captured rows of one server, packed when they are first fetched. Thread-safe."""
 
     def __init__(self, settings: HttpSettings, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
@@ -125,7 +125,6 @@ class CaptureCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all cached rows."""
         with self._lock:
             self._expire()
             return sum(capture.entry.nbytes for capture in self._captures.values())
@@ -150,32 +149,23 @@ class CaptureCache:
 
     @property
     def is_due(self) -> bool:
-        """Whether there are rows whose time is over."""
         with self._lock:
             first = next(iter(self._captures.values()), None)
             return first is not None and first.entry.expires_at <= self._clock()
 
     def expire(self) -> None:
-        """Free the rows whose time is over."""
         with self._lock:
             self._expire()
 
     def store(
         self,
-        rows: Packable | bytes,
+        rows: PackedRows | bytes,
         client: str,
         request_id: str,
         about: Mapping[str, Any],
         reservation: Reservation | None = None,
     ) -> CachedCapture:
-        """Store rows, and return their entry. Rows that are bytes are copied; others are kept as
-        they are until they are fetched.
-
-        Args:
-            client: id of the client that they belong to.
-            about: description of the rows, as in the response.
-            reservation: the room that was reserved for them; None: none was.
-        """
+        """Store rows and return their entry. Bytes are copied, others kept until fetched."""
         nbytes = len(rows) if isinstance(rows, bytes) else rows.nbytes
         file = None
         if isinstance(rows, bytes):
@@ -189,14 +179,9 @@ class CaptureCache:
                     reservation.left -= 1
                     self._count(client, -1, 0)
                 self._check(client, nbytes)
-                entry = CachedCapture(
-                    secrets.token_urlsafe(24),
-                    client,
-                    request_id,
-                    nbytes,
-                    self._clock() + self._settings.held_seconds,
-                    about,
-                )
+                expiry = self._clock() + self._settings.held_seconds
+                name = secrets.token_urlsafe(24)
+                entry = CachedCapture(name, client, request_id, nbytes, expiry, about)
                 unpacked = None if isinstance(rows, bytes) else rows
                 self._captures[entry.id] = _Kept(entry, unpacked, file)
                 self._count(client, 1, nbytes)
@@ -210,13 +195,10 @@ class CaptureCache:
         """Return the entry of an id; None if the id is unknown or expired."""
         with self._lock:
             self._expire()
-            capture = self._captures.get(name)
-            return None if capture is None else capture.entry
+            return self._captures[name].entry if name in self._captures else None
 
     def open(self, name: str, client: str) -> tuple[CachedCapture, int] | None:
-        """Return the entry of an id with a new file descriptor, which the caller must give to
-        `end_read`; None if the id is unknown or expired. The first call packs the rows.
-        """
+        """Return an entry and a descriptor for `end_read`; None: unknown or expired."""
         with self._lock:
             self._expire()
             if name not in self._captures:
@@ -258,7 +240,6 @@ class CaptureCache:
             return kept.entry, file
 
     def end_read(self, entry: CachedCapture, file: int) -> None:
-        """Close a descriptor that `open` returned."""
         with self._lock:
             os.close(file)
             self._descriptors.add(self._reader_of.pop(file), -READER)
@@ -270,7 +251,6 @@ class CaptureCache:
                     self._count(entry.client, -1, -entry.nbytes)
 
     def of_client(self, client: str) -> list[CachedCapture]:
-        """Return a client's entries, oldest first."""
         with self._lock:
             self._expire()
             every = [capture.entry for capture in self._captures.values()]
@@ -283,7 +263,6 @@ class CaptureCache:
             return self._remove(name)
 
     def close(self) -> None:
-        """Free all cached rows."""
         with self._lock:
             for name in list(self._captures):
                 self._remove(name)
@@ -316,7 +295,6 @@ class CaptureCache:
         self._descriptors.add(client, ENTRY * captures)
 
     def _check(self, client: str, nbytes: int, captures: int = 1) -> None:
-        """Check that a client may have more captures and bytes."""
         self._expire()
         mine = self._of_client.get(client, _Usage())
         _check_limits(self._settings, mine, self._all, nbytes, captures)
@@ -333,21 +311,17 @@ async def expire_in_time(captures: CaptureCache) -> None:
 
 
 def file_of(data: bytes) -> int:
-    """Return a new anonymous file with these bytes."""
     try:
         file = os.memfd_create("midstream-held", os.MFD_CLOEXEC)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(file, view) :]
+        except BaseException:
+            os.close(file)
+            raise
     except OSError as error:
         raise _no_memory(error) from None
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(file, view) :]
-    except OSError as error:
-        os.close(file)
-        raise _no_memory(error) from None
-    except BaseException:
-        os.close(file)
-        raise
     return file
 
 
@@ -358,7 +332,6 @@ def _no_memory(error: OSError) -> HttpError:
 def _check_limits(
     limits: HttpSettings, mine: _Usage, every: _Usage, nbytes: int, captures: int
 ) -> None:
-    """Check that a client, which has `mine` of `every` entry, may have more captures and bytes."""
     if mine.captures + captures > limits.client_captures:
         raise HttpError(
             429,

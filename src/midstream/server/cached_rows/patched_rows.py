@@ -30,14 +30,7 @@ def opened_rows(
     most: int,
     elsewhere: Callable[[str], bytes | None] | None = None,
 ) -> Iterator[OpenRows]:
-    """Yield a function that returns the rows of an id, for as long as the context lasts.
-
-    Args:
-        owns: returns whether rows are those of the request's client.
-        most: limit for the rows of all edits together, in bytes of float32.
-        elsewhere: returns what another process has cached under an id, as safetensors; None: it
-            has nothing, or there is no other process.
-    """
+    """Yield a function that returns the rows of an id, for as long as the context lasts."""
     files: dict[str, _RowsFile] = {}
     budget = _Budget(most)
     with ExitStack() as stack:
@@ -106,9 +99,8 @@ class _RowsFile:
             row_of = {position: row for row, position in enumerate(known)}
             for position in positions:
                 if position not in row_of:
-                    has = ", ".join(map(str, known[:_SHOWN])) + (
-                        ", …" if len(known) > _SHOWN else ""
-                    )
+                    more = ["…"] if len(known) > _SHOWN else []
+                    has = ", ".join([*map(str, known[:_SHOWN]), *more])
                     raise SpecError(
                         "positions",
                         f"no row of {name} was captured at position {position}; there are {has}",

@@ -89,10 +89,7 @@ def delete(name: Name, request: Request, server: ServerDep) -> Response:
     summary="List this client's cached captures, oldest first, and the server-wide captures",
     description="All callers that share an API key count as one client; on a server without keys, "
     "all callers that share an address.",
-    responses={
-        **ok_response({"captures": [_HANDLE], "bytes": 11768, "server_wide": []}),
-        **error_responses(401, 503),
-    },
+    responses=ok_response({"captures": [_HANDLE], "bytes": 11768, "server_wide": []}, 401, 503),
 )
 async def captures(request: Request, server: ServerDep) -> dict[str, Any]:
     mine = server.captures.of_client(server.client_of(request.scope))
@@ -111,9 +108,7 @@ async def captures(request: Request, server: ServerDep) -> dict[str, Any]:
 
 
 async def _open(captures: CaptureCache, name: str, client: str) -> tuple[CachedCapture, int] | None:
-    """Return what `captures.open` does, which may pack rows, from a thread. A request that is
-    cancelled meanwhile leaves no file open.
-    """
+    """Return what `captures.open` does, from a thread; if it is cancelled, no file stays open."""
     opening = asyncio.ensure_future(asyncio.to_thread(captures.open, name, client))
 
     def end(done: asyncio.Future[tuple[CachedCapture, int] | None]) -> None:
@@ -128,10 +123,7 @@ async def _open(captures: CaptureCache, name: str, client: str) -> tuple[CachedC
 
 
 class _Rows(FileResponse):
-    """Response that sends a file by its descriptor, and always closes the descriptor.
-
-    A client that reads nothing of it for `stall_seconds` gets no more of it.
-    """
+    """Response that sends a file by its descriptor, and closes it whatever the client does."""
 
     def __init__(
         self, captures: CaptureCache, stall_seconds: float, cached: CachedCapture, file: int

@@ -69,17 +69,21 @@ class ServerCaptureBody(BaseModel):
 @router.get(
     "/v1/midstream/captures/{name}",
     summary="Show one server-wide capture",
-    responses={**ok_response(_ABOUT), **error_responses(400, 401, 404, 503)},
+    responses=ok_response(_ABOUT, 400, 401, 404, 503),
 )
 async def show(name: Name, request: Request, server: ServerDep) -> dict[str, Any]:
-    return await _of_all(name, request, server)
+    others = await _others(name, request, server)
+    description = _known(server, name)
+    for other in others:
+        add_kept([description], [other])
+    return description
 
 
 @router.put(
     "/v1/midstream/captures/{name}",
     summary="Capture for every request from now on",
     description="Replaces what the name stood for. Running requests are unchanged.",
-    responses={**ok_response(_ABOUT), **error_responses(400, 401, 403, 413, 503)},
+    responses=ok_response(_ABOUT, 400, 401, 403, 413, 503),
 )
 def change(name: Name, body: ServerCaptureBody, server: AdminDep) -> dict[str, Any]:
     server_capture = server.llm.captures.set(name, body.capture, body.sink)
@@ -87,8 +91,7 @@ def change(name: Name, body: ServerCaptureBody, server: AdminDep) -> dict[str, A
     audit_log.log_event(
         "captures.set", name=name, captures=len(server_capture.captures), sinks=sinks
     )
-    about: dict[str, Any] = server_capture.to_dict()
-    return about
+    return dict(server_capture.to_dict())
 
 
 @router.delete(
@@ -121,10 +124,9 @@ def clear(server: AdminDep) -> Response:
     summary="Return kept rows of ended requests, oldest first, and keep them no longer",
     description="One answer has at most `http.inline_bytes` of rows, or one completion; collect "
     "again while `kept` is above 0. `dropped` completions did not fit into the memory.",
-    responses={
-        **ok_response({"completions": [_ROWS], "dropped": 0, "kept": 0}),
-        **error_responses(400, 401, 403, 404, 503),
-    },
+    responses=ok_response(
+        {"completions": [_ROWS], "dropped": 0, "kept": 0}, 400, 401, 403, 404, 503
+    ),
 )
 async def collect(name: Name, request: Request, server: AdminDep) -> dict[str, Any]:
     _known(server, name)
@@ -158,19 +160,6 @@ async def collect(name: Name, request: Request, server: AdminDep) -> dict[str, A
     }
 
 
-async def _of_all(name: str, request: Request, server: Server) -> dict[str, Any]:
-    """Return the description of a name, with what all API server processes keep.
-
-    Raises:
-        HttpError: 404, the name is not set.
-    """
-    others = await _others(name, request, server)
-    description = _known(server, name)
-    for other in others:
-        add_kept([description], [other])
-    return description
-
-
 async def _others(name: str, request: Request, server: Server) -> list[dict[str, Any]]:
     """Return the descriptions of a name in the other API server processes that keep rows for it."""
     _known(server, name)
@@ -182,11 +171,7 @@ async def _others(name: str, request: Request, server: Server) -> list[dict[str,
 
 
 def _known(server: Server, name: str) -> dict[str, Any]:
-    """Return the description of a name.
-
-    Raises:
-        HttpError: 404, the name is not set.
-    """
+    """Return the description of a name; HttpError, 404: it is not set."""
     try:
         about: dict[str, Any] = server.llm.captures.show(name).to_dict()
     except SpecError as error:

@@ -66,9 +66,10 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return responses
 
 
-def ok_response(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entry of a successful response with an example."""
-    return {200: {"content": {"application/json": {"example": example}}}}
+def ok_response(example: dict[str, Any], *errors: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI entries of a successful response with an example, and of errors."""
+    content = {"application/json": {"example": example}}
+    return {200: {"content": content}, **(error_responses(*errors) if errors else {})}
 
 
 def before_body(check: Check) -> Check:
@@ -95,7 +96,11 @@ class MidstreamRoute(APIRoute):
             except (HttpError, MidstreamError) as error:
                 refusal = HttpError.of(error)
             except RequestValidationError as error:
-                refusal = _invalid(error)
+                first = error.errors()[0]
+                # The first part says whether the value is in the path or in the body.
+                where = ".".join(str(part) for part in first["loc"][1:])[:_SHOWN]
+                problem = f"{where or 'body'}: {first['msg'][:_SHOWN]}"
+                refusal = HttpError(400, problem, where or None)
             except HTTPException as error:
                 detail: Any = error.detail
                 is_refusal = isinstance(detail, HttpError)
@@ -107,23 +112,10 @@ class MidstreamRoute(APIRoute):
         return guarded
 
 
-def _invalid(error: RequestValidationError) -> HttpError:
-    first = error.errors()[0]
-    # The first part says whether the value is in the path or in the body.
-    where = ".".join(str(part) for part in first["loc"][1:])[:_SHOWN]
-    return HttpError(400, f"{where or 'body'}: {first['msg'][:_SHOWN]}", where or None)
-
-
 async def send_within(
     seconds: float, send: Send, respond: Callable[[Send], Awaitable[None]]
 ) -> None:
-    """Send a response; a client that reads nothing of it for so long gets no more of it.
-
-    Args:
-        seconds: longest time for one message.
-        send: the server's function that sends a message.
-        respond: sends the response by the function that it is given.
-    """
+    """Send a response; a client that reads nothing of it for so long gets no more of it."""
 
     async def timed(message: Message) -> None:
         await within(seconds, send(message))
@@ -133,11 +125,7 @@ async def send_within(
 
 
 def adapter_of(request: Request, name: str | None) -> Any:
-    """Return the adapter of a name that vLLM serves; None: it is the model's.
-
-    Raises:
-        HttpError: 404, there is neither.
-    """
+    """Return the adapter of a name that vLLM serves, None for the model's; HttpError, 404."""
     models = getattr(request.app.state, "openai_serving_models", None)
     if name is None or models is None or models.is_base_model(name):
         return None
@@ -154,18 +142,13 @@ async def client_gone(receive: Receive) -> None:
 
 
 def server_of(request: Request) -> Server:
-    """Return the state of the server that received a request."""
     server: Server = request.app.state.midstream
     return server
 
 
 @before_body
 def admin(request: Request) -> Server:
-    """Return the server, after checking that the request may change it.
-
-    Raises:
-        HttpError: 401 or 403, the request may not.
-    """
+    """Return the server, after checking that the request may change it; HttpError, 401 or 403."""
     request.app.state.midstream_guard.check(request.headers)
     return server_of(request)
 

@@ -1,8 +1,4 @@
-"""Endpoints compatible with the vLLM fork that has server-wide steering, over the same state.
-
-Its three tiers are `vectors` (all tokens), `prefill_vectors` and `decode_vectors`. Its modules are
-midstream's named vectors.
-"""
+"""Endpoints of the vLLM fork with server-wide steering, over the same state."""
 
 from __future__ import annotations
 
@@ -86,10 +82,9 @@ class Name(BaseModel):
     "/v1/steering/set",
     summary="Set vectors for every request",
     description="Tiers that are left out are unchanged, unless `replace` is true.",
-    responses={
-        **ok_response({"status": "ok", "layers_updated": [15], "epoch": 3}),
-        **error_responses(400, 401, 403, 413, 503),
-    },
+    responses=ok_response(
+        {"status": "ok", "layers_updated": [15], "epoch": 3}, 400, 401, 403, 413, 503
+    ),
 )
 def set_vectors(body: VectorsBody, server: AdminDep) -> dict[str, Any]:
     tiers: dict[str, Any] = {}
@@ -131,7 +126,7 @@ def _read_tier(body: VectorsBody, name: str, phase: PhaseLike | None) -> list[Ed
 @router.post(
     "/v1/steering/clear",
     summary="Clear all tiers",
-    responses={**ok_response({"status": "ok", "epoch": 4}), **error_responses(401, 403, 503)},
+    responses=ok_response({"status": "ok", "epoch": 4}, 401, 403, 503),
 )
 def clear(server: AdminDep) -> dict[str, Any]:
     state = server.llm.steering.clear()
@@ -187,10 +182,7 @@ def _taps(edit: Edit, server: Server) -> tuple[tuple[str, int], ...]:
 @router.get(
     "/v1/steering/layers",
     summary="List the layers and sites that can be steered",
-    responses={
-        **ok_response({"layers": {"15": ["resid_post"]}, "hidden_size": 576}),
-        **error_responses(401, 503),
-    },
+    responses=ok_response({"layers": {"15": ["resid_post"]}, "hidden_size": 576}, 401, 503),
 )
 def layers(server: ServerDep) -> dict[str, Any]:
     shape = server.llm.info.shape
@@ -203,7 +195,7 @@ def layers(server: ServerDep) -> dict[str, Any]:
 @router.get(
     "/v1/steering/modules",
     summary="List named vectors",
-    responses={**ok_response({"modules": [ABOUT]}), **error_responses(401, 503)},
+    responses=ok_response({"modules": [ABOUT]}, 401, 503),
 )
 def modules(server: ServerDep) -> dict[str, Any]:
     return {"modules": [module.to_dict() for module in server.llm.vectors.list()]}
@@ -213,28 +205,19 @@ def modules(server: ServerDep) -> dict[str, Any]:
     "/v1/steering/modules/register",
     summary="Register named vectors",
     description="They apply to every token: names have no tiers here.",
-    responses={
-        **ok_response({"status": "ok", **ABOUT}),
-        **error_responses(400, 401, 403, 413, 503, 507),
-    },
+    responses=ok_response({"status": "ok", **ABOUT}, 400, 401, 403, 413, 503, 507),
 )
 def register(module: Module, server: AdminDep) -> dict[str, Any]:
-    return {"status": "ok", **register_name(server, module.name, _vectors_of(module))}
-
-
-def _vectors_of(module: Module) -> object:
     vectors = by_value(module.vectors)
     with at("vectors"):
-        return unpacked(vectors)
+        vectors = unpacked(vectors)
+    return {"status": "ok", **register_name(server, module.name, vectors)}
 
 
 @router.post(
     "/v1/steering/modules/unregister",
     summary="Remove named vectors",
-    responses={
-        **ok_response({"status": "ok", "name": "cheerful"}),
-        **error_responses(400, 401, 403, 404, 413, 503),
-    },
+    responses=ok_response({"status": "ok", "name": "cheerful"}, 400, 401, 403, 404, 413, 503),
 )
 def unregister(module: Name, server: AdminDep) -> dict[str, Any]:
     remove_name(server, module.name)

@@ -69,10 +69,7 @@ async def parameter(name: Name, server: ServerDep) -> Response:
 
 
 class _Parameter(Response):
-    """Response with a file, which releases a lock when it is sent.
-
-    A client that reads nothing of it for `stall_seconds` gets no more of it.
-    """
+    """Response with a file, which releases a lock when it is sent, or its client reads nothing."""
 
     def __init__(self, data: bytes, lock: asyncio.Lock, stall_seconds: float) -> None:
         self._seconds = stall_seconds

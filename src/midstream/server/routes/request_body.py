@@ -15,11 +15,7 @@ from midstream.validation import read_json_members
 
 
 class StrictRequest(Request):
-    """Request whose body is limited in bytes and in values, and whose JSON is parsed strictly:
-    duplicate keys and NaN are errors. A thread parses long JSON.
-
-    `MidstreamRoute` gives it to its routes, also where FastAPI reads the body.
-    """
+    """Request, also for FastAPI, with limits and strict JSON: no duplicate keys, no NaN."""
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         server: Server = self.app.state.midstream
@@ -32,11 +28,7 @@ class StrictRequest(Request):
             yield part
 
     async def json(self) -> Any:
-        """Return the JSON of the body.
-
-        Raises:
-            HTTPException: 413, it is too long or has too many values; 400, it is malformed.
-        """
+        """Return the JSON of the body; HTTPException, 413 or 400: too large, or malformed."""
         data = await self.body()
         try:
             if is_long(data):
@@ -47,12 +39,7 @@ class StrictRequest(Request):
 
 
 async def json_of(request: Request) -> Any:
-    """Return the JSON of a body whose content type must say that it is JSON.
-
-    Raises:
-        HttpError: 415, the body is of another content type.
-        HTTPException: 413, it is too long or has too many values; 400, it is malformed.
-    """
+    """Return the JSON of a body, as `StrictRequest.json`; HttpError, 415: another content type."""
     if content_type(request) != "application/json":
         raise HttpError(415, "expected content type application/json")
     return await request.json()

@@ -41,11 +41,7 @@ _ANSWER = {"id": "chatcmpl-8f4c", "choices": [{"index": 0, "version": 1, "positi
 
 @before_body
 async def running_calls(request: Request) -> list[RunningCall]:
-    """Return the calls of the running request that a path names, which is its client's.
-
-    Raises:
-        HttpError: 404, there is none; 409, there are several; 503, the engine is not ready.
-    """
+    """Return the calls of the request that a path names; HttpError: 404 none, 409 several, 503."""
     server = server_of(request)
     _ = server.llm  # raises 503 until the engine is ready
     request_id = request.path_params["id"]
@@ -110,7 +106,6 @@ async def update(
 
 
 def _read(edits: Any, scope: Scope, server: Server) -> tuple[Edit, ...]:
-    """Return edits with the cached rows that they refer to."""
     plan = Plan.make(edits=edits)
     assert plan is not None
     if any(map(has_captured, plan.edits)):

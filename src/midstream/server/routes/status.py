@@ -43,10 +43,7 @@ _STATUS = {
 @router.get(
     "/v1/midstream/sites",
     summary="List every site of every layer: tapped, or the reason why not",
-    responses={
-        **ok_response({"num_layers": 30, "hidden_size": 576, "sites": [_SITE]}),
-        **error_responses(401, 503),
-    },
+    responses=ok_response({"num_layers": 30, "hidden_size": 576, "sites": [_SITE]}, 401, 503),
 )
 def sites(server: ServerDep) -> dict[str, Any]:
     table = server.llm.sites()
@@ -79,7 +76,7 @@ def ready(server: ServerDep, response: Response) -> dict[str, bool]:
 @router.get(
     "/v1/midstream/status",
     summary="Show versions, settings and usage",
-    responses={**ok_response(_STATUS), **error_responses(401, 503)},
+    responses=ok_response(_STATUS, 401, 503),
 )
 async def status(server: ServerDep) -> dict[str, Any]:
     return await server.state()

@@ -1,13 +1,9 @@
-"""Studio: a page for browsers at `/midstream`. Its files are those that `studio/` builds.
-
-The page has no data and needs no key. It calls the server's HTTP API as any other client does.
-"""
+"""Studio: a page for browsers at `/midstream`, of the files that `studio/` builds. Needs no key."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
 from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
@@ -38,12 +34,6 @@ HEADERS = {
 router = APIRouter(route_class=MidstreamRoute, include_in_schema=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    content: bytes
-    etag: str
-
-
 @router.get(PATH)
 def redirect(request: Request) -> Response:
     return RedirectResponse(f"{request.scope.get('root_path', '')}{PATH}/", 308)
@@ -62,14 +52,14 @@ def asset(name: str, request: Request) -> Response:
 
 
 def _answer(request: Request, name: str) -> Response:
-    static_file = _read(name)
-    headers = {**HEADERS, "etag": static_file.etag}
-    if request.headers.get("if-none-match") == static_file.etag:
+    content, etag = _read(name)
+    headers = {**HEADERS, "etag": etag}
+    if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
-    return Response(static_file.content, headers={**headers, "content-type": TYPES[name]})
+    return Response(content, headers={**headers, "content-type": TYPES[name]})
 
 
 @functools.cache
-def _read(name: str) -> _File:
+def _read(name: str) -> tuple[bytes, str]:
     content = (files("midstream.server") / "studio" / name).read_bytes()
-    return _File(content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'

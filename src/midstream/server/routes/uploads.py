@@ -20,15 +20,7 @@ _HEADER_BYTES = 256  # at most, of one tensor in the header of a safetensors fil
 
 
 async def uploaded(request: Request) -> Any:
-    """Return the vectors of a body in a form that `VectorRegistry.register` takes.
-
-    The body is JSON, a safetensors file, or a GGUF control vector.
-
-    Raises:
-        SpecError: the body is malformed.
-        HttpError: 415, its content type is unsupported.
-        HTTPException: as `StrictRequest.json`.
-    """
+    """Return the vectors of a body, JSON or a file, as `VectorRegistry.register` takes them."""
     media_type = content_type(request)
     if media_type in ("application/json", ""):
         return by_value(await request.json())
@@ -42,22 +34,13 @@ async def uploaded(request: Request) -> Any:
 
 
 def read_file(body: bytes) -> Any:
-    """Return the vectors of a safetensors file or a GGUF control vector.
-
-    Raises:
-        SpecError: it is malformed.
-    """
+    """Return the vectors of a safetensors file or a GGUF control vector."""
     # A safetensors file that began so would have a header of terabytes.
     return read_control_vector(body) if body[:4] == MAGIC else _read_safetensors(body)
 
 
 def by_value(vectors: object) -> object:
-    """Return the vectors after checking that they are not a path, which the registry would read
-    from the server's file system.
-
-    Raises:
-        SpecError: they are not an object or a list.
-    """
+    """Return vectors that are no path, which the registry would read from the server's files."""
     if not isinstance(vectors, (dict, list)):
         raise SpecError("vectors", f"expected an object or a list of numbers, got {kind(vectors)}")
     return vectors
@@ -76,11 +59,7 @@ def _read_safetensors(body: bytes) -> Any:
 
 
 def _check_header(body: bytes) -> None:
-    """Check the number of tensors before the file is loaded, which takes time for each.
-
-    Raises:
-        SpecError: there are too many. Other faults are left to the loader.
-    """
+    """Check the number of tensors before the file is loaded, which takes time for each."""
     length = int.from_bytes(body[:8], "little")
     too_many = SpecError("", f"expected a safetensors file of at most {MAX_ITEMS} tensors")
     if length > MAX_ITEMS * _HEADER_BYTES:

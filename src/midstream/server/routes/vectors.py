@@ -40,7 +40,7 @@ ABOUT = {
 @router.get(
     "/v1/midstream/vectors",
     summary="List names, without their vectors",
-    responses={**ok_response({"vectors": [ABOUT]}), **error_responses(401, 503)},
+    responses=ok_response({"vectors": [ABOUT]}, 401, 503),
 )
 def listing(server: ServerDep) -> dict[str, Any]:
     return {"vectors": [registered.to_dict() for registered in server.llm.vectors.list()]}
@@ -49,10 +49,7 @@ def listing(server: ServerDep) -> dict[str, Any]:
 @router.get(
     "/v1/midstream/vectors/{name:path}",
     summary="Show one name with its vectors or edits",
-    responses={
-        **ok_response({**ABOUT, "vectors": [{"f32": "AACAPw=="}]}),
-        **error_responses(400, 401, 404, 503),
-    },
+    responses=ok_response({**ABOUT, "vectors": [{"f32": "AACAPw=="}]}, 400, 401, 404, 503),
 )
 def show(name: Name, server: ServerDep) -> dict[str, Any]:
     try:
@@ -75,7 +72,7 @@ def show(name: Name, server: ServerDep) -> dict[str, Any]:
     "Or a safetensors file (`application/octet-stream`) with tensors named `{site}.{layer}` or "
     "`{layer}`, or a GGUF control vector (tensors `direction.{layer}`). Running requests continue "
     "with the vectors that they started with.",
-    responses={**ok_response(ABOUT), **error_responses(400, 401, 403, 413, 415, 503, 507)},
+    responses=ok_response(ABOUT, 400, 401, 403, 413, 415, 503, 507),
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -91,7 +88,7 @@ def show(name: Name, server: ServerDep) -> dict[str, Any]:
 )
 async def register(name: Name, request: Request, server: AdminDep) -> dict[str, Any]:
     # Reading megabytes of numbers would block the event loop.
-    return await run_in_threadpool(_register, server, name, await uploaded(request))
+    return await run_in_threadpool(register_name, server, name, await uploaded(request))
 
 
 @router.delete(
@@ -106,32 +103,8 @@ def remove(name: Name, server: AdminDep) -> Response:
     return Response(status_code=204)
 
 
-def register_name(server: Server, name: object, vectors: object) -> dict[str, Any]:
-    """Register vectors, within the limit of bytes; return the registry's description of them.
-
-    Raises:
-        SpecError: the name or the vectors are malformed.
-        HttpError: 507, the server's limit is reached.
-    """
-    if not isinstance(name, str):
-        raise SpecError("name", f"expected `str`, got {name!r}")
-    return _register(server, name, vectors)
-
-
-def remove_name(server: Server, name: str) -> None:
-    """Remove a name.
-
-    Raises:
-        HttpError: 404, the name is unknown.
-    """
-    try:
-        server.llm.vectors.remove(name)
-    except SpecError as error:
-        raise HttpError(404, error.problem, "name") from None
-    audit_log.log_event("vectors.removed", name=name)
-
-
-def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
+def register_name(server: Server, name: str, vectors: object) -> dict[str, Any]:
+    """Register vectors; return the registry's description. HttpError, 507: no room."""
     registry = server.llm.vectors
     try:
         # The size is known only after parsing; the limit of the body bounds that.
@@ -143,3 +116,12 @@ def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
         "vectors.registered", name=name, taps=len(about["taps"]), width=about["width"]
     )
     return about
+
+
+def remove_name(server: Server, name: str) -> None:
+    """Remove a name; HttpError, 404: it is unknown."""
+    try:
+        server.llm.vectors.remove(name)
+    except SpecError as error:
+        raise HttpError(404, error.problem, "name") from None
+    audit_log.log_event("vectors.removed", name=name)

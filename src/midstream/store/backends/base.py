@@ -23,24 +23,12 @@ class File(Protocol):
     @property
     def size(self) -> int:
         """Length in bytes."""
-        ...
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes [start, stop), which must lie within the file.
-
-        They may be memory-mapped and must not be written to.
-        """
-        ...
+        """Return bytes [start, stop) within the file, which may be mapped: not to be written to."""
 
     def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Copy rows to uint8 [len(rows), width]: row i is `width` bytes at start + rows[i] · width.
-
-        Args:
-            start: offset of row 0 in the file.
-            width: bytes per row.
-            rows: row indices in any order; all rows must lie within the file.
-        """
-        ...
+        """Copy rows to uint8 [len(rows), width]: row i from start + rows[i] · width."""
 
 
 class Folder(Protocol):
@@ -48,26 +36,15 @@ class Folder(Protocol):
 
     def names(self) -> list[str]:
         """Return the shards' names, ascending. Raises StoreError if the folder does not exist."""
-        ...
 
     def open(self, name: str) -> File:
-        """Return a shard, cached if it was opened before.
-
-        Raises StoreError if there is no shard of this name.
-        """
-        ...
+        """Return a shard, cached if it was opened before."""
 
     def make(self) -> None:
         """Create the folder if it is missing, and check that it is writable."""
-        ...
 
     def put(self, name: str, pieces: Iterable[memoryview]) -> None:
-        """Write a shard atomically and durably, replacing any shard of the same name.
-
-        After an error either none of the shard exists or all of it.
-        """
-        ...
+        """Write a shard atomically and durably, replacing any of the same name; all or nothing."""
 
     def delete(self, name: str) -> None:
         """Remove a shard if it exists."""
-        ...

@@ -41,7 +41,6 @@ def folder_of(root: str | os.PathLike[str]) -> Folder:
 
 
 def local_folder_of(root: str | os.PathLike[str]) -> LocalFolder:
-    """Return the local folder at a path."""
     folder = folder_of(root)
     if not isinstance(folder, LocalFolder):
         raise StoreError(
@@ -149,7 +148,6 @@ class LocalFolder:
         return sorted(names)
 
     def sweep(self, names: Iterable[str]) -> None:
-        """Remove temporaries by name."""
         with self._named():
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
@@ -196,13 +194,10 @@ class _Mapped:
                 raise StoreError(f"{path}: not a regular file")
             if not file_stat.st_size:
                 raise StoreError(f"{path}: truncated: the file is empty")
-            self._bytes = mmap.mmap(file, file_stat.st_size, access=mmap.ACCESS_READ)
+            self.size = file_stat.st_size
+            self._bytes = mmap.mmap(file, self.size, access=mmap.ACCESS_READ)
         finally:
             os.close(file)
-
-    @property
-    def size(self) -> int:
-        return len(self._bytes)
 
     def read(self, start: int, stop: int) -> memoryview:
         return memoryview(self._bytes)[start:stop]

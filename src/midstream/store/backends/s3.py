@@ -1,13 +1,7 @@
 """Store backend for S3-compatible object stores: `s3://bucket/prefix`.
 
-Credentials and the endpoint come from the usual AWS variables and files: `AWS_PROFILE`,
-`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` and so on. Requires s3fs: `pip install "midstream[cloud]"`.
-
-An object appears whole or not at all, so a shard is one upload without a rename. Readers never see
-the remains of an interrupted upload. A bucket rule that aborts incomplete multipart uploads removes
-them.
-
-s3fs makes the requests. The block cache is written here: it is bounded over all files of a store.
+s3fs makes the requests, with the usual AWS variables. An object appears whole or not at all, so a
+shard is one upload without a rename. The block cache here is bounded over all files of a store.
 """
 
 from __future__ import annotations
@@ -37,14 +31,9 @@ _MAX_RANGE = 32 * _BLOCK  # bytes per read of neighbouring rows
 
 
 class CloudFolder:
-    """The objects under a prefix; see `midstream.store.backends.base.Folder`.
-
-    Shards are read in ranges of whole MiB, and up to 256 MiB of them are cached. Neighbouring rows
-    are therefore fetched together, and opening a store costs a few requests per shard.
-    """
+    """The objects under a prefix; see `Folder`. Up to 256 blocks of 1 MiB are cached."""
 
     def __init__(self, url: str) -> None:
-        """Create the folder without contacting the server."""
         match = _URL.fullmatch(url)
         if match is None:
             raise StoreError(f"{url!r}: expected a path or a string s3://bucket/prefix")
@@ -140,8 +129,9 @@ class CloudFolder:
                 del self._cache[key]
 
     def _connected(self) -> Any:
+        variables = (item for item in os.environ.items() if item[0].startswith("AWS_"))
         with self._named():
-            return _client(os.getpid(), _aws_environment())
+            return _client(os.getpid(), tuple(sorted(variables)))
 
     @contextlib.contextmanager
     def _named(self, name: str = "") -> Iterator[None]:
@@ -166,17 +156,13 @@ class _Object:
     def __init__(self, folder: CloudFolder, name: str, size: int) -> None:
         self._folder = folder
         self._name = name
-        self._size = size
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self.size = size
 
     def read(self, start: int, stop: int) -> memoryview:
         if stop <= start:
             return memoryview(b"")
         first = start // _BLOCK
-        blocks = self._folder.blocks(self._name, self._size, first, -(-stop // _BLOCK))
+        blocks = self._folder.blocks(self._name, self.size, first, -(-stop // _BLOCK))
         data = blocks[0] if len(blocks) == 1 else b"".join(blocks)
         return memoryview(data)[start - first * _BLOCK : stop - first * _BLOCK]
 
@@ -193,19 +179,10 @@ class _Object:
 
 @functools.lru_cache(maxsize=4)
 def _client(process: int, environment: tuple[tuple[str, str], ...]) -> Any:
-    """Return the client for all stores.
-
-    The cache key contains the process, because a forked process lacks the client's thread, and the
-    AWS environment, because other credentials need another client.
-    """
+    """Return the client: a fork lacks its thread, and other AWS settings need another."""
     from s3fs import S3FileSystem
 
     return S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-
-
-def _aws_environment() -> tuple[tuple[str, str], ...]:
-    """Return the sorted environment variables that start with `AWS_`."""
-    return tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
 
 
 def _gaps(blocks: dict[int, bytes], first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -223,10 +200,7 @@ def _gaps(blocks: dict[int, bytes], first: int, last: int) -> Iterator[tuple[int
 def _near(
     rows: NDArray[np.int64], order: NDArray[np.int64], width: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Split `order`, which sorts `rows`, into parts whose rows are fetched together.
-
-    Within a part no gap is longer than a block, and the part spans at most `_MAX_RANGE` bytes.
-    """
+    """Split the `order` that sorts `rows` into parts without long gaps, within `_MAX_RANGE`."""
     gaps = np.flatnonzero(np.diff(rows[order]) * width > _BLOCK) + 1
     most = max(1, _MAX_RANGE // width)
     for part in np.split(order, gaps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,15 +17,9 @@ from midstream.store.format.layout import BLOCK, Layout, Place, header_length, r
 
 
 class CheckedFile:
-    """The bytes of a shard.
+    """The bytes of a shard: each block is compared with its checksum before it is first used.
 
-    Every block of 64 KiB is compared with its checksum before it is first used, so that all data
-    returned is exactly what was written. Every StoreError begins with the shard's path.
-
-    Attributes:
-        size: its length in bytes.
-        head_bytes: number of bytes before its first tensor.
-        places: where each tensor is, in bytes from the first tensor.
+    Every StoreError begins with the shard's path.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -39,14 +34,13 @@ class CheckedFile:
             self.layout: Layout = read_head(head, file.size)
             if name in self.layout.replaces:
                 raise StoreError("replaces: the shard lists itself")
-            self.head_bytes = len(head)
+            self.head_bytes = len(head)  # before its first tensor
             self.places: Mapping[str, Place] = self.layout.places()
             self._sums = self._read_sums(file, head)
             self._verified = np.zeros(len(self._sums), np.bool_)
 
     @property
     def path(self) -> str:
-        """The file's path or URL, for messages."""
         return f"{self._folder}/{self.name}"
 
     @contextmanager
@@ -68,13 +62,8 @@ class CheckedFile:
                 self._check(start // BLOCK, -(-stop // BLOCK))
             return self._open().read(self.head_bytes + start, self.head_bytes + stop)
 
-    def gather(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Copy rows of a two-dimensional tensor by index to uint8 [n, row_bytes].
-
-        Args:
-            tensor: name of a uint8 tensor [rows, row_bytes].
-            rows: indices; the result is in their order.
-        """
+    def gather_rows(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Copy rows of a 2-dimensional tensor by index to uint8 [n, row_bytes], in order."""
         place = self.places[tensor]
         width = place.shape[1]
         with self.named():
@@ -102,11 +91,8 @@ class CheckedFile:
         return file
 
     def _read_sums(self, file: File, head: bytes) -> NDArray[np.uint32]:
-        """Return the checksum of each data block."""
-        place = self.places["checksums"]
-        words = np.frombuffer(
-            bytes(file.read(self.head_bytes + place.start, self.head_bytes + place.stop)), "<u4"
-        )
+        place, first = self.places["checksums"], self.head_bytes
+        words = np.frombuffer(bytes(file.read(first + place.start, first + place.stop)), "<u4")
         if zlib.crc32(words[:-1].tobytes()) != words[-1]:
             raise StoreError("damaged: the list of checksums does not match its own checksum")
         if zlib.crc32(head) != words[0]:
@@ -123,21 +109,14 @@ class CheckedFile:
         def sums(first: int, last: int) -> list[int]:
             return block_sums([file.read(self.head_bytes + first, self.head_bytes + last)])
 
-        checksums = np.fromiter(
-            (
-                checksum
-                for part in in_parallel(sums, start * BLOCK, min(stop * BLOCK, end))
-                for checksum in part
-            ),
-            np.uint32,
-        )
+        parts = in_parallel(sums, start * BLOCK, min(stop * BLOCK, end))
+        checksums = np.fromiter(itertools.chain.from_iterable(parts), np.uint32)
         wrong = np.flatnonzero(checksums != self._sums[start:stop])
         if len(wrong):
             raise StoreError(self._damage(start + int(wrong[0])))
         self._verified[start:stop] = True
 
     def _check_rows(self, starts: NDArray[np.int64], width: int) -> None:
-        """Check the blocks of rows of `width` bytes, which begin at `starts`."""
         first, last = starts // BLOCK, (starts + width - 1) // BLOCK
         if width <= BLOCK and self._verified[first].all() and self._verified[last].all():
             return
@@ -150,13 +129,9 @@ class CheckedFile:
                 self._check(int(run[0]), int(run[-1]) + 1)
 
     def _damage(self, block: int) -> str:
-        """Return the error message for a damaged block."""
         start, stop = block * BLOCK, (block + 1) * BLOCK
-        names = [
-            name
-            for name, place in self.places.items()
-            if place.start < stop and place.stop > start and name != "checksums"
-        ]
+        tensors = [(name, place) for name, place in self.places.items() if name != "checksums"]
+        names = [name for name, place in tensors if place.start < stop and place.stop > start]
         return (
             f"damaged: {', '.join(names[:3])}{'' if len(names) <= 3 else ' …'} "
             f"does not match its checksum, near byte {self.head_bytes + start}"

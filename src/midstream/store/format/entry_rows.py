@@ -25,26 +25,15 @@ _Index = tuple[bytes, bytes]  # positions and token ids
 
 @dataclass(frozen=True, slots=True)
 class IndexedRows:
-    """Rows of one request at taps that share positions and token ids.
+    """Rows of one request at taps that share positions and token ids."""
 
-    Attributes:
-        positions: int64 [n], ascending.
-        token_ids: int64 [n].
-        data: per tap uint8 [n, row_bytes]; in `tap_order`.
-    """
-
-    positions: NDArray[np.int64]
+    positions: NDArray[np.int64]  # [n], ascending
     token_ids: NDArray[np.int64]
-    data: Mapping[Tap, NDArray[np.uint8]]
+    data: Mapping[Tap, NDArray[np.uint8]]  # [n, row_bytes] per tap, in `tap_order`
 
 
 def read_rows(taps: object, row_bytes: Callable[[Tap], int]) -> list[IndexedRows]:
-    """Return the rows of an entry, grouping taps with equal positions and token ids.
-
-    Args:
-        taps: `Entry.taps`, TapRows by (site, layer).
-        row_bytes: returns the length of a tap's rows.
-    """
+    """Return the rows of `Entry.taps`, grouping taps with equal positions and token ids."""
     if not isinstance(taps, Mapping):
         raise StoreError(f"taps: expected a dict, got {kind(taps)}")
     if len(taps) > MAX_TAPS:
@@ -68,9 +57,11 @@ def read_rows(taps: object, row_bytes: Callable[[Tap], int]) -> list[IndexedRows
         data.setdefault(index, {})[tap] = array
     return [
         IndexedRows(
-            *indices.arrays(index), {tap: of_index[tap] for tap in sorted(of_index, key=tap_order)}
+            np.frombuffer(positions, np.int64),
+            np.frombuffer(tokens, np.int64),
+            {tap: of_index[tap] for tap in sorted(of_index, key=tap_order)},
         )
-        for index, of_index in data.items()
+        for (positions, tokens), of_index in data.items()
     ]
 
 
@@ -92,11 +83,6 @@ class _Indices:
             index = self._by_object[objects] = positions.tobytes(), tokens.tobytes()
             self._references.append(rows)
         return index, len(index[0]) // 8
-
-    @staticmethod
-    def arrays(index: _Index) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the positions and token ids of an index."""
-        return np.frombuffer(index[0], np.int64), np.frombuffer(index[1], np.int64)
 
 
 def check_positions(positions: NDArray[np.int64], where: str) -> None:

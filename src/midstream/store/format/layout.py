@@ -1,7 +1,6 @@
 """Shard layout and header; `docs/store-format.md` specifies every byte.
 
-The header is canonical: a shard's contents determine it to the byte. A reader parses a header,
-serializes the result and compares.
+The header is canonical: a reader parses a header, serializes the result and compares.
 """
 
 from __future__ import annotations
@@ -50,35 +49,28 @@ class Place:
     start: int
     stop: int
 
+    def entry(self) -> dict[str, object]:
+        offsets = [self.start, self.stop]
+        return {"dtype": self.dtype, "shape": list(self.shape), "data_offsets": offsets}
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Taps whose rows have the same requests, positions and tokens.
+    """Taps whose rows have the same requests, positions and tokens."""
 
-    Attributes:
-        taps: (site, layer), in `tap_order`.
-        rows: number of rows of each tap.
-    """
-
-    taps: tuple[Tap, ...]
-    rows: int
+    taps: tuple[Tap, ...]  # in `tap_order`
+    rows: int  # of each tap
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The contents of a shard's header.
-
-    Attributes:
-        groups: in the shard's order.
-        metadata_bytes: length of the requests' metadata, padding included; see `padding`.
-        replaces: names of the shards that this one was made from and replaces.
-    """
+    """The contents of a shard's header."""
 
     header: Header
     groups: tuple[Group, ...]
     requests_bytes: int
-    metadata_bytes: int
-    replaces: tuple[str, ...] = ()
+    metadata_bytes: int  # of the requests' metadata, with spaces that align the checksums
+    replaces: tuple[str, ...] = ()  # names of the shards that this one was made from and replaces
 
     def head(self) -> bytes:
         """Return the bytes before the first tensor: the header's length and the header."""
@@ -90,14 +82,8 @@ class Layout:
         }
         for name, value in self.header.to_dict().items():
             about[name] = _compact(value) if isinstance(value, dict) else str(value)
-        described: dict[str, object] = {"__metadata__": about}
-        for name, place in self.places().items():
-            described[name] = {
-                "dtype": place.dtype,
-                "shape": list(place.shape),
-                "data_offsets": [place.start, place.stop],
-            }
-        text = _compact(described).encode()
+        tensors = {name: place.entry() for name, place in self.places().items()}
+        text = _compact({"__metadata__": about, **tensors}).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
@@ -126,11 +112,7 @@ class Layout:
 
 
 def padding(nbytes: int) -> int:
-    """Return the number of spaces after the metadata that align the checksums behind them.
-
-    Args:
-        nbytes: length of the metadata and all tensors before it.
-    """
+    """Return the spaces after the metadata that align the checksums, given the bytes before."""
     return -nbytes % ALIGNMENT
 
 
@@ -140,7 +122,6 @@ def group_bytes(group: Group, header: Header) -> int:
 
 
 def tap_name(group: int, tap: Tap) -> str:
-    """Return the name of the tensor with a tap's rows."""
     return f"g{group}.{tap[0]}.{tap[1]}"
 
 
@@ -157,11 +138,7 @@ def _compact(value: object) -> str:
 
 
 def header_length(first: bytes, size: int) -> int:
-    """Return the length of the header in bytes.
-
-    Args:
-        first: the file's first 8 bytes.
-    """
+    """Return the header's length, given the file's first 8 bytes and its size."""
     length = int.from_bytes(first, "little")
     if len(first) < 8 or 8 + length > size:
         raise StoreError(f"truncated: {size} bytes, but the header alone takes {8 + length}")
@@ -171,13 +148,7 @@ def header_length(first: bytes, size: int) -> int:
 
 
 def read_head(head: bytes, size: int) -> Layout:
-    """Parse and check a shard's header.
-
-    No memory is allocated by sizes that the header states.
-
-    Args:
-        head: the file's first bytes: the header's length and the header.
-    """
+    """Parse and check a shard's first bytes. Sizes that the header states allocate no memory."""
     try:
         described = read_json(head[8:])
     except SpecError as error:
@@ -185,13 +156,8 @@ def read_head(head: bytes, size: int) -> Layout:
     if not isinstance(described, dict):
         raise StoreError("the header is not a JSON object")
     header, replaces = _read_about(described.get("__metadata__"))
-    layout = Layout(
-        header,
-        _read_groups(described),
-        _length(described, "requests"),
-        _length(described, "metadata"),
-        replaces,
-    )
+    lengths = _rows(described, "requests"), _rows(described, "metadata")
+    layout = Layout(header, _read_groups(described), *lengths, replaces)
     present = {tap for group in layout.groups for tap in group.taps}
     for tap, _ in header.widths:
         if tap not in present:
@@ -253,13 +219,13 @@ def _read_groups(described: Mapping[str, Any]) -> tuple[Group, ...]:
     """Return the groups by the tensors' names; `_check_tensors` checks everything else."""
     rows: dict[int, int] = {}
     taps: dict[int, list[Tap]] = {}
-    for name, tensor in described.items():
+    for name in described:
         match = _TENSOR.fullmatch(name)
         if match is None:
             continue
         number = int(match[1])
         if match[2] is None:
-            rows[number] = _rows(name, tensor)
+            rows[number] = _rows(described, name)
             continue
         tap = match[2], int(match[3])
         if tap[0] not in sites.NAMES or tap[1] > MAX_LAYER:
@@ -276,18 +242,16 @@ def _check_tensors(described: Mapping[str, Any], places: Mapping[str, Place]) ->
         if name != "__metadata__" and name not in places:
             raise StoreError(f"tensor {show(name)} is not part of the format")
     for name, place in places.items():
-        got = described.get(name)
-        wanted = {
-            "dtype": place.dtype,
-            "shape": list(place.shape),
-            "data_offsets": [place.start, place.stop],
-        }
+        got, wanted = described.get(name), place.entry()
         if got != wanted:
             raise StoreError(f"tensor {show(name)}: expected {wanted}, got {_shown(got)}")
 
 
-def _rows(name: str, tensor: object) -> int:
+def _rows(described: Mapping[str, Any], name: str) -> int:
     """Return the length of a one-dimensional tensor."""
+    if name not in described:
+        raise StoreError(f"missing tensor {show(name)}")
+    tensor = described[name]
     shape = tensor.get("shape") if isinstance(tensor, dict) else None
     if not isinstance(shape, list) or len(shape) != 1 or not is_int(shape[0]):
         raise StoreError(f"tensor {show(name)}: expected one dimension, got {_shown(shape)}")
@@ -297,12 +261,5 @@ def _rows(name: str, tensor: object) -> int:
     return rows
 
 
-def _length(described: Mapping[str, Any], name: str) -> int:
-    if name not in described:
-        raise StoreError(f"missing tensor {show(name)}")
-    return _rows(name, described[name])
-
-
 def _shown(value: object) -> str:
-    """Return a value from a header in short form, for messages."""
     return "nothing" if value is None else show(value if isinstance(value, str) else repr(value))

@@ -20,22 +20,14 @@ _FIELDS = ("id", "child", "tag", "prompt_tokens", "rows", "metadata")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One completion in a shard's list of requests.
-
-    Attributes:
-        child: index of the completion.
-        prompt_tokens: number of prompt tokens.
-        rows: (group, number of rows) for each of its groups, ascending; the rows follow those of
-            the preceding completions in the group.
-        metadata_bytes: length of its metadata, which is also a line of JSON.
-    """
+    """One completion in a shard's list of requests."""
 
     request: str
-    child: int
+    child: int  # index of the completion
     tag: str
     prompt_tokens: int
-    rows: tuple[tuple[int, int], ...]
-    metadata_bytes: int
+    rows: tuple[tuple[int, int], ...]  # (group, number), after those of earlier lines
+    metadata_bytes: int  # its metadata is also a line of JSON
 
     def emit(self) -> bytes:
         """Return the line with its newline; `read_line` parses it."""
@@ -52,7 +44,6 @@ class Line:
 
 
 def dump(value: object) -> bytes:
-    """Return compact UTF-8 JSON with a newline."""
     return (_ENCODER.encode(value) + "\n").encode()
 
 
@@ -75,7 +66,6 @@ def read_line(text: bytes) -> Line:
 
 
 def emit_metadata(value: object) -> bytes:
-    """Return a request's metadata as a line of JSON."""
     if not isinstance(value, Mapping):
         raise StoreError(f"metadata: expected a dict, got `{type(value).__name__}`")
     try:
@@ -89,7 +79,6 @@ def emit_metadata(value: object) -> bytes:
 
 
 def read_metadata(text: bytes) -> dict[str, Any]:
-    """Parse a request's metadata."""
     if len(text) > MAX_METADATA:
         raise StoreError(f"metadata of {len(text)} bytes; the limit is {MAX_METADATA}")
     try:

@@ -1,12 +1,9 @@
-"""Reader of one shard: its requests, and their rows in place.
-
-Shards are safetensors files. They are read here because files are untrusted: every offset is
-checked, and only the rows that are asked for are read.
-"""
+"""Reader of one shard, a safetensors file whose every offset is checked: files are untrusted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,54 +14,102 @@ from midstream.sites import Tap
 from midstream.store.backends.base import Folder
 from midstream.store.format.checked_file import CheckedFile
 from midstream.store.format.entry import Header
-from midstream.store.format.layout import MAX_REQUESTS, Group, tap_name, tap_order
+from midstream.store.format.layout import (
+    ALIGNMENT,
+    MAX_REQUESTS,
+    Group,
+    Layout,
+    tap_name,
+    tap_order,
+)
 from midstream.store.format.lines import Line, read_line, read_metadata
-from midstream.store.format.request_index import RequestIndex, Run
+from midstream.validation import show
 
 _DTYPES: dict[str, Any] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
+# Of a group: (request indices int64 [m], row bounds int64 [m + 1]).
+Owners = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
-class Shard:
-    """A shard whose header and list of requests were checked.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The rows [start, stop) of a group, which belong to one request."""
 
-    All data returned is checked first; see `CheckedFile`.
+    group: int
+    start: int
+    stop: int
 
-    Attributes:
-        size: length of its file in bytes.
-        head_bytes: number of bytes before its first tensor.
-        lines: its completions, in the order in which they were added.
-    """
+
+class RequestIndex:
+    """Rows and metadata of each request of a shard."""
+
+    def __init__(self, layout: Layout, lines: Sequence[Line]) -> None:
+        self._groups = layout.groups
+        self.runs: list[tuple[Run, ...]] = []  # of each request, by ascending group
+        self.metadata: list[tuple[int, int]] = []  # each request's bytes [start, stop)
+        ends = [0] * len(self._groups)
+        seen: set[tuple[str, int]] = set()
+        text = 0
+        for line in lines:
+            known = line.request, line.child
+            if known in seen:
+                raise StoreError(f"request {show(line.request)}: listed twice")
+            seen.add(known)
+            self.runs.append(tuple(self._next_runs(line, ends)))
+            self.metadata.append((text, text + line.metadata_bytes))
+            text += line.metadata_bytes
+        for number, group in enumerate(self._groups):
+            if ends[number] != group.rows:
+                raise StoreError(
+                    f"group {number}: {group.rows} rows, but the requests list {ends[number]}"
+                )
+        if not 0 <= layout.metadata_bytes - text < ALIGNMENT:
+            raise StoreError(
+                f"metadata: {layout.metadata_bytes} bytes, but the requests list {text}"
+            )
+        self.owners = _owners(self.runs, len(layout.groups))
+
+    def _next_runs(self, line: Line, ends: list[int]) -> Iterator[Run]:
+        """Yield a request's runs, and advance the ends of their groups."""
+        taps: set[Tap] = set()
+        for group, count in line.rows:
+            if group >= len(ends):
+                raise StoreError(f"request {show(line.request)}: there is no group {group}")
+            if not taps.isdisjoint(self._groups[group].taps):
+                raise StoreError(f"request {show(line.request)}: a tap has rows in two groups")
+            taps.update(self._groups[group].taps)
+            yield Run(group, ends[group], ends[group] + count)
+            ends[group] += count
+
+
+def _owners(runs: Sequence[Sequence[Run]], groups: int) -> list[Owners]:
+    owners: list[list[int]] = [[] for _ in range(groups)]
+    bounds: list[list[int]] = [[0] for _ in range(groups)]
+    for request, every in enumerate(runs):
+        for run in every:
+            owners[run.group].append(request)
+            bounds[run.group].append(run.stop)
+    return [
+        (np.array(who, np.int64), np.array(where, np.int64))
+        for who, where in zip(owners, bounds, strict=True)
+    ]
+
+
+class Shard(CheckedFile):
+    """A shard whose header and list of requests were checked too."""
 
     def __init__(self, folder: Folder, name: str) -> None:
-        """Open a shard: read and check its header, checksums and list of requests."""
-        self._file = CheckedFile(folder, name)
-        self.name = name
-        self.size = self._file.size
-        self.layout = self._file.layout
+        super().__init__(folder, name)
         self.header: Header = self.layout.header
-        self.head_bytes = self._file.head_bytes
-        with self._file.named():
+        self.groups: tuple[Group, ...] = self.layout.groups
+        with self.named():
             self.lines: tuple[Line, ...] = self._read_lines()
             self._index = RequestIndex(self.layout, self.lines)
 
     def __repr__(self) -> str:
         return f"Shard({self.name!r}, {len(self.lines)} requests)"
 
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups of taps that share an index."""
-        return self.layout.groups
-
-    @property
-    def path(self) -> str:
-        """The shard's path or URL, for messages."""
-        return self._file.path
-
-    def owners(self, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the requests of a group's rows: (request indices int64 [m], row bounds [m + 1]).
-
-        Rows bounds[i] to bounds[i + 1] belong to request i of the m.
-        """
+    def owners(self, group: int) -> Owners:
+        """Return the requests of a group's rows."""
         return self._index.owners[group]
 
     def taps(self, request: int) -> tuple[Tap, ...]:
@@ -78,56 +123,40 @@ class Shard:
 
     def metadata(self, request: int) -> dict[str, Any]:
         """Return the metadata of a request by index. Raises StoreError if it is damaged."""
-        with self._file.named():
+        with self.named():
             return read_metadata(self.metadata_text(request))
 
     def metadata_text(self, request: int) -> bytes:
         """Return the metadata of a request as stored: a line of JSON."""
-        return bytes(self._file.read("metadata", *self._index.metadata[request]))
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield all bytes of the file in order."""
-        return self._file.pieces()
+        return bytes(self.read("metadata", *self._index.metadata[request]))
 
     def column(
         self, group: int, name: str, start: int = 0, stop: int | None = None
     ) -> NDArray[Any]:
-        """Return rows [start, stop) of a group's index column, as a read-only view of the file.
-
-        Args:
-            name: "position" or "token_id", int64 [rows]; "request", int32 [rows].
-            stop: the end, exclusive; None for all.
-        """
+        """Return rows of a group's "position", "token_id" (int64) or "request" (int32) in place."""
         tensor = f"g{group}.{name}"
-        place = self._file.places[tensor]
+        place = self.places[tensor]
         dtype = _DTYPES[place.dtype]
         stop = place.shape[0] if stop is None else stop
-        part = self._file.read(tensor, start * dtype.itemsize, stop * dtype.itemsize)
+        part = self.read(tensor, start * dtype.itemsize, stop * dtype.itemsize)
         return np.frombuffer(part, dtype)
 
     def rows(self, group: int, tap: Tap, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return rows [start, stop) of a tap, uint8 [n, row_bytes], as a read-only view.
-
-        Raises StoreError if they are damaged.
-        """
+        """Return rows of a tap, uint8 [n, row_bytes], read-only. StoreError: they are damaged."""
         tensor = tap_name(group, tap)
-        width = self._file.places[tensor].shape[1]
-        part = self._file.read(tensor, start * width, stop * width)
+        width = self.places[tensor].shape[1]
+        part = self.read(tensor, start * width, stop * width)
         return np.frombuffer(part, np.uint8).reshape(stop - start, width)
 
     def gather(self, group: int, tap: Tap, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Copy rows of a tap by index to uint8 [n, row_bytes], in the order of `rows`."""
-        return self._file.gather(tap_name(group, tap), rows)
-
-    def check(self) -> None:
-        """Compare every block with its checksum."""
-        self._file.check()
+        return self.gather_rows(tap_name(group, tap), rows)
 
     def _read_lines(self) -> tuple[Line, ...]:
         size = self.layout.requests_bytes
         if size > MAX_REQUESTS:
             raise StoreError(f"requests: {size} bytes; the limit is {MAX_REQUESTS}")
-        text = bytes(self._file.read("requests", 0, size))
+        text = bytes(self.read("requests", 0, size))
         if text and not text.endswith(b"\n"):
             raise StoreError("requests: the last line has no newline")
         return tuple(read_line(line) for line in text.split(b"\n")[:-1])

@@ -42,19 +42,11 @@ class _Column:
 
 
 class ShardBuilder:
-    """The entries of one shard.
-
-    Entries are referenced: the contents of their tensors must not change until the shard is
-    written.
-    """
+    """The entries of one shard, whose tensors must not change until it is written."""
 
     def __init__(self, header: Header, replaces: Sequence[str] = ()) -> None:
-        """Args:
-        header: what all rows share. Only widths of taps that are added are written.
-        replaces: names of the shards that this one replaces.
-        """
         self.header = header
-        self.nbytes = 0
+        self.nbytes = 0  # of everything before the padding
         self._replaces = tuple(replaces)
         self._columns: dict[tuple[Tap, ...], _Column] = {}
         self._tensors = 0
@@ -68,7 +60,6 @@ class ShardBuilder:
 
     @property
     def requests(self) -> set[str]:
-        """The ids of the requests."""
         return {request for request, _ in self._known}
 
     @property
@@ -77,7 +68,6 @@ class ShardBuilder:
         return self._tensors >= _MANY_TENSORS or self._lines_bytes >= MAX_REQUESTS // 2
 
     def read(self, entry: Entry) -> tuple[Line, bytes, list[IndexedRows]]:
-        """Return the arguments of `add` for an entry."""
         if not isinstance(entry, Entry):
             raise StoreError(f"expected `Entry`, got `{type(entry).__name__}`")
         check_text("request", entry.request, least=1)
@@ -96,11 +86,7 @@ class ShardBuilder:
             raise StoreError(f"request {show(entry.request)}: {error}") from None
 
     def add(self, line: Line, metadata: bytes, rows: Sequence[IndexedRows]) -> None:
-        """Add one completion.
-
-        Args:
-            line: its line; `rows` of it is ignored and computed here.
-        """
+        """Add one completion; `rows` of its line is computed here."""
         known = line.request, line.child
         if known in self._known:
             raise StoreError(
@@ -143,16 +129,12 @@ class ShardBuilder:
 
     def _layout(self) -> Layout:
         groups = tuple(Group(taps, column.rows) for taps, column in self._columns.items())
-        metadata = sum(map(len, self._metadata)) + self._padding()
+        metadata = sum(map(len, self._metadata)) + padding(self.nbytes)
         present = {tap for group in groups for tap in group.taps}
         # Rows of the same taps make the same shard, whatever taps the engine has.
         widths = tuple(tap_width for tap_width in self.header.widths if tap_width[0] in present)
         header = replace(self.header, widths=widths)
         return Layout(header, groups, self._lines_bytes, metadata, self._replaces)
-
-    def _padding(self) -> int:
-        # `nbytes` counts everything before the padding.
-        return padding(self.nbytes)
 
     def _parts(self) -> Iterator[NDArray[Any]]:
         """Yield all tensors except the checksums, in the order of `Layout.places`."""
@@ -169,4 +151,4 @@ class ShardBuilder:
             for tap in taps:
                 yield from (part.data[tap] for part in column.parts)
         yield np.frombuffer(b"".join(self._lines), np.uint8)
-        yield np.frombuffer(b"".join(self._metadata) + b" " * self._padding(), np.uint8)
+        yield np.frombuffer(b"".join(self._metadata) + b" " * padding(self.nbytes), np.uint8)

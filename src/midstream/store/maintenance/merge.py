@@ -40,7 +40,6 @@ class _Pack:
     lines_bytes: int = 0
 
     def fits(self, shard: Shard, shard_bytes: int) -> bool:
-        """Whether the shard fits into the pack."""
         return (
             self.nbytes + shard.size <= shard_bytes
             and len(self.shards) < _MAX_SHARDS
@@ -141,7 +140,8 @@ class _Contents:
     def add(self, shard: Shard) -> bool:
         """Add a shard of another store if its requests are missing; return whether it was added."""
         names = names_for([shard])
-        holders = {self._holders[name].name: self._holders[name] for name in names if name in self}
+        present = [self._holders[name] for name in names if name in self._holders]
+        holders = {holder.name: holder for holder in present}
         if shard.name in self._holders:
             return False
         ids = _ids([shard])
@@ -157,9 +157,6 @@ class _Contents:
             return False
         self._holders.update(dict.fromkeys(names, shard))
         return True
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._holders
 
 
 def _ids(shards: Iterable[Shard]) -> set[tuple[str, int]]:

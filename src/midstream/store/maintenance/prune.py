@@ -69,15 +69,15 @@ def prune(
     folder = local_folder_of(root)
     folder.names()
     with folder.exclusive():
-        leftovers = _find(folder, options)
-        folder.sweep(leftovers.pruned.temporaries)
-        for name in leftovers.pruned.damaged:
+        pruned, unwanted = _find(folder, options)
+        folder.sweep(pruned.temporaries)
+        for name in pruned.damaged:
             folder.set_aside(name)
-        for name in leftovers.pruned.replaced:
+        for name in pruned.replaced:
             folder.delete(name)
-        for shard, indices in leftovers.unwanted:
+        for shard, indices in unwanted:
             _rewrite(shard, indices, folder)
-    return leftovers.pruned
+    return pruned
 
 
 def find_prunable(
@@ -91,7 +91,7 @@ def find_prunable(
 ) -> Pruned:
     """Return what `prune` would remove now. Arguments and exceptions are those of `prune`."""
     folder = local_folder_of(root)
-    return _find(folder, _Options(older_than_s, damaged, duplicates, requests, tags)).pruned
+    return _find(folder, _Options(older_than_s, damaged, duplicates, requests, tags))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +121,8 @@ class _Options:
             raise StoreError("older_than_s: expected a number of seconds, got nan")
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What to remove: the summary, and the requests by shard and index."""
-
-    pruned: Pruned
-    unwanted: list[tuple[Shard, set[int]]]
-
-
-def _find(folder: LocalFolder, options: _Options) -> _Found:
+def _find(folder: LocalFolder, options: _Options) -> tuple[Pruned, list[tuple[Shard, set[int]]]]:
+    """Return what to remove: the summary, and the requests by shard and index."""
     names = folder.names()
     bad = [finding.shard for finding in verify_folder(folder).findings] if options.damaged else []
     shards = [Shard(folder, name) for name in names if name not in bad]
@@ -141,15 +134,9 @@ def _find(folder: LocalFolder, options: _Options) -> _Found:
         for shard, indices in unwanted
         for index in sorted(indices)
     ]
-    return _Found(
-        Pruned(
-            tuple(folder.temporaries(options.older_than_s)),
-            tuple(name for name in replaced if name not in bad),
-            tuple(bad),
-            tuple(dropped),
-        ),
-        unwanted,
-    )
+    leftovers = tuple(folder.temporaries(options.older_than_s))
+    intact = tuple(name for name in replaced if name not in bad)
+    return Pruned(leftovers, intact, tuple(bad), tuple(dropped)), unwanted
 
 
 def _unwanted(

@@ -33,7 +33,6 @@ def copy_requests(shard: Shard, draft: ShardBuilder, requests: Iterable[int]) ->
 
 
 def names_for(shards: Iterable[Shard]) -> list[str]:
-    """Return the names of shards and of all shards that they replace."""
     return list(
         dict.fromkeys(name for shard in shards for name in (shard.name, *shard.layout.replaces))
     )

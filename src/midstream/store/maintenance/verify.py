@@ -81,7 +81,6 @@ def verify(root: str | os.PathLike[str]) -> Verification:
 
 
 def verify_folder(folder: Folder) -> Verification:
-    """Check every byte of the shards in a folder; see `verify`."""
     names = folder.names()
     findings = []
     requests = nbytes = shards = 0
@@ -108,7 +107,6 @@ def verify_folder(folder: Folder) -> Verification:
 
 
 def check_shard(shard: Shard) -> None:
-    """Check every byte of a shard."""
     shard.check()
     for request in range(len(shard.lines)):
         shard.metadata(request)
@@ -125,7 +123,6 @@ def check_shard(shard: Shard) -> None:
 
 
 def _check_rows(shard: Shard, group: int, tap: Tap) -> None:
-    """Check that a tap's rows are valid for the codec."""
     header = shard.header
     codec = header.open_codec()
     if isinstance(codec, Raw):

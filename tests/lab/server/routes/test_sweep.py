@@ -152,7 +152,7 @@ async def test_rows_by_value_keep_their_positions_and_the_prompt_that_they_are_o
 
 async def test_a_chat_is_text_and_gets_the_servers_template():
     async with serving() as (site, client):
-        site.server._template["chat_template_content_format"] = "string"
+        site.server.template["chat_template_content_format"] = "string"
         body = {**BODY, "prompt": [{"role": "user", "content": "abcd"}]}
         answer = await client.post(PATH, json={**body, "add_generation_prompt": False})
         assert answer.status_code == 200

@@ -11,7 +11,7 @@ from support.serving_fake import refused, serving
 from midstream.errors import BusyError, HttpError, SpecError
 from midstream.plan import Plan
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.server.running_requests import RunningCall, RunningRequests, _is_of
+from midstream.server.running_requests import RunningCall, RunningRequests
 
 pytestmark = pytest.mark.anyio
 STEER = {"op": "steer", "vector": [1.0, 0.0, 0.0], "layer": 1}
@@ -198,8 +198,11 @@ async def test_an_update_has_cached_rows_too():
 
 
 def test_the_id_of_a_request_is_that_of_its_calls_with_a_number():
-    assert _is_of("cmpl-8f", "cmpl-8f")
-    assert _is_of("cmpl-8f-0", "cmpl-8f")
-    assert _is_of("chat_12", "chat")
-    for other in ("cmpl-8f-", "cmpl-8f-x", "cmpl-8f0", "cmpl-8", "x-cmpl-8f", "cmpl-8f-0-1"):
-        assert not _is_of(other, "cmpl-8f")
+    def is_of(call_id, request_id):
+        return RunningCall("a", call_id, "me", CallPlan(None), 0).is_of(request_id)
+
+    assert is_of("cmpl-8f-0", "cmpl-8f")
+    assert is_of("chat_12", "chat")
+    for other in ("cmpl-8f", "cmpl-8f-", "cmpl-8f-x", "cmpl-8f0", "cmpl-8", "x-cmpl-8f"):
+        assert not is_of(other, "cmpl-8f")
+    assert not is_of("cmpl-8f-0-1", "cmpl-8f")
