@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from midstream.lab.client import AsyncClient, Client
     from midstream.lab.fit import Direction, Directions
     from midstream.lab.sweep import KL, LogitDiff, LogProb, Recovered, Sweep
+    from midstream.layers import register_layer
     from midstream.lenses import JacobianLens, TunedLens
     from midstream.plan.control.control_laws import Threshold
     from midstream.plan.control.controller import Controller
@@ -181,6 +182,7 @@ __all__ = [
     "activate",
     "extra_body",
     "open_store",
+    "register_layer",
     "stack",
     "__version__",
 ]

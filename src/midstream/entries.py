@@ -34,6 +34,7 @@ PUBLIC = {
     "activate": "midstream.runtime.install",
     "extra_body": "midstream.client",
     "open_store": "midstream.store",
+    "register_layer": "midstream.layers",
     "stack": "midstream.results.stack",
 }
 # Sub-commands in the order of the help, and the module with the function of that name.

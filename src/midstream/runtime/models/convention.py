@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from midstream.errors import SpecError
+
 
 class Returns(Enum):
     """What a layer's `__call__` returns, and where the residual stream is in it."""
@@ -36,16 +38,28 @@ class Half(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """The input of a sub-module."""
+    """The input of a sub-module.
+
+    Attributes:
+        path: dotted attribute of the layer.
+        shared: whether the same tensor is used elsewhere (it is the stream, or attention and MLP
+            both read it), so that the module needs a copy to be edited alone.
+        parameter: the forward's parameter that gets the tensor; None: the first argument.
+    """
 
     path: str
-    shared: bool = False  # used elsewhere too: the module needs a copy to be edited alone
-    parameter: str | None = None  # of the forward; None: the tensor is the first argument
+    shared: bool = False
+    parameter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The output of a sub-module, or its first item; `partial`: not yet reduced over the ranks."""
+    """The output of a sub-module: one tensor, or the first item of a tuple.
+
+    Attributes:
+        path: dotted attribute of the layer.
+        partial: whether it is not yet reduced over the ranks under tensor parallelism.
+    """
 
     path: str
     partial: bool = False
@@ -53,7 +67,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """A site that a layer does not have; the reason is a clause that can follow a colon."""
+    """A site that a layer does not have.
+
+    Attributes:
+        reason: a clause that can follow a colon; a request for the site gets it.
+    """
 
     reason: str
 
@@ -91,15 +109,16 @@ class LayerConvention:
     unsummed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        assert (self.mid is None) == bool(self.no_mid), "one of mid and no_mid, not both"
-        assert self.residual is None or self.returns is Returns.PAIR
         halves = self.attn_out, self.mlp_out
-        assert self.returns is Returns.PAIR or not any(isinstance(half, Half) for half in halves)
-        assert Half.AT_MID not in halves or self.mid
+        _require((self.mid is None) == bool(self.no_mid), "give mid or no_mid, not both")
+        if self.returns is not Returns.PAIR:
+            _require(self.residual is None, "only a pair has a residual")
+            _require(not any(isinstance(half, Half) for half in halves), "only a pair has halves")
+        _require(Half.AT_MID not in halves or bool(self.mid), "no half is at a mid that is None")
         if isinstance(self.mlp_in, Input) and self.mlp_in.path == self.mid:
-            assert self.mlp_in.shared, "what mid is called with is the stream"
-        assert self.mlp_out is not Half.AT_MID
-        assert self.attn_out is not Half.AT_EXIT or self.mlp_out is not Half.AT_EXIT
+            _require(self.mlp_in.shared, "what mid is called with is the stream: shared=True")
+        _require(self.mlp_out is not Half.AT_MID, "at mid the MLP's output is not there yet")
+        _require(halves != (Half.AT_EXIT, Half.AT_EXIT), "two branches in one half")
 
     @property
     def branches(self) -> dict[str, Half | Input | Output | Lack]:
@@ -151,6 +170,11 @@ class Choice:
         return (self.true if value else self.false).resolve(layer)
 
 
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise SpecError("convention", message)
+
+
 Entry = LayerConvention | Choice | Refusal
 Key = tuple[str, str]
 
@@ -159,17 +183,35 @@ def pair(
     mid: str | None = None,
     no_mid: str = "",
     *,
-    # `attn_in`; a path means a module's `hidden_states`, which others read too if the MLP's input.
     attention: Input | Output | Lack | str = "self_attn",
-    # `attn_out`; a path means the module's output. By default the first half at `mid`.
     attn: Half | Output | Lack | str | None = None,
-    mlp: Input | Output | Lack | str = "mlp",  # `mlp_in`; a path means the module's input
-    mlp_out: Half | Output | Lack | str | None = None,  # by default the first half at the exit
+    mlp: Input | Output | Lack | str = "mlp",
+    mlp_out: Half | Output | Lack | str | None = None,
     **rest: Any,
 ) -> LayerConvention:
-    """Return the convention of a layer with vLLM's fused add and norm: pairs in and out."""
+    """A layer that takes and returns `(hidden_states, residual)`, whose sum is the stream, as most
+    of vLLM's layers do.
+
+    Args:
+        mid: dotted attribute of the sub-module that is called with the stream after attention was
+            added and before the MLP, as `(hidden, residual)`; usually the norm before the MLP.
+        no_mid: why there is none; then `mid` is None.
+        attention: place of `attn_in`; a path means that module's `hidden_states`. `Lack`: there is
+            no attention.
+        attn: place of `attn_out`; a path means that module's output. By default what `mid` is
+            called with first.
+        mlp: place of `mlp_in`; a path means that module's input. `Lack`: there is no MLP.
+        mlp_out: place of `mlp_out`; by default what the layer returns first.
+        **rest: `hidden`, the name of forward's parameter with the stream, if it is not
+            `hidden_states`; `unsummed`, those of `resid_mid`, `resid_post` and (of the next layer)
+            `resid_pre` that are not the sum of what comes before; `tp_partial`, whether what the
+            layer returns first is not yet reduced over the ranks.
+
+    Raises:
+        SpecError: the places contradict each other.
+    """
     if attn is None:
-        assert mid or isinstance(attention, Lack), "say where attention is added"
+        _require(bool(mid) or isinstance(attention, Lack), "attn: say where attention is added")
         attn = attention if isinstance(attention, Lack) else Half.AT_MID
     if mlp_out is None:
         mlp_out = mlp if isinstance(mlp, Lack) else Half.AT_EXIT
@@ -196,15 +238,28 @@ def single(
     mlp_out: Output | Lack | str | None = None,
     **rest: Any,
 ) -> LayerConvention:
-    """Return the convention of a layer that takes and returns the stream. Arguments are as in
-    `pair`; `attn` and `mlp_out` are by default outputs of what `attention` and `mlp` name.
+    """A layer that takes the stream and returns it, one tensor.
+
+    Args:
+        mid: as in `pair`, but that sub-module is called with one tensor.
+        no_mid: as in `pair`.
+        attention: as in `pair`.
+        attn: as in `pair`; by default the output of the module that `attention` names.
+        mlp: as in `pair`.
+        mlp_out: as in `pair`; by default the output of the module that `mlp` names.
+        **rest: as in `pair`.
+
+    Raises:
+        SpecError: the places contradict each other.
     """
     mlp = Input(mlp) if isinstance(mlp, str) else mlp
     if attn is None:
-        assert not isinstance(attention, Output), "say which module returns what attention adds"
+        if isinstance(attention, Output):
+            raise SpecError("attn", "say which module returns what attention adds")
         attn = attention.path if isinstance(attention, Input) else attention
     if mlp_out is None:
-        assert not isinstance(mlp, Output), "say which module returns what the MLP adds"
+        if isinstance(mlp, Output):
+            raise SpecError("mlp_out", "say which module returns what the MLP adds")
         mlp_out = mlp if isinstance(mlp, Lack) else mlp.path
     return LayerConvention(
         Returns.SINGLE,

@@ -10,7 +10,12 @@ from torch import nn
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.convention import LayerConvention, Refusal
 from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
-from midstream.runtime.models.registry import LAYER_LISTS, lookup, replaced_forward
+from midstream.runtime.models.registry import (
+    layer_lists,
+    load_registrations,
+    lookup,
+    replaced_forward,
+)
 from midstream.runtime.models.trunk_ends import NoEnd, find_end
 from midstream.sites import ENDS, INNER, NAMES, OUTER, Tap
 
@@ -128,8 +133,9 @@ def find_root(model: nn.Module) -> nn.Module:
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
     """Return the module list of a loaded model's decoder layers."""
+    load_registrations()
     root = find_root(model)
-    for path in LAYER_LISTS:
+    for path in layer_lists():
         module: object = root
         for name in path.split("."):
             module = getattr(module, name, None)
@@ -137,5 +143,5 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
             return module
     raise UnsupportedError(
         f"{type(model).__name__}: its decoder layers were not found; looked for "
-        f"{', '.join(LAYER_LISTS)}"
+        f"{', '.join(layer_lists())}"
     )

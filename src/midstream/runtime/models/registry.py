@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import entry_points
 from typing import overload
 
+from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime.models.convention import Entry, Key, LayerConvention, Refusal
 from midstream.runtime.models.hf_layers import HF_MODELS
 from midstream.runtime.models.vllm_layers import MODELS, VENDOR
@@ -50,6 +53,60 @@ LAYER_LISTS: tuple[str, ...] = (
 )
 
 
+GROUP = "midstream.layers"  # of entry points: functions that call `register_layer`
+_OTHER_LISTS: list[str] = []
+
+
+def register_layer(
+    layer: str | type, convention: LayerConvention, layers: str | None = None
+) -> None:
+    """Say where the sites are in a class of decoder layers that midstream does not know.
+
+    Call it in each process of the engine, before its model is loaded: from a function that is an
+    entry point of the group `midstream.layers`. As the engine starts, a trial run compares the sums
+    of the stream at the sites that are tapped, and `midstream doctor` checks every site.
+
+    Args:
+        layer: the class, or its dotted name. A subclass that does not override `forward` needs no
+            entry of its own.
+        convention: what the layer takes and returns; see `midstream.layers.pair` and `single`.
+        layers: dotted attribute from the language model to the list of its layers; None: one of the
+            usual ones, such as `model.layers`.
+
+    Raises:
+        SpecError: the class is known, with another convention; or a name is none.
+    """
+    if not isinstance(convention, LayerConvention):
+        raise SpecError("convention", f"expected pair(…) or single(…), got {convention!r}")
+    name = layer if isinstance(layer, str) else f"{layer.__module__}.{layer.__qualname__}"
+    module, _, cls = name.rpartition(".")
+    if not module:
+        raise SpecError("layer", f"expected a class or its dotted name, got {layer!r}")
+    key = module.removeprefix("vllm."), cls
+    if CONVENTIONS.setdefault(key, convention) != convention:
+        raise SpecError("layer", f"{name} is known already, with another convention")
+    if layers is not None and layers not in (*LAYER_LISTS, *_OTHER_LISTS):
+        _OTHER_LISTS.append(layers)
+
+
+@cache
+def load_registrations() -> None:
+    """Call the entry points that register layers, once in a process."""
+    for entry in entry_points(group=GROUP):
+        try:
+            entry.load()()
+        except Exception as error:
+            raise UnsupportedError(
+                f"the entry point {entry.name} of the group {GROUP} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def layer_lists() -> tuple[str, ...]:
+    """Return the paths to a model's layers, registered ones first."""
+    return *_OTHER_LISTS, *LAYER_LISTS
+
+
 def key_of(cls: type) -> Key | None:
     """Return the key of the class whose body defines `forward`, or of a rejected one without."""
     for base in cls.__mro__:
@@ -76,7 +133,10 @@ def lookup(cls: type, layer: object | None = None) -> Entry:
     convention = CONVENTIONS.get(key) if key else None
     if convention is None:
         module, name = key or (cls.__module__, cls.__qualname__)
-        return Refusal(f"midstream does not know what {module}.{name} takes and returns")
+        return Refusal(
+            f"midstream does not know what {module}.{name} takes and returns; say it with "
+            "midstream.register_layer"
+        )
     return convention if layer is None else convention.resolve(layer)
 
 

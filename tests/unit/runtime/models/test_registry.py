@@ -1,0 +1,125 @@
+"""Layers that other packages register."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from midstream import SpecError, UnsupportedError, register_layer
+from midstream.layers import Input, Lack, Output, pair, single
+from midstream.runtime.models import registry
+
+CONVENTION = pair("norm")
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "CONVENTIONS", dict(registry.CONVENTIONS))
+    monkeypatch.setattr(registry, "_OTHER_LISTS", [])
+    registry.load_registrations.cache_clear()
+    yield
+    registry.load_registrations.cache_clear()
+
+
+class Layer:
+    def forward(self) -> None:
+        pass
+
+
+class Kept(Layer):
+    pass
+
+
+@pytest.mark.parametrize("layer", [Layer, f"{__name__}.Layer"])
+def test_a_registered_layer_and_its_subclasses_are_known(layer: Any) -> None:
+    assert "midstream.register_layer" in registry.lookup(Layer, Layer()).reason  # type: ignore[union-attr]
+    register_layer(layer, CONVENTION)
+    assert registry.lookup(Layer, Layer()) is CONVENTION
+    assert registry.lookup(Kept, Kept()) is CONVENTION
+
+
+def test_the_same_may_be_registered_again_and_nothing_else() -> None:
+    register_layer(Layer, CONVENTION)
+    register_layer(Layer, pair("norm"))
+    with pytest.raises(SpecError, match="Layer is known already"):
+        register_layer(Layer, single("norm"))
+    with pytest.raises(SpecError, match="LlamaDecoderLayer is known already"):
+        register_layer("vllm.model_executor.models.llama.LlamaDecoderLayer", single("norm"))
+
+
+def test_a_path_to_the_layers_is_tried_before_the_usual_ones() -> None:
+    register_layer(Layer, CONVENTION, layers="trunk.stages")
+    assert registry.layer_lists()[0] == "trunk.stages"
+    register_layer(Layer, CONVENTION, layers="model.layers")
+    assert registry.layer_lists().count("model.layers") == 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "convention", "message"),
+    [
+        ("Layer", CONVENTION, "layer: expected a class or its dotted name"),
+        (Layer, "pair", "convention: expected pair"),
+    ],
+)
+def test_what_is_no_layer_or_no_convention_is_refused(
+    layer: Any, convention: Any, message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        register_layer(layer, convention)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: pair(), "attn: say where attention is added"),
+        (lambda: pair("norm", "because"), "give mid or no_mid, not both"),
+        (lambda: single(attn="a", mlp_out="m"), "give mid or no_mid, not both"),
+        (lambda: single("norm", attention=Output("norm")), "attn: say which module"),
+        (lambda: single("norm", mlp=Output("norm")), "mlp_out: say which module"),
+        (lambda: pair("mlp", mlp=Input("mlp")), "shared=True"),
+        (lambda: single("norm", residual="residual"), "only a pair has a residual"),
+    ],
+)
+def test_places_that_contradict_each_other_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        make()
+
+
+def test_a_layer_without_attention_lacks_its_sites() -> None:
+    convention = pair("norm", attention=Lack("it mixes by convolution"))
+    assert convention.lack("attn_out") == convention.lack("attn_in") == "it mixes by convolution"
+
+
+def _register() -> None:
+    register_layer(Layer, CONVENTION)
+
+
+def _fail() -> None:
+    raise RuntimeError("no licence")
+
+
+def test_entry_points_register_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("mine", f"{__name__}:_register", registry.GROUP)
+    calls: list[str] = []
+
+    def entries(group: str) -> list[EntryPoint]:
+        calls.append(group)
+        return [entry]
+
+    monkeypatch.setattr(EntryPoint, "load", lambda self: _register)
+    monkeypatch.setattr(registry, "entry_points", entries)
+    registry.load_registrations()
+    registry.load_registrations()
+    assert registry.lookup(Layer, Layer()) is CONVENTION
+    assert calls == ["midstream.layers"]
+
+
+def test_an_entry_point_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("mine", f"{__name__}:_fail", registry.GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: _fail)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    with pytest.raises(UnsupportedError, match="mine of the group midstream.layers.*no licence"):
+        registry.load_registrations()
