@@ -20,7 +20,7 @@ from support.nightly import NIGHTLY
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 # How long an example takes says nothing here: a first one imports what it needs.
-DEV_EXAMPLES = 15
+DEV_EXAMPLES = 10
 settings.register_profile("dev", deadline=None, max_examples=DEV_EXAMPLES)
 settings.register_profile(
     "nightly", deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow]
