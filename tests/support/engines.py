@@ -69,7 +69,7 @@ def engine(
         **args,
     }
     if not settings["enforce_eager"] and not inductor:
-        settings.setdefault("compilation_config", dict(_TRACED))
+        settings["compilation_config"] = {**_TRACED, **settings.get("compilation_config", {})}
     if json.loads((model / "config.json").read_text()).get("hidden_size", _TINY) <= _TINY:
         settings.setdefault("num_gpu_blocks_override", _BLOCKS)
     if plain:

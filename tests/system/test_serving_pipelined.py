@@ -56,6 +56,7 @@ def test_a_request_behind_a_steered_one_of_its_connection_is_answered_as_alone(
     assert texts(*sequence) == [steered, plain, plain, message, steered, message]
 
 
+@pytest.mark.nightly
 def test_clients_behind_a_proxy_that_pipelines_are_answered_as_alone(
     server: Running, record_property: Any
 ) -> None:
