@@ -35,7 +35,9 @@ def expected(tiny_llama: Path, folder: Path) -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ngram(tiny_llama: Path, folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
     settings = {"truth": str(folder / "expected.pt")}
-    return speculation.run(tiny_llama, folder / "ngram.pt", "ngram", settings)
+    # To compile the search for n-grams takes seven seconds; prompts are short.
+    quick = {"NUMBA_DISABLE_JIT": "1"}
+    return speculation.run(tiny_llama, folder / "ngram.pt", "ngram", settings, **quick)
 
 
 @pytest.fixture(scope="module")
