@@ -174,8 +174,8 @@ def prepare_vllm() -> None:
     from vllm.v1.sample import sampler
 
     if not HAS_GPU:
-        compiled = sampler.batched_count_greater_than
-        sampler.batched_count_greater_than = compiled._torchdynamo_orig_callable
+        ranks = sampler.batched_count_greater_than
+        sampler.batched_count_greater_than = getattr(ranks, "_torchdynamo_orig_callable", ranks)
         registry._run_in_subprocess = lambda function: function()
         # Once for a process: it searches all modules, and wraps again what it wrapped before.
         current_platform.register_triton_kernel_overrides = functools.cache(
