@@ -12,6 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.syntax import tree_of_text, walk
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "midstream"
 FILE = ROOT / "tests" / "repo" / "messages.txt"
@@ -19,7 +23,7 @@ FILE = ROOT / "tests" / "repo" / "messages.txt"
 
 def messages(source: str) -> Iterator[str]:
     """Yield each message of a module as `Error: message`, in the order of the code."""
-    raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
+    raised = [node.exc for node in walk(tree_of_text(source)) if isinstance(node, ast.Raise)]
     calls = [call for call in raised if isinstance(call, ast.Call)]
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         texts = [text for value in call.args if (text := template(value)).strip()]

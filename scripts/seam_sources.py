@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Release:
         path = self._base.joinpath(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
-                return ast.parse(file.read_text(encoding="utf-8"))
+                return _tree_of(file.read_text(encoding="utf-8"))
         return None
 
     def _function(self, module: str, name: str) -> Function | None:
@@ -141,6 +142,18 @@ class Release:
                     if (alias.asname or alias.name) == name and item.module.startswith("vllm"):
                         return self._find(item.module, alias.name)
         return None
+
+
+@functools.cache
+def _tree_of(text: str) -> ast.Module:
+    """Parse a module, which several releases may have as it is."""
+    searches = gc.isenabled()
+    gc.disable()  # searches for garbage take most of the time else, and find nothing in a tree
+    try:
+        return ast.parse(text)
+    finally:
+        if searches:
+            gc.enable()
 
 
 def _parameters(function: Function) -> list[str]:

@@ -20,7 +20,7 @@ from support.nightly import NIGHTLY
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 # How long an example takes says nothing here: a first one imports what it needs.
-DEV_EXAMPLES = 15
+DEV_EXAMPLES = 10
 settings.register_profile("dev", deadline=None, max_examples=DEV_EXAMPLES)
 settings.register_profile(
     "nightly", deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow]
@@ -37,6 +37,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Imports make objects that stay. To search them for garbage takes a third of the collection's time.
 gc.disable()
+# New objects before the next search. Python's 700 would cost a twentieth of the processor's time.
+GARBAGE = 20_000
 
 
 # Before all others: they run Phi in transformers. Once vLLM has run a model by transformers' code,
@@ -106,6 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Exclude all objects of the collection from garbage collection, and switch that on again."""
     gc.freeze()
+    gc.set_threshold(GARBAGE, 10, 10)
     gc.enable()
     # pytest adds its handlers to each logger that hands nothing on, six times a test. Of those in
     # torch there are ninety; the one of torch itself, where they hand on to now, is enough.
@@ -131,13 +134,13 @@ def _names_nightly(config: pytest.Config) -> bool:
 @pytest.fixture(autouse=True)
 def _logger() -> None:
     """Undo what earlier tests did to loggers: servers that log JSON lines, and other libraries."""
-    logging.disable(logging.NOTSET)
+    if logging.root.manager.disable != logging.NOTSET:
+        logging.disable(logging.NOTSET)
     logging.getLogger("midstream").handlers.clear()
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith("midstream") and isinstance(logger, logging.Logger):
-            logger.propagate, logger.disabled = True, False
-            if logger.level != logging.NOTSET:
-                logger.setLevel(logging.NOTSET)
+    for logger in quick_pytest.own_loggers():
+        logger.propagate, logger.disabled = True, False
+        if logger.level != logging.NOTSET:
+            logger.setLevel(logging.NOTSET)
     if logging.root.level != logging.WARNING:
         logging.root.setLevel(logging.WARNING)
 

@@ -22,8 +22,8 @@ from support.sources import (
     leaves_of,
     unparse,
     vllm_root,
-    walk,
 )
+from support.syntax import walk
 
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.forward_flow import (

@@ -16,10 +16,9 @@ from support.sources import (
     each_convention,
     family_of,
     forward_of,
-    tree_of,
     unparse,
-    walk,
 )
+from support.syntax import tree_of, walk
 
 from midstream.runtime.models.convention import Input, LayerConvention, Output
 

@@ -27,11 +27,10 @@ from support.sources import (
     is_in_this_release,
     package_path,
     sets,
-    tree_of,
     unparse,
     vllm_root,
-    walk,
 )
+from support.syntax import tree_of, walk
 
 from midstream.runtime.models.convention import Choice, LayerConvention, Refusal, Returns
 from midstream.runtime.models.hf_layers import HF_MODELS

@@ -23,7 +23,8 @@ from contract.layer_calls import (
     statements,
     stores,
 )
-from support.sources import class_node, class_texts, each_convention, family_of, sets, unparse, walk
+from support.sources import class_node, class_texts, each_convention, family_of, sets, unparse
+from support.syntax import walk
 
 from midstream.runtime.models.convention import (
     Choice,

@@ -21,9 +21,9 @@ from support.sources import (
     each_vllm_entry,
     file_of,
     is_in_this_release,
-    tree_of,
     vllm_root,
 )
+from support.syntax import tree_of
 
 from midstream.runtime.models.forward_flow import NORMED_SPLIT
 from midstream.runtime.models.inner_sites import (

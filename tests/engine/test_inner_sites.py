@@ -106,9 +106,11 @@ def test_compiled_too(
         pool.close()
     path, oracle = reference(name, tiny_models)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    ops = {"custom_ops": ["none", "+rotary_embedding"] if in_place else []}
     given = settings(oracle, tmp_path)
-    with engine(path, enforce_eager=False, compilation_config=ops, **given) as llm:
+    if in_place:  # a tap that is too late is seen in Inductor's graph alone
+        ops = {"custom_ops": ["none", "+rotary_embedding"]}
+        given |= {"inductor": True, "compilation_config": ops}
+    with engine(path, enforce_eager=False, **given) as llm:
         assert int(llm.llm_engine.vllm_config.compilation_config.mode) > 0
         check_reads(served := Served(name, oracle, llm))
         check_edits(served, every=10 if NIGHTLY else 16)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.syntax import nodes_of
 
 import midstream
 from midstream import entries
@@ -31,14 +31,9 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-@functools.cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
-
-
 def imports_for_types() -> Iterator[tuple[str, str]]:
     """(name, module) of what the top of the package imports for type checkers alone."""
-    for node in nodes(PACKAGE / "__init__.py"):
+    for node in nodes_of(PACKAGE / "__init__.py"):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for statement in node.body:
                 assert isinstance(statement, ast.ImportFrom)
@@ -69,7 +64,7 @@ def test_what_else_is_imported_by_a_string_is_of_other_packages():
     """A name that is made or given may be of any package: each file that imports such is known."""
     made, literal = set(), set()
     for path in SOURCES:
-        for node in nodes(path):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Call):
                 continue
             if ast.unparse(node.func).rpartition(".")[2] not in ("import_module", "__import__"):
@@ -86,7 +81,7 @@ def test_the_core_names_the_lab_in_the_table_alone():
     """The top of the package repeats it for type checkers."""
     users = set()
     for path in SOURCES:
-        for node in nodes(path):
+        for node in nodes_of(path):
             named: list[object] = []
             if isinstance(node, ast.ImportFrom):
                 named = [f"{node.module}.{alias.name}" for alias in node.names]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from repo.request_path import entered, front_end_stages, worker_stages
+from support.syntax import nodes_of
 
 import midstream
 from midstream.plan.readouts import KINDS
@@ -55,6 +56,6 @@ def _names_any(path: Path, *kinds: type) -> bool:
             node.module in lists
             and any(a.name == kind.__name__ for a in node.names for kind in kinds)
         )
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom)
     )

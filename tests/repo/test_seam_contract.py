@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import releases
+from support.syntax import nodes_of
 
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.seam_lines import Fields, Seam
@@ -62,7 +63,7 @@ def test_whatever_is_imported_from_vllm_is_a_seam() -> None:
     imported = set()
     adapters = [*(PACKAGE / "runtime").rglob("*.py"), *PACKAGE.rglob("api/*.py")]
     for path in adapters:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
                 imported |= {(node.module, alias.name) for alias in node.names}
     assert len(imported) > 10

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.syntax import tree_of, walk
 
 import midstream
 from midstream import errors
@@ -33,7 +34,7 @@ def name_of(path: Path) -> str:
 
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in SOURCES}
+    return {path: tree_of(path) for path in SOURCES}
 
 
 @functools.cache
@@ -43,7 +44,7 @@ def scopes() -> list[tuple[Path, ast.AST]]:
     return [
         (path, node)
         for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for node in walk(tree)
         if isinstance(node, kinds)
     ]
 

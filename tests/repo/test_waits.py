@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.syntax import tree_of, walk
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
@@ -98,7 +99,7 @@ class Call(NamedTuple):
 @functools.cache
 def trees() -> dict[str, ast.Module]:
     files = sorted(PACKAGE.rglob("*.py"))
-    return {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text()) for file in files}
+    return {file.relative_to(PACKAGE).as_posix(): tree_of(file) for file in files}
 
 
 @functools.cache
@@ -155,7 +156,7 @@ def test_no_coroutine_waits_by_a_function_that_loses_cancellations():
     """`asyncio.wait_for` of Python 3.10 and 3.11 does; `asyncio.timeout` is of 3.11 and later."""
     found = []
     for file, tree in trees().items():
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 names = {f"{node.value.id}.{node.attr}"}
             elif isinstance(node, ast.ImportFrom) and node.module == "asyncio":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -240,6 +240,25 @@ class Maker:
         yield "replace apart, in part", Replace(rows, alpha=0.8, positions=far, **self.place), far
 
 
+class Made(NamedTuple):
+    """A case as it was made; its probes are made only if it is chosen.
+
+    Attributes:
+        maker: of the probes.
+    """
+
+    maker: Maker
+    name: str
+    prompt: list[int]
+    at: At
+    partial: bool = False
+
+    def case(self) -> Case:
+        """Return the case."""
+        tap = self.maker.site, self.maker.layer
+        return Case(self.name, self.prompt, [self.at], self.maker.probes(), tap, self.partial)
+
+
 def earlier_taps(tap: Tap) -> list[Tap]:
     """An earlier site of the same layer, and sites of layers before."""
     site, layer = tap
@@ -256,17 +275,17 @@ def cases(
     """Each operation at each tap; of all these every so-and-so-many-th."""
     draw = torch.Generator().manual_seed(17)
     plain = [oracle.run(prompt) for prompt in prompts]
-    found = []
+    found: list[Made] = []
     for number, tap in enumerate(taps):
         for nth, (prompt, seen) in enumerate(zip(prompts, plain, strict=True)):
             phase = ("all", "prompt", "generated")[(number + nth) % 3]
             mine = _of_one_tap(Maker(tap, seen, draw), prompt, phase)
             # The prompts share the operations out among themselves.
             found += list(mine)[nth :: len(prompts)]
-    return found[::every]
+    return [made.case() for made in found[::every]]
 
 
-def _of_one_tap(maker: Maker, prompt: list[int], phase: str) -> Iterator[Case]:
+def _of_one_tap(maker: Maker, prompt: list[int], phase: str) -> Iterator[Made]:
     size, tap = len(prompt), (maker.site, maker.layer)
     wheres: dict[str, Callable[[int], bool]] = {
         "all": lambda position: True,
@@ -274,9 +293,8 @@ def _of_one_tap(maker: Maker, prompt: list[int], phase: str) -> Iterator[Case]:
         "generated": lambda position: position >= size,
     }
 
-    def case(name: str, at: At, partial: bool = False) -> Case:
-        whole = f"{name} at {tap[0]} of layer {tap[1]}"
-        return Case(whole, prompt, [at], maker.probes(), tap, partial)
+    def case(name: str, at: At, partial: bool = False) -> Made:
+        return Made(maker, f"{name} at {tap[0]} of layer {tap[1]}", prompt, at, partial)
 
     for name, edit in maker.plain_edits(phase):
         yield case(f"{name} ({phase})", At(edit, wheres[phase]))

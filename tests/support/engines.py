@@ -69,7 +69,7 @@ def engine(
         **args,
     }
     if not settings["enforce_eager"] and not inductor:
-        settings.setdefault("compilation_config", dict(_TRACED))
+        settings["compilation_config"] = {**_TRACED, **settings.get("compilation_config", {})}
     if json.loads((model / "config.json").read_text()).get("hidden_size", _TINY) <= _TINY:
         settings.setdefault("num_gpu_blocks_override", _BLOCKS)
     if plain:
@@ -165,13 +165,17 @@ def _nothing(*_args: Any) -> int:
 def prepare_vllm() -> None:
     """Have vLLM leave the process groups, which all engines of a process share, as long as there is
     an engine: it takes them down with each one that ends, however late that is collected. And have
-    it look at a model's class here: it starts a process for that, which imports vLLM anew.
+    it look at a model's class here: it starts a process for that, which imports vLLM anew. And have
+    it count ranks of tokens uncompiled: Inductor would compile that for each engine anew.
     """
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
     from vllm.v1.engine import core
+    from vllm.v1.sample import sampler
 
     if not HAS_GPU:
+        ranks = sampler.batched_count_greater_than
+        sampler.batched_count_greater_than = getattr(ranks, "_torchdynamo_orig_callable", ranks)
         registry._run_in_subprocess = lambda function: function()
         # Once for a process: it searches all modules, and wraps again what it wrapped before.
         current_platform.register_triton_kernel_overrides = functools.cache(

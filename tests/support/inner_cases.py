@@ -12,7 +12,7 @@ import transformers as hf
 from midstream import Capture, Gate, Probe, Reading, Route
 from midstream.sites import BY_NAME, Tap
 from support import tiny
-from support.edit_cases import MAX_TOKENS, Case, Maker, problems
+from support.edit_cases import MAX_TOKENS, Case, Made, Maker, problems
 from support.engines import greedy, tokens
 from support.inner_oracle import InnerOracle
 from support.oracle_edits import At, Seen
@@ -112,7 +112,7 @@ def cases(
     """
     draw = torch.Generator().manual_seed(23)
     plain = [oracle.run(prompt) for prompt in prompts]
-    found: list[Case] = []
+    found: list[Made] = []
     routes: list[Case] = []
     number = 0
     for nth_site, site in enumerate(oracle.sites):
@@ -126,12 +126,12 @@ def cases(
                 if site == "router":
                     routes += list(_of_experts(maker, prompt))[nth :: len(prompts)]
             number += 1
-    return found[::every] + routes
+    return [made.case() for made in found[::every]] + routes
 
 
 def _of_one_tap(
     maker: InnerMaker, prompt: list[int], phase: str, before: Sequence[Tap]
-) -> Iterator[Case]:
+) -> Iterator[Made]:
     size, tap = len(prompt), (maker.site, maker.layer)
     wheres: dict[str, Callable[[int], bool]] = {
         "all": lambda position: True,
@@ -139,11 +139,11 @@ def _of_one_tap(
         "generated": lambda position: position >= size,
     }
 
-    def case(name: str, at: At, partial: bool = False) -> Case:
+    def case(name: str, at: At, partial: bool = False) -> Made:
         # Each of several heads may leave other tokens alone.
         partial = partial and (len(maker.heads) < 2 or isinstance(at.edit, Gate))
         whole = f"{name} at {tap[0]} {list(maker.heads)} of layer {tap[1]}"
-        return Case(whole, prompt, [at], maker.probes(), tap, partial)
+        return Made(maker, whole, prompt, at, partial)
 
     for name, edit in maker.plain_edits(phase):
         yield case(f"{name} ({phase})", At(edit, wheres[phase]))

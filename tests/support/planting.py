@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-import gc
 import itertools
 import re
 import textwrap
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.fault import Fault
+from support.syntax import parse, tree_of_text
 
 # What may have a name of its own, and so be in a fault's `where`.
 _NAMED = re.compile(
@@ -100,7 +100,7 @@ class Package:
         """
         place = self.place(fault)
         text = _planted(self._texts[place.path], place)
-        _parse(text)
+        parse(text)
         return place.path, text
 
     def place(self, fault: Fault) -> Place:
@@ -160,7 +160,7 @@ class Package:
     @functools.cache  # noqa: B019 - a package lives as long as the process
     def _scopes(self, path: Path) -> dict[str, list[ast.AST]]:
         """Return what has a name in a file, by qualified name; the module's is empty."""
-        tree = _parse(self._texts[path])
+        tree = tree_of_text(self._texts[path])
         scopes: dict[str, list[ast.AST]] = defaultdict(list, {"": [tree]})
         for name, node in _named(tree, ""):
             scopes[name].append(node)
@@ -196,14 +196,6 @@ def _read(text: str) -> Code:
                 continue
             return Code(getattr(tree.body[0], field) if field else tree.body, is_open=True)
         raise
-
-
-def _parse(text: str) -> ast.Module:
-    gc.disable()  # which takes most of the time else, and finds nothing in a tree
-    try:
-        return ast.parse(text)
-    finally:
-        gc.enable()
 
 
 def _ends(module: str, end: str) -> bool:

@@ -67,6 +67,9 @@ registry: Any = importlib.import_module("vllm.model_executor.models.registry")
 # vLLM gives its processes titles, for which room is looked up while the environment is as it was.
 setproctitle.setproctitle(setproctitle.getproctitle())
 registry._run_in_subprocess = lambda function: function()  # which would import vLLM anew
+# Inductor would compile it anew in each engine core, for seconds.
+sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
+sampler.batched_count_greater_than = sampler.batched_count_greater_than._torchdynamo_orig_callable
 gc.collect()
 gc.freeze()
 # It stays frozen in the children: vLLM collects garbage three times as an engine ends.

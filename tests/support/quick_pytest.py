@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from _pytest import logging as pytest_logging
 
-_silent: list[logging.Logger] = []  # loggers that hand nothing on, as of the start of the test
+_silent: list[logging.Logger] = []  # loggers that hand nothing on, as of the start of the file
+_own: list[str] = []  # names of midstream's loggers
+_counts = {"silent": 0, "own": 0}  # loggers when each of these was listed
 _status: list[int] = []  # of the session, once it has ended
 
 
 class QuickLogs(pytest_logging.catching_logs):
     """pytest's handler of logs for a phase of a test. pytest searches three thousand loggers for
-    those that hand nothing on, six times a test; here it has those of the start of the test.
+    those that hand nothing on, six times a test; here it has those of the start of the file.
     """
 
     def __enter__(self) -> Any:
@@ -34,11 +36,17 @@ class QuickLogs(pytest_logging.catching_logs):
 class QuickPlugin:
     """Hooks of pytest, registered by tests/conftest.py."""
 
+    _file = ""  # of the last test
+
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logstart(self) -> None:
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        file, loggers = nodeid.partition("::")[0], logging.root.manager.loggerDict
+        if file == self._file and len(loggers) == _counts["silent"]:
+            return
+        self._file, _counts["silent"] = file, len(loggers)
         _silent[:] = [
             logger
-            for logger in logging.root.manager.loggerDict.values()
+            for logger in loggers.values()
             if isinstance(logger, logging.Logger) and not logger.propagate
         ]
 
@@ -64,6 +72,16 @@ def _end() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_status[0])
+
+
+def own_loggers() -> list[logging.Logger]:
+    """Return midstream's loggers. Three thousand others are searched only when some are new."""
+    loggers = logging.root.manager.loggerDict
+    if len(loggers) != _counts["own"]:
+        _own[:] = [name for name in loggers if name.startswith("midstream")]
+        _counts["own"] = len(loggers)
+    found = (loggers[name] for name in _own)
+    return [logger for logger in found if isinstance(logger, logging.Logger)]
 
 
 def register(config: pytest.Config) -> None:

@@ -19,6 +19,7 @@ from midstream.runtime.models.convention import Choice, LayerConvention
 from midstream.runtime.models.registry import CONVENTIONS
 from midstream.runtime.models.vllm_layers import MODELS, VENDOR
 from support.layer_releases import SINCE, UNTIL
+from support.syntax import walk
 
 
 @functools.cache
@@ -59,18 +60,8 @@ def release_of(root: Path) -> str:
 
 # What is asked of a class again and again, by several tests and for several releases.
 @functools.cache
-def walk(node: ast.AST) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(node))
-
-
-@functools.cache
 def unparse(node: ast.AST) -> str:
     return ast.unparse(node)
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 @functools.cache

@@ -54,11 +54,11 @@ SPECULATION: dict[str, dict[str, Any]] = {
 FAVOURED = {token: 2.0 + token % 5 / 2 for token in range(3, 120, 7)}
 # (name, how many drafts are right, None: random; whether the host learns of it a step later)
 SCRIPTS = [
-    ("some right", None, False),
     ("some right, told late", None, True),
 ]
 if NIGHTLY:
     SCRIPTS += [
+        ("some right", None, False),
         ("all right", DRAFTS, False),
         ("all wrong", 0, False),
         ("all wrong, told late", 0, True),

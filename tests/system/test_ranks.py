@@ -51,7 +51,7 @@ from midstream.plan.operations import KINDS_BY_OP
 from midstream.sites import INNER as INSIDE
 
 SEED = int(os.environ.get("MIDSTREAM_ADVERSARY_SEED", "20261122"))
-REQUESTS = rounds(suite=40, nightly=80)
+REQUESTS = rounds(suite=24, nightly=80)
 CHUNK, LONGEST = 48, 192
 BLOCKS = 14  # of 32 tokens, one of which is nobody's: two long requests and a bit
 TENSOR = {"tensor_parallel_size": 2}
@@ -438,7 +438,7 @@ def test_ranks_give_what_one_rank_gives(
     model = alone(name)
     with ranks(model.path, **mixed(**{"midstream": settings(), **args})) as llm:
         assert [(w.stage, w.tensor_rank) for w in llm.info.workers] == places
-        run_the_mix(model, llm, tmp_path, REQUESTS if GPUS else rounds(suite=16, nightly=REQUESTS))
+        run_the_mix(model, llm, tmp_path, REQUESTS if GPUS else rounds(suite=8, nightly=REQUESTS))
         if places[-1][0]:
             check_no_score_of_two_stages(llm, model)
             check_controllers(llm, model)

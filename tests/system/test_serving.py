@@ -23,7 +23,7 @@ from support.own_process import python
 from support.serving import NAME, Running
 from support.serving_load import load
 from support.serving_offline import ASKED, CASES, TOKENS, VECTOR, Case, ask, assert_equal, plain
-from system import served_sweeps
+from system import one_connection, served_sweeps
 from system.spans import Spans, collecting
 
 from midstream import Capture, Client, Probe, Steer, Text, extra_body
@@ -217,6 +217,10 @@ def test_a_stream_of_several_prompts_has_each_ones_scores_at_its_choice(client):
         assert one.receipt.prompt_tokens == rows
         assert len(one.probes["p"]) == rows + TOKENS - 1
         assert one.activations["resid_post", 2].shape == (rows + TOKENS - 1, 576)
+
+
+def test_a_request_behind_a_steered_one_of_its_connection_is_answered_as_alone(server):
+    one_connection.check(server)
 
 
 # ---------------------------------------------------------------- steering and vectors

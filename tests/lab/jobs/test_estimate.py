@@ -187,6 +187,8 @@ def test_a_rate_needs_an_estimate_and_a_number_above_zero(model, tmp_path, argum
     assert command(tmp_path, model, *arguments)[0] == 2
 
 
+# Seven seconds, in which a process imports transformers.
+@pytest.mark.nightly
 def test_it_imports_no_vllm(model, tmp_path):
     write_lines(tmp_path, TEXTS)
     code = (

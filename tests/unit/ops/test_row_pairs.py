@@ -22,10 +22,14 @@ def _name(known: dict) -> str:
     return f"{known['name']}-{known['size']:g}-{known['dtype']}-{halves}".replace("torch.", "")
 
 
-@pytest.mark.parametrize("known", list(every_case()), ids=_name)
-def test_a_result_is_the_asked_row_to_within_the_rounding_of_that_row(known):
-    made = short_case(**known)
-    check(made, known["name"], known["size"], lambda made: made.run())
+def test_a_result_is_the_asked_row_to_within_the_rounding_of_that_row():
+    wrong = {}
+    for known in every_case():
+        try:
+            check(short_case(**known), known["name"], known["size"], lambda made: made.run())
+        except AssertionError as error:
+            wrong[_name(known)] = str(error)
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

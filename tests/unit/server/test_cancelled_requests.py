@@ -83,7 +83,7 @@ async def sweep(send):
 
 async def two_sweeps_of_which_one_waits_for_the_other(send):
     send.site.engine.limit_seats(1)
-    bodies = ({**SWEEP, "layers": [layer]} for layer in (0, 1))
+    bodies = ({**SWEEP, "layers": [layer], "positions": [1]} for layer in (0, 1))
     await asyncio.gather(*(send("POST", f"{OWN}/sweep", body) for body in bodies))
 
 

@@ -92,7 +92,7 @@ def test_a_body_that_is_announced_too_long_is_refused_before_it_comes():
 
 def test_a_client_that_breaks_off_in_mid_stream_ends_its_call_and_leaves_nothing(listening):
     site = listening.site
-    site.engine.pause = lambda: asyncio.sleep(0.05)
+    site.engine.pause = lambda: asyncio.sleep(0.02)
     body = {"prompt": "abc", "stream": True, "midstream": {"capture": {"layers": [1]}}}
     sent = json.dumps(body).encode()
     with connection(listening.address, head(len(sent)) + sent) as client:

@@ -21,7 +21,7 @@ SERVERS = [
     ("asyncio", "h11"), ("asyncio", "httptools"), ("uvloop", "h11"), ("uvloop", "httptools"),
     ("uvloop", "httptools", TASK),
 ]  # fmt: skip
-SEQUENCES = rounds(suite=100, nightly=2000)  # for each kind of server
+SEQUENCES = rounds(suite=40, nightly=2000)  # for each kind of server
 THREADS = 4
 
 
@@ -70,7 +70,7 @@ def test_a_request_that_comes_later_on_the_connection_runs_with_its_own_plan(
     before, plain = ask(first, "one"), ask("plain", "two")
     expected = default.answer_alone(plain)
     engine = default.listening.site.engine
-    engine.pause = lambda: asyncio.sleep(0.02)
+    engine.pause = lambda: asyncio.sleep(0.005)
     with Connection(default.listening.address) as connection:
         for _ in range(3):
             name, second = default.name(before), default.name(plain)

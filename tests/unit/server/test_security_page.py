@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.serving_fake import serving
+from support.syntax import nodes_of, tree_of
 
 import midstream
 from midstream.config.http import HttpSettings
@@ -33,11 +34,13 @@ SERVING = [
 NAMED = re.findall(r"`(tests/[a-z_/]+\.py)::(\w+)`", PAGE)
 
 
-@pytest.mark.parametrize(("path", "name"), NAMED)
-def test_each_test_that_the_page_names_is_there(path, name):
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+def names_in(path):
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    assert name in {node.name for node in tree.body if isinstance(node, kinds)}
+    return {node.name for node in tree_of(ROOT / path).body if isinstance(node, kinds)}
+
+
+def test_each_test_that_the_page_names_is_there():
+    assert [(path, name) for path, name in NAMED if name not in names_in(path)] == []
 
 
 def test_each_promise_names_a_test():
@@ -57,8 +60,7 @@ def test_the_limits_on_the_page_are_the_settings():
 def test_nothing_that_serves_unpickles():
     banned = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     for path in SERVING:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, ast.Import):
                 names = {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

@@ -261,7 +261,8 @@ def test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_
     # A plan that requests share, and plans that are equal.
     plans = [Need({"bank_rows": dict(each)}) for each in needs for _ in range(2)]
     budget, running = CapacityBudget(Room(10, 64, 64, 64, 4)), []
-    for ends, nth in data.draw(st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=40)):
+    turns = st.lists(st.tuples(st.booleans(), st.integers(0, 99)), min_size=20, max_size=40)
+    for ends, nth in data.draw(turns):
         if ends and running:
             budget.release_tables(running.pop(nth % len(running)))
         else:

@@ -1,0 +1,39 @@
+"""Syntax trees of sources, of which a process parses each text once."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+from pathlib import Path
+
+
+def parse(text: str) -> ast.Module:
+    """Parse a text that nobody else asks for."""
+    searches = gc.isenabled()
+    gc.disable()  # searches for garbage take most of the time else, and find nothing in a tree
+    try:
+        return ast.parse(text)
+    finally:
+        if searches:
+            gc.enable()
+
+
+# Nobody changes a tree that others have too.
+tree_of_text = functools.cache(parse)
+
+
+def tree_of(path: Path) -> ast.Module:
+    """Return the tree of a file."""
+    return tree_of_text(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def walk(node: ast.AST) -> tuple[ast.AST, ...]:
+    """Return all nodes of a tree."""
+    return tuple(ast.walk(node))
+
+
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file."""
+    return walk(tree_of(path))
