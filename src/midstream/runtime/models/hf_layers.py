@@ -60,7 +60,7 @@ _LIKE_LLAMA = (
     "cosmos3_edge.Cosmos3EdgeTextDecoderLayer", "cwm.CwmDecoderLayer",
     "deepseek_ocr2.DeepseekOcr2TextDecoderLayer", "deepseek_v2.DeepseekV2DecoderLayer",
     "deepseek_v3.DeepseekV3DecoderLayer", "deepseek_v32.DeepseekV32DecoderLayer",
-    "diffllama.DiffLlamaDecoderLayer", "doge.DogeDecoderLayer", "dots1.Dots1DecoderLayer",
+    "diffllama.DiffLlamaDecoderLayer", "dots1.Dots1DecoderLayer",
     "emu3.Emu3DecoderLayer", "ernie4_5.Ernie4_5DecoderLayer",
     "ernie4_5_moe.Ernie4_5_MoeDecoderLayer", "ernie4_5_vl_moe.Ernie4_5_VLMoeDecoderLayer",
     "exaone_moe.ExaoneMoeDecoderLayer", "gemma.GemmaDecoderLayer", "glm.GlmDecoderLayer",
@@ -102,6 +102,8 @@ HF_MODELS: dict[str, Entry] = {
     ),
     "exaone4.Exaone4DecoderLayer": S_POST_NORM,
     "exaone4_5.Exaone4_5_DecoderLayer": S_POST_NORM,
+    # Its skip connections are multiplied by learned vectors.
+    "doge.DogeDecoderLayer": replace(S, unsummed=("resid_mid", "resid_post")),
     "falcon.FalconDecoderLayer": TUPLE,
     "falcon_h1.FalconH1DecoderLayer": TUPLE,
     "flex_olmo.FlexOlmoDecoderLayer": S_POST_NORM,
