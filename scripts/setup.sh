@@ -18,10 +18,13 @@ if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
 fi
 
 python=${PYTHON:-python3}
-"$python" - <<'CHECK'
+# vLLM 0.32 and later, of which one is the CPU build, have no distribution for Python 3.10.
+"$python" - "$([ "$build" = cpu ] && echo 11 || echo 10)" <<'CHECK'
 import sys
-if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-    sys.exit(f"midstream needs Python 3.10 to 3.13, this is {sys.version.split()[0]}; set PYTHON=…")
+least = int(sys.argv[1])
+if not (3, least) <= sys.version_info[:2] <= (3, 13):
+    found = sys.version.split()[0]
+    sys.exit(f"this set-up needs Python 3.{least} to 3.13, found {found}; set PYTHON=…")
 CHECK
 
 echo "setting up $venv with vLLM's $build build; this takes about five minutes the first time"

@@ -52,8 +52,18 @@ def test_what_is_odd_is_named_with_what_to_do(
         assert not found, found
 
 
-@pytest.mark.parametrize(("version", "is_odd"), [("0.28.0", True), ("0.28.0+cpu", False)])
-def test_a_cuda_build_of_torchvision_beside_torch_for_the_cpu_is_named(installed, version, is_odd):
+@pytest.mark.parametrize(
+    ("version", "imports", "is_odd"),
+    [("0.28.0", False, True), ("0.28.0", True, False), ("0.28.0+cpu", False, False)],
+)
+def test_a_cuda_build_of_torchvision_that_does_not_load_beside_torch_for_the_cpu_is_named(
+    installed, monkeypatch, version, imports, is_odd
+):
+    def import_module(name):
+        if not imports:
+            raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(environment, "import_module", import_module)
     installed["torchvision"] = version
     found = find_problems(GOOD, (), (), {})
     assert any("pip uninstall torchvision" in one for one in found) == is_odd

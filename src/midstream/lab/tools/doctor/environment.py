@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -103,7 +103,11 @@ def find_problems(
         problems.append("vLLM's CUDA build is installed, but torch sees no GPU; check the driver")
     torch = versions["torch"] or ""
     if torch.endswith("+cpu"):
-        others = [name for name in CUDA_BUILDS if not (_version(name) or "+cpu").endswith("+cpu")]
+        others = [
+            name
+            for name in CUDA_BUILDS
+            if not (_version(name) or "+cpu").endswith("+cpu") and not _can_import(name)
+        ]
         if others:
             problems.append(
                 f"{', '.join(others)} is no CPU build, as torch is, which can break `import"
@@ -120,6 +124,14 @@ def find_problems(
     ):
         problems.append("no installed package registers midstream with vLLM; install it with pip")
     return problems
+
+
+def _can_import(name: str) -> bool:
+    try:
+        import_module(name)
+    except Exception:  # noqa: BLE001 - a build for CUDA fails in several ways
+        return False
+    return True
 
 
 def _version(name: str) -> str | None:
