@@ -14,13 +14,9 @@ _UNIT, _LAB, _ENGINE = "tests/unit/", "tests/lab/", "tests/engine/"
 _SYSTEM, _GPU = "tests/system/", "tests/gpu/"
 # What is not shown, by the work that it belongs to.
 OPEN = {
-    "dynamic": "plans of running requests change with the work on controllers",
-    "sweeps": "patch sweeps as one call are work of their own",
-    "store": "rows kept with KV blocks are work of their own",
     "size": "validation of large real models needs their weights and several GPUs",
     "hosts": "a second machine is needed",
     "gpu": "the second model runner of vLLM needs a GPU",
-    "pages": "notebooks and a reference page of the API are work of their own",
 }
 _PARITY = (
     _ENGINE + "test_parity.py::every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers"
@@ -107,9 +103,15 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "S1.16": ("topk8 of an MLP", HERE),
     "S1.17": ("rp8 of the residual stream", _ACT_ROWS),
-    "S1.18": ("notebooks", "open: pages"),
+    "S1.18": (
+        "notebooks",
+        _REPO + "test_notebooks.py::stored_outputs_are_of_the_stored_code",
+    ),
     "S1.19": ("an analysis of performance", HERE),
-    "S1.20": ("a reference of the API", "open: pages"),
+    "S1.20": (
+        "a reference of the API",
+        _REPO + "test_docs.py::every_public_name_is_in_a_document",
+    ),
     "S1.21": ("a page for contributors", HERE),
     "S1.22": ("a citation", HERE),
     "S1.23": ("switched off it is plain vLLM", _ACT + "switched_off_it_is_plain_vllm"),
@@ -214,12 +216,18 @@ ROWS: dict[str, tuple[str, str]] = {
         "steering that changes for later requests",
         _TIERS + "a_request_keeps_the_tiers_that_were_in_force_when_it_came",
     ),
-    "S2.41": ("steering that changes within a request", "open: dynamic"),
+    "S2.41": (
+        "steering that changes within a request",
+        _ENGINE + "test_controllers.py::each_answer_holds_from_the_next_step_on",
+    ),
     "S2.42": ("a monitor with a sigmoid", HERE),
     "S2.43": ("a monitor opens a tier in the same forward pass", HERE),
-    "S2.44": ("prefix-cache keys of steering that changes", "open: dynamic"),
+    "S2.44": (
+        "prefix-cache keys of steering that changes",
+        _ENGINE + "test_updates.py::a_continuation_reuses_blocks_of_the_same_versions_only",
+    ),
     "S2.45": ("a model of 31B on several GPUs", "open: size"),
-    "S2.46": ("activation patching", "open: sweeps"),
+    "S2.46": ("activation patching", _ENGINE + "test_sweep.py::every_cell_is_what_a_hook_gives"),
     "S2.47": (
         "stock vLLM is installed as always",
         _UNIT + "test_plugin.py::loading_the_plugins_changes_nothing_in_vllm",
@@ -339,7 +347,10 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "S4.21": ("last_prompt, all_generated, all and lists of positions", HERE),
     "S4.22": ("several consumers together", _SINKS + "two_sinks_at_once_get_their_own_captures"),
-    "S4.23": ("rows are kept with KV blocks", "open: store"),
+    "S4.23": (
+        "rows are kept with KV blocks",
+        _ENGINE + "test_reuse.py::a_prompt_that_comes_again_has_its_rows_and_a_hit",
+    ),
     "S4.24": (
         "captures of generated tokens use the prefix cache, those of the prompt do not",
         HERE,
@@ -365,6 +376,9 @@ ROWS: dict[str, tuple[str, str]] = {
         "spill, drop and block",
         _ENGINE + "test_arena.py::what_has_no_room_lies_on_disk_and_every_row_comes",
     ),
-    "S4.33": ("rows are served from a store", "open: store"),
+    "S4.33": (
+        "rows are served from a store",
+        _ENGINE + "test_reuse.py::a_turn_of_a_chat_reuses_the_rows_of_all_turns_before",
+    ),
 }
 COUNTS = {"S0": 23, "S1": 23, "S2": 47, "S3": 28, "S4": 33}
