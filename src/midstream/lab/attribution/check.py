@@ -63,11 +63,7 @@ class AttributionCheck:
 
 
 def check_same_model(llm: Any, shape: ModelShape) -> None:
-    """Check that an engine's model has the dimensions of a twin.
-
-    Args:
-        llm: a `midstream.LLM`.
-    """
+    """Check that the model of a `midstream.LLM` has the dimensions of a twin."""
     if not hasattr(llm, "info") or not hasattr(llm, "llm_engine"):
         raise SpecError("llm", f"expected a midstream.LLM, got {kind(llm)}")
     own = llm.info.shape
@@ -80,11 +76,7 @@ def check_same_model(llm: Any, shape: ModelShape) -> None:
 
 
 def measure(llm: Any, job: SweepJob, metric: Metric) -> Sweep:
-    """Carry out a sweep: its unpatched runs, then all of its cells in one batch.
-
-    Args:
-        llm: a `midstream.LLM`.
-    """
+    """Carry out a sweep on a `midstream.LLM`: its unpatched runs, then all cells in one batch."""
     job.begin(_outputs(llm, metric, job.first_runs()))
     runs = list(job.runs())
     for run, output in zip(runs, _outputs(llm, metric, runs), strict=True):

@@ -113,20 +113,14 @@ def attribution_patching(
 
 @dataclass
 class _Estimate:
-    """The passes of one call.
-
-    Attributes:
-        llm: the engine that gives the activations; None: the twin does.
-        shown: the metric as it was given, or its name.
-        aligned: position in the clean prompt of each position of the corrupt one.
-    """
+    """The passes of one call."""
 
     twin: Twin
-    llm: Any
+    llm: Any  # the engine that gives the activations; None: the twin does
     request: SweepRequest
-    shown: Metric | str
+    shown: Metric | str  # as it was given, or its name
     grid: Grid
-    aligned: Mapping[int, int]
+    aligned: Mapping[int, int]  # clean position of each corrupt one
     clean: list[int]
     corrupt: list[int]
 
@@ -220,12 +214,7 @@ class _Estimate:
 def captured_rows(
     llm: Any, tokens: Sequence[int], taps: Sequence[Tap], positions: Sequence[int]
 ) -> dict[Tap, Tensor]:
-    """Return the rows of an engine, float32 [positions, width] by tap.
-
-    Args:
-        llm: a `midstream.LLM`.
-        positions: positions in the prompt, in any order.
-    """
+    """Return rows of a `midstream.LLM` at positions in any order, float32 [positions, width]."""
     from vllm import SamplingParams
 
     shape = llm.info.shape

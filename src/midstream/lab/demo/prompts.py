@@ -1,8 +1,7 @@
 """Sentences that the demo captures (`pairs.jsonl`), and questions that it asks.
 
-Each pair is one small scene with a glad and a sad end. Its two sentences have nearly the same
-words, so that their activations differ by the feeling more than by the topic. They are captured
-as plain text, at the last token: the full stop, whose vector depends on the whole sentence.
+The two sentences of a pair have nearly the same words, so that their activations differ by the
+feeling more than by the topic. They are captured at the full stop, whose vector depends on all.
 """
 
 from __future__ import annotations

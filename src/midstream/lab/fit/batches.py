@@ -26,11 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Requests that run together; lists have one entry per prompt.
-
-    Attributes:
-        capture, edits, probes: as for `LLM.generate`.
-    """
+    """Requests that run together; lists have an entry per prompt; see `LLM.generate`."""
 
     prompts: Sequence[Sequence[int]]
     params: Sequence[Any]
@@ -137,12 +133,9 @@ def _each(name: str, argument: Any, count: int) -> list[Any]:
 
 
 def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> list[list[int]]:
-    """Return the token ids of prompts.
-
-    Args:
-        prompts: texts, lists of token ids, or chats, to which the assistant's turn is added; a chat
-            that ends with the assistant's turn goes on with it.
-        tokenizer_of: returns the engine's tokenizer; called for texts and chats alone.
+    """Return the token ids of prompts: texts, lists of token ids, or chats, to which the
+    assistant's turn is added; a chat that ends with the assistant's turn goes on with it.
+    `tokenizer_of` is called for texts and chats alone.
     """
     encoded = [
         _encode(path, index, prompt, tokenizer_of)
@@ -161,12 +154,6 @@ def encode_texts(
 
     A text is tokenized together with its prompt, so that its tokens are those of a text that goes
     on: see `ids_after`. After a prompt of token ids it is tokenized as after any text.
-
-    Args:
-        path: name of the argument with the texts, for messages; the prompts are `prompts`.
-        texts: texts, or lists of token ids.
-        prompts: as many prompts; see `encode_prompts`.
-        tokenizer_of: returns the engine's tokenizer; called for texts and chats alone.
     """
     prompt_ids = encode_prompts("prompts", prompts, tokenizer_of)
     read = read_prompts(path, texts)
@@ -214,9 +201,7 @@ def _encode(path: str, index: int, prompt: Any, tokenizer_of: Callable[[], Any])
 
 
 def _rendered(chat: Any, tokenizer: Any) -> str:
-    """Return the text of a chat, to which the assistant's turn is added, or which goes on with
-    it.
-    """
+    """Return the text of a chat, with the assistant's turn begun, or going on with it."""
     goes_on = chat[-1].get("role") == "assistant"
     return str(
         tokenizer.apply_chat_template(

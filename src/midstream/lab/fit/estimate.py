@@ -1,8 +1,8 @@
 """The direction of one layer, and its scores on held-out rows.
 
-Rows are read in blocks. They are kept where a classifier of scikit-learn needs them, and where they
-are fewer than their width, so that they take less memory than moments of second order. Otherwise
-moments are accumulated for each fold, and a second reading projects the held-out rows.
+Rows are kept where a classifier of scikit-learn needs them, and where they are fewer than their
+width. Otherwise moments are accumulated for each fold, and a second reading projects the held-out
+rows.
 """
 
 from __future__ import annotations
@@ -23,17 +23,11 @@ from midstream.lab.fit.scores import LayerScore
 
 @dataclass(frozen=True)
 class Estimate:
-    """One layer's direction.
+    """One layer's direction."""
 
-    Attributes:
-        vector: float64 [width]; its length is the distance between the class means along it.
-        midpoint: float64 [width], halfway between the class means.
-        score: on held-out rows; None: none were held out.
-    """
-
-    vector: Floats
-    midpoint: Floats
-    score: LayerScore | None = None
+    vector: Floats  # float64 [width]; as long as the class means are apart along it
+    midpoint: Floats  # float64 [width], between the class means
+    score: LayerScore | None = None  # None: no rows were held out
 
     def project(self, rows: NDArray[Any]) -> Floats:
         """Project rows [n, width]: −1 is the negative class mean, 1 the positive; [n]."""
@@ -47,11 +41,7 @@ class Estimate:
 def estimate(
     positive: Samples, negative: Samples, layer: int, method: Method, folds: Folds, seed: int
 ) -> Estimate:
-    """Estimate one layer's direction from all rows, and score it on held-out ones.
-
-    Args:
-        seed: seed of the random signs of `lat`.
-    """
+    """Estimate one layer's direction from all rows, and score it; `seed` is for `lat`."""
     training_data: _Kept | _Accumulated
     count = len(positive) + len(negative)
     if method.classifier is not None or (method.needs_scatter and count <= positive.width):

@@ -19,25 +19,16 @@ from midstream.validation import kind, show
 
 @dataclass(frozen=True)
 class CapturedClass:
-    """Rows of one class's prompts.
+    """Rows of one class's prompts."""
 
-    Attributes:
-        rows: by layer, [rows, width], float32 or float16.
-        owners: int64 [rows], the prompt of each row.
-    """
-
-    rows: Mapping[int, NDArray[Any]]
-    owners: Indices
+    rows: Mapping[int, NDArray[Any]]  # by layer, [rows, width], float32 or float16
+    owners: Indices  # int64 [rows], the prompt of each row
 
 
 def capture_rows(
     llm: Any, positive: Any, negative: Any, capture: Capture
 ) -> tuple[CapturedClass, CapturedClass]:
-    """Capture the prompts of both classes in one call.
-
-    Args:
-        capture: see `read_capture`.
-    """
+    """Capture the prompts of both classes in one call."""
     prompts = [*read_prompts("positive", positive), *read_prompts("negative", negative)]
     with naming_fields():
         outputs = run_prompts(llm, prompts, capture)

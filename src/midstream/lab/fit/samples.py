@@ -42,22 +42,13 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class ArraySamples:
-    """Rows in memory.
-
-    Attributes:
-        rows: by layer, [rows, width].
-    """
+    """Rows in memory, [rows, width] by layer."""
 
     rows: Mapping[int, NDArray[Any]]
 
     @staticmethod
     def read(path: str, value: object, layers: object) -> ArraySamples:
-        """Read rows [rows, layers, width], or {layer: [rows, width]}.
-
-        Args:
-            value: arrays or tensors of real numbers.
-            layers: the layers of an array's second dimension; None: 0, 1, ….
-        """
+        """Read rows [rows, layers, width], or {layer: [rows, width]}; no `layers`: 0, 1, …."""
         if isinstance(value, Mapping):
             if layers is not None:
                 raise SpecError("layers", f"`{path}` is a dict by layer, which has them; omit it")
@@ -104,15 +95,11 @@ class ArraySamples:
 
 @dataclass(frozen=True)
 class StoredSamples:
-    """Rows of a store's selection, which are read block by block.
-
-    Attributes:
-        starts: by layer, the index of its first row in the selection.
-    """
+    """Rows of a store's selection, which are read block by block."""
 
     selection: Selection
     path: str
-    starts: Mapping[int, int] = field(init=False)
+    starts: Mapping[int, int] = field(init=False)  # by layer, its first row in the selection
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -206,14 +193,10 @@ class StoredSamples:
 def pair_up(
     positive: list[Any], negative: list[Any], counts: tuple[int, int]
 ) -> tuple[Indices, Indices]:
-    """Number the groups of two lists of keys, for rows whose pairs are held out together.
+    """Number the groups of the rows of two classes, int64 [rows] each, from a key of each row.
 
-    Args:
-        positive, negative: the key of each row of a class, such as its request.
-
-    Returns:
-        int64 [rows] each. A key of both classes is one group. Otherwise, with equally many keys in
-        both, the k-th of one and the k-th of the other are a group.
+    A key of both classes is one group. Otherwise, with equally many keys in both, the k-th of one
+    and the k-th of the other are a group.
     """
     if counts[0] == counts[1] and not set(positive) & set(negative):
         return number(positive, {}), number(negative, {})

@@ -27,11 +27,7 @@ _SERVERS: dict[str, VLLMServer] = {}
 
 
 class MidstreamAPI(VLLMAPI):
-    """Inspect's provider for vLLM, whose requests have a plan.
-
-    It uses a running midstream server, or starts one with the first request and ends it with the
-    evaluation.
-    """
+    """Inspect's provider for vLLM, whose requests have a plan, on a running or its own server."""
 
     def __init__(
         self,

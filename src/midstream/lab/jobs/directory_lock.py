@@ -1,8 +1,7 @@
 """Locks of a job's output directory, which only one job may use at a time.
 
-A job holds an exclusive lock of the directory. Processes that write for it, on this machine or
-others, share a second lock while they live. Such processes may briefly outlive a job that was
-killed, and the next job would miss what they still write, so it first waits for the second lock.
+A job locks the directory. Processes that write for it share a second lock while they live, because
+they may outlive a job that was killed, and the next job must not miss what they write.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ def errors_file(job: Job) -> str | None:
 
 
 def mark(job: Job) -> str:
-    """Write a random marker into the job's locked directory and return it.
-
-    Processes on other machines compare the marker to verify that they see the same directory. It is
-    empty for an object store, which is the same everywhere.
-    """
+    """Write a random marker, by which others verify the directory; "" in an object store."""
     folder = folder_of(job.out)
     if not isinstance(folder, LocalFolder):
         return ""
@@ -79,11 +74,7 @@ def mark(job: Job) -> str:
 
 
 def join_writers(job: Job, marker: str) -> None:
-    """Take the shared lock of a job's writers until this process ends. To be called once.
-
-    Args:
-        marker: result of `mark` in the job's process.
-    """
+    """Take the shared lock of a job's writers until this process ends. To be called once."""
     folder = folder_of(job.out)
     if not isinstance(folder, LocalFolder):
         return
@@ -177,7 +168,5 @@ def _is_taken(root: str) -> StoreError:
 
 
 def _contents(root: str) -> list[str]:
-    """Return the names of the directory's files, without hidden ones, which a job leaves even if it
-    never wrote a shard.
-    """
+    """Return the names of the directory's files, without hidden ones, which any job leaves."""
     return sorted(name for name in os.listdir(root) if not name.startswith("."))

@@ -18,12 +18,7 @@ _CUT = b'{"line": '
 
 
 class Failures:
-    """Writer of `{"line": 17, "reason": "…"}`, one JSON line per failed line, unbuffered.
-
-    Attributes:
-        path: path of the file; None: failed lines are only counted.
-        count: number of failed lines.
-    """
+    """Writer of `{"line": 17, "reason": "…"}`, one for each failed line; no path: only counts."""
 
     def __init__(self, path: str | None) -> None:
         """Check that the file can be written, without writing it."""

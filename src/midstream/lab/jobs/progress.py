@@ -23,11 +23,7 @@ class Display:
     """A `Watch` that prints progress and failures."""
 
     def __init__(self, console: Console, errors: str | None) -> None:
-        """Create a display.
-
-        Args:
-            errors: path of the file that lists all failures; None: there is none.
-        """
+        """Create a display; `errors` is the path of the file that lists all failures."""
         self._console = console
         self._errors = errors
         self._meter = Meter()

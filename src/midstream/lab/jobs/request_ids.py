@@ -50,11 +50,7 @@ class CompletedLines:
     """Lines that a store already contains. Takes 16 bytes of memory per line."""
 
     def __init__(self, job: Job, store: Store | None) -> None:
-        """Read the request ids of a store.
-
-        Args:
-            store: its store; None: empty.
-        """
+        """Read the request ids of a store; None: an empty one."""
         self._root = "" if store is None else store.root
         self._identity = Identity(job)
         requests = () if store is None else store.requests

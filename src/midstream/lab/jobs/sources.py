@@ -92,12 +92,7 @@ class Lines:
     """JSON lines of a file or of standard input."""
 
     def __init__(self, job: Job, path: str | None) -> None:
-        """Check that the file can be read.
-
-        Args:
-            job: the job, which names the prompt's field.
-            path: path of the file; None: standard input.
-        """
+        """Check that the file can be read; None: standard input."""
         self._field, self._chat = job.column, job.chat
         self._path = path
         self._limit = job.limit
@@ -137,11 +132,7 @@ class ParquetRows:
     can_be_read_again = True
 
     def __init__(self, job: Job, path: str) -> None:
-        """Check the file and its columns.
-
-        Args:
-            job: the job, which names the prompt column.
-        """
+        """Check the file and its columns."""
         self._field, self._chat = job.column, job.chat
         self._path = path
         file = self._open()
@@ -180,12 +171,7 @@ class HubRows:
     can_be_read_again = True
 
     def __init__(self, job: Job, name: str) -> None:
-        """Open the dataset and check its columns.
-
-        Args:
-            job: the job, which names column, subset and split.
-            name: name or folder of the dataset.
-        """
+        """Open the dataset, by its name or folder, and check its columns."""
         self._field, self._chat = job.column, job.chat
         try:
             from datasets import load_dataset

@@ -85,20 +85,12 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")]
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What a command was called with.
-
-    Attributes:
-        pairs, questions, classes, shown_pair: see `ReportPlan`.
-        find_model: returns the model's folder or name; called as the first stage.
-        command: the command, as the page shows it.
-        max_length: most tokens of a request, prompt and answer together.
-        is_offline: whether the model is a folder, so that Hugging Face's hub is not asked.
-    """
+    """What a command was called with; see `ReportPlan` for what the page shows."""
 
     pairs: Sequence[Pair]
     questions: Sequence[str]
-    find_model: Callable[[Stages], str]
-    command: str
+    find_model: Callable[[Stages], str]  # returns the folder or name, as the first stage
+    command: str  # as the page shows it
     layer: int | None
     scales: tuple[float, ...]
     max_tokens: int
@@ -108,8 +100,8 @@ class ReportOptions:
     verbose: bool
     classes: tuple[str, str] = ("positive", "negative")
     shown_pair: int = 0
-    max_length: int = 512
-    is_offline: bool = True
+    max_length: int = 512  # most tokens of a request, with its answer
+    is_offline: bool = True  # the model is a folder: no hub is asked
 
 
 def repeat_scales(arguments: list[str]) -> list[str]:

@@ -23,12 +23,7 @@ _ONE_ROW = ("last_prompt", "last")
 
 
 async def run_fit(server: Server, body: FitBody, lora_request: Any, client: str) -> Directions:
-    """Capture the prompts of a fit, and return its directions.
-
-    Args:
-        lora_request: the adapter of all runs; None: none.
-        client: id of the client, for the log.
-    """
+    """Capture the prompts of a fit, and return its directions."""
     began = time.monotonic()
     prompts = await in_thread(_tokenized, server, body)
     _check_bytes(
@@ -89,9 +84,7 @@ def _tokenized(server: Server, body: FitBody) -> tuple[list[list[int]], list[lis
 
 
 def _template(server: Server, prompt: Any) -> Mapping[str, Any]:
-    """Return arguments of the chat template: an answer at the end of a chat goes on, else the
-    assistant's turn begins.
-    """
+    """Return arguments of the chat template: a last answer goes on, else the assistant begins."""
     if not is_chat(prompt):
         return {}
     for index, message in enumerate(prompt):

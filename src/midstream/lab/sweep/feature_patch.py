@@ -62,12 +62,7 @@ class FeaturePatch:
         alpha: float,
         positions: Sequence[int],
     ) -> list[Feature]:
-        """Return edits that make the activation a of a feature (1 − alpha) · a + alpha · value.
-
-        Args:
-            tap: the site and layer of the vectors.
-            values: one for all positions, or one for each.
-        """
+        """Return edits that make the activation a of a feature (1 − alpha) · a + alpha · value."""
         places = [list(positions)] if len(values) == 1 else [[position] for position in positions]
         edits = []
         for value, where in zip(values, places, strict=True):

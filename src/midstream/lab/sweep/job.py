@@ -1,6 +1,4 @@
-"""A sweep as runs: which prompts an engine is given with which plans, and what becomes of their
-outputs. It knows no engine: `midstream.lab.api.sweep` gives it one.
-"""
+"""A sweep as runs: prompts with plans for an engine, and what becomes of their outputs."""
 
 from __future__ import annotations
 
@@ -43,11 +41,7 @@ from midstream.validation import at
 
 @dataclass(frozen=True)
 class SweepPrompt:
-    """A prompt of a sweep.
-
-    Attributes:
-        prompt: its tokens, text and messages, for locating positions.
-    """
+    """A prompt of a sweep, in which positions can be located, and the text of each token."""
 
     prompt: Prompt
     texts: tuple[str, ...]
@@ -61,31 +55,21 @@ class SweepPrompt:
 
 @dataclass(frozen=True)
 class SweepContext:
-    """What a sweep needs to know of its engine.
-
-    Attributes:
-        lookup: returns the vectors of a registered name.
-        open_rows: returns the rows of an earlier request by id; None: there are none.
-    """
+    """What a sweep needs to know of its engine."""
 
     shape: ModelShape
     lookup: Lookup
-    open_rows: OpenRows | None = None
+    open_rows: OpenRows | None = None  # returns the rows of an earlier request by id
     most_cells: int = MAX_CELLS
 
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of an engine.
-
-    Attributes:
-        plan: its plan; None: it has none.
-        cell: the cell that it is of; None: it is unpatched.
-    """
+    """One run of an engine."""
 
     token_ids: tuple[int, ...]
     plan: Plan | None
-    cell: SweepCell | None = None
+    cell: SweepCell | None = None  # None: it is unpatched
 
 
 @dataclass
@@ -110,13 +94,7 @@ class SweepJob:
         source: SweepPrompt | None,
         shown: Metric | None = None,
     ) -> None:
-        """Plan it.
-
-        Args:
-            request: the sweep; the tokens of its metric are ids.
-            source: the source prompt; None: the source is no prompt.
-            shown: the metric as it was given; None: that of the request.
-        """
+        """Plan it; `shown` is the metric as it was given, that of the request has ids as tokens."""
         request, self._features = _with_features(request, context)
         self.request = request
         self._shown = shown or request.metric

@@ -24,11 +24,7 @@ class CallRecorder:
         self._ends: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attach(self, module: nn.Module, where: tuple[int, str]) -> list[Any]:
-        """Register hooks on one module and return their handles.
-
-        Args:
-            where: (layer, path of the module within it); the layer itself has the path "".
-        """
+        """Register hooks on the module at (layer, path within it); return their handles."""
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs = [*args, *(kwargs[name] for name in STREAMS if name in kwargs)]

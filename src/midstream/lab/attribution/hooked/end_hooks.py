@@ -19,11 +19,7 @@ _CLOSE = 1e-5
 
 
 class EndHooks:
-    """The embedding and the final norm of a transformers model.
-
-    Attributes:
-        missing: by site, why it cannot be compared.
-    """
+    """The embedding and the final norm of a model; `missing` says what it lacks, and why."""
 
     def __init__(self, model: Any, layers: Sequence[nn.Module]) -> None:
         self._model = model
@@ -46,12 +42,7 @@ class EndHooks:
             self.missing[FINAL_NORM] = "no module returns what transformers' head reads"
 
     def hooks(self, records: Mapping[Tap, Record]) -> list[Any]:
-        """Register hooks that read, and replace, the values at taps; return their handles.
-
-        Args:
-            records: by tap of a site that is not missing, a function of its rows [T, H] that
-                returns what takes their place, or None.
-        """
+        """Register functions of rows [T, H] that return others, or None; return handles."""
         handles = []
         for (site, _), record in records.items():
             module, scale = (self._embedding, self._scale) if site == EMBED else (self._norm, 1.0)

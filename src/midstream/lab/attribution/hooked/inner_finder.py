@@ -34,31 +34,19 @@ NO_EXPERTS = "no matrix of transformers' layer has one row per expert"
 
 @dataclass(frozen=True)
 class InnerSitePlace:
-    """Location of an inner site in a transformers layer.
+    """Location of an inner site in a transformers layer."""
 
-    Attributes:
-        path: module within the layer; of `query` and `key`: the attention.
-        at: the module's input or output, or an argument of attention's function.
-        heads: number of heads that these are of; 0: none.
-        fixed: whether an edit cannot be made there: the module returns further values made of it.
-    """
-
-    path: str
+    path: str  # module within the layer; of `query` and `key`: the attention
     at: Literal["input", "output", "query", "key"]
     start: int
     width: int
-    heads: int = 0
-    fixed: bool = False
+    heads: int = 0  # 0: none
+    fixed: bool = False  # not editable: the module returns further values made of it
 
 
 @dataclass
 class InnerSitePlaces:
-    """Locations of one layer's inner sites.
-
-    Attributes:
-        found: location by site.
-        missing: reason why a site was not found, by site.
-    """
+    """Locations of one layer's inner sites; `missing` has the reasons of those not found."""
 
     found: dict[str, InnerSitePlace] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -66,19 +54,13 @@ class InnerSitePlaces:
 
 @dataclass(frozen=True)
 class SubmoduleCall:
-    """One call of a sub-module in a plain pass.
+    """One call of a sub-module in a plain pass."""
 
-    Attributes:
-        path: path of the module within the layer.
-        given, returned: its first tensor argument and result as [T, W]; None if it has none.
-        several: whether it returned more than one value.
-    """
-
-    path: str
+    path: str  # within the layer
     module: nn.Module
-    given: Tensor | None
-    returned: Tensor | None
-    several: bool
+    given: Tensor | None  # first tensor argument, [T, W]; None: there is none
+    returned: Tensor | None  # likewise
+    several: bool  # whether it returned more than one value
 
     @property
     def is_matrix(self) -> bool:
@@ -89,16 +71,11 @@ class SubmoduleCall:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The call of attention's function in one layer.
-
-    Attributes:
-        states: queries, keys and values as [T, heads · width].
-        heads: number of heads of each.
-    """
+    """The call of attention's function in one layer."""
 
     path: str
-    states: tuple[Tensor, Tensor, Tensor]
-    heads: tuple[int, int, int]
+    states: tuple[Tensor, Tensor, Tensor]  # queries, keys, values; [T, heads · width]
+    heads: tuple[int, int, int]  # of each
 
 
 def rows_of(value: Any, length: int) -> Tensor | None:
@@ -184,12 +161,7 @@ def _find_attention(
 def _source(
     wanted: Tensor, calls: Sequence[SubmoduleCall], rows: slice, scaled: bool
 ) -> tuple[SubmoduleCall, int] | None:
-    """Return the matrix, and its first column, that returned these vectors, through a norm or not.
-
-    Args:
-        wanted: [T, W].
-        rows: positions at which the columns are those vectors.
-    """
+    """Return the matrix, and its first column, that returned `wanted` [T, W], or a norm's input."""
     for call, start in _columns(wanted, calls, rows, scaled):
         if call.is_matrix:
             return call, start

@@ -29,11 +29,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 
 class InnerHooks:
-    """The inner sites of a transformers model's layers.
-
-    Attributes:
-        places: per layer, the locations, set by `find`.
-    """
+    """The inner sites of a transformers model's layers; `find` sets `places`, one per layer."""
 
     def __init__(self, layers: Sequence[nn.Module], config: Any) -> None:
         """Create for decoder layers; `config` is that of the text model."""
@@ -44,13 +40,7 @@ class InnerHooks:
         self.places: list[InnerSitePlaces] = []
 
     def find(self, run: Callable[[], object], length: int, mlp_outs: Sequence[str | None]) -> None:
-        """Find the sites of every layer.
-
-        Args:
-            run: runs one plain forward pass of a single request.
-            length: its number of tokens.
-            mlp_outs: per layer, the module that returns what the MLP adds to the stream.
-        """
+        """Find the sites of every layer by `run`, one plain forward pass of `length` tokens."""
         calls: list[SubmoduleCall] = []
         attention: list[AttentionCall] = []
         self.places = []

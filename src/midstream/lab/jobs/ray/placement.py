@@ -102,11 +102,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """Number and resources of a job's engines.
-
-    Attributes:
-        engines: number of engines.
-    """
+    """Number and resources of a job's engines."""
 
     engines: int
     cpus: float
