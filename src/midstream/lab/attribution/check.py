@@ -87,13 +87,11 @@ def measure(llm: Any, job: SweepJob, metric: Metric) -> Sweep:
 def compare(
     estimated: Sweep, measured: Sweep, indices: Iterable[tuple[int, ...]]
 ) -> AttributionCheck:
-    """Return the comparison of some cells of two sweeps with the same grid."""
     cells = tuple(_cell(estimated, measured, index) for index in indices)
     return AttributionCheck(cells, measured, estimated)
 
 
 def _outputs(llm: Any, metric: Metric, runs: Sequence[SweepRun]) -> list[Any]:
-    """Return the outputs of runs, which are one batch."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)

@@ -138,7 +138,6 @@ class _Estimate:
         self._change: dict[Tap, NDArray[np.float64]] = {}
 
     def run(self) -> Sweep:
-        """Return the estimated metric of each cell."""
         hooked, metric = self.twin.hooked, self.request.metric
         if self.llm is not None:
             self._to = captured_rows(self.llm, self.clean, self._taps, self._sources)

@@ -76,5 +76,4 @@ def logit_function(metric: Any, clean: Tensor | None = None) -> LogitFunction:
 
 
 def _ids(metric: Metric) -> list[int]:
-    """Return the tokens of a metric, which are ids."""
     return [int(token) for token in metric.tokens]

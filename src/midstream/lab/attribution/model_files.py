@@ -23,7 +23,6 @@ class ModelFiles:
 
     @staticmethod
     def of(llm: Any) -> ModelFiles:
-        """Return the files of the model of a `midstream.LLM`."""
         try:
             engine = llm.llm_engine.vllm_config
         except AttributeError:
@@ -53,7 +52,6 @@ class ModelFiles:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of transformers' `from_pretrained`."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     def load_tokenizer(self) -> Any:

@@ -28,7 +28,6 @@ class PromptReader:
         self._max_length = max_length
 
     def ids(self, prompt: Any) -> list[int]:
-        """Return the token ids of a prompt."""
         token_ids = self._ids(prompt)
         if not token_ids:
             raise SpecError("", "the prompt has no tokens")

@@ -260,7 +260,6 @@ def _of_server(url: str, model: str, prompt: Any, request: SweepRequest, console
 
 
 def _arguments_of(request: SweepRequest) -> dict[str, Any]:
-    """Return the arguments of `LLM.sweep` for a sweep."""
     return {**request.to_dict(), "source": request.source, "metric": request.metric}
 
 

@@ -42,7 +42,6 @@ class SweepStream:
         self._values = np.zeros(0, np.float64)
 
     def feed(self, data: bytes) -> None:
-        """Read more bytes of the response."""
         for value in self._stream.feed(data):
             try:
                 update = self._read(value)

@@ -174,7 +174,6 @@ def _fill(folder: Path, shard: Shard, request: int, parts: Sequence[_Part]) -> N
 
 
 def _activations(shard: Shard, parts: Sequence[_Part]) -> Activations:
-    """Read the rows of one completion."""
     header = shard.header
     values: dict[Tap, Tensor | Rows] = {}
     positions: dict[Tap, Tensor] = {}

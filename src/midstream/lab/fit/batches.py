@@ -40,7 +40,6 @@ Steps = Generator[PromptBatch, list[Any], Result]
 
 
 def run_steps(llm: Any, steps: Steps[Result]) -> Result:
-    """Run a job on an `LLM`."""
     try:
         batch = next(steps)
         while True:
@@ -104,7 +103,6 @@ async def capture_rows_async(
 async def _last(
     llm: Any, ids: Sequence[int], params: Any, capture: Any, edits: Any, probes: Any
 ) -> Any:
-    """Return the last output of a request."""
     last = None
     prompt = {"prompt_token_ids": list(ids)}
     async for output in llm.generate(prompt, params, capture=capture, edits=edits, probes=probes):

@@ -175,6 +175,5 @@ class _Accumulated:
 def _add(
     moments: list[Moments], rows: NDArray[Any], folds: NDArray[np.int64], with_scatter: bool
 ) -> None:
-    """Add rows to the moments of their folds."""
     for fold in np.unique(folds):
         moments[int(fold)] += Moments.of(rows[folds == fold], with_scatter)

@@ -42,5 +42,4 @@ class Moments:
 
 
 def together(parts: list[Moments]) -> Moments:
-    """Return the moments of the rows of all parts."""
     return reduce(Moments.__add__, parts)

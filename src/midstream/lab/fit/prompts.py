@@ -28,7 +28,6 @@ class CapturedClass:
 def capture_rows(
     llm: Any, positive: Any, negative: Any, capture: Capture
 ) -> tuple[CapturedClass, CapturedClass]:
-    """Capture the prompts of both classes in one call."""
     prompts = [*read_prompts("positive", positive), *read_prompts("negative", negative)]
     with naming_fields():
         outputs = run_prompts(llm, prompts, capture)
@@ -36,7 +35,6 @@ def capture_rows(
 
 
 def read_capture(layers: Any, site: str, positions: Any, reduce: str) -> Capture:
-    """Return the capture of a fit's prompts."""
     if reduce not in ("", "mean"):
         raise SpecError("reduce", f'expected "" or "mean", got {show(str(reduce))}')
     return Capture(layers, site, positions, reduce=reduce)
@@ -71,7 +69,6 @@ def read_prompts(path: str, prompts: Any) -> list[Any]:
 
 
 def is_message(value: object) -> bool:
-    """Return whether a value is a message of a chat."""
     return isinstance(value, Mapping) and "role" in value
 
 

@@ -75,19 +75,16 @@ class ArraySamples:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers, ascending."""
         return tuple(self.rows)
 
     @property
     def width(self) -> int:
-        """Size of a row."""
         return int(next(iter(self.rows.values())).shape[1])
 
     def __len__(self) -> int:
         return len(next(iter(self.rows.values())))
 
     def blocks(self, layer: int) -> Iterator[NDArray[Any]]:
-        """Yield the rows of a layer in order."""
         rows = self.rows[layer]
         for start in range(0, len(rows), BLOCK):
             yield rows[start : start + BLOCK]
@@ -125,24 +122,20 @@ class StoredSamples:
 
     @property
     def site(self) -> str:
-        """Site of the rows."""
         return self.selection.taps[0][0]
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers, ascending."""
         return tuple(sorted(self.starts))
 
     @property
     def width(self) -> int:
-        """Size of a row."""
         return self.selection.width()
 
     def __len__(self) -> int:
         return self.count
 
     def blocks(self, layer: int) -> Iterator[NDArray[Any]]:
-        """Yield the rows of a layer in order."""
         first = self.starts[layer]
         for start in range(first, first + self.count, BLOCK):
             stop = min(start + BLOCK, first + self.count)
@@ -205,7 +198,6 @@ def pair_up(
 
 
 def check_alike(positive: Samples, negative: Samples) -> None:
-    """Check that two classes have the same layers and width."""
     for name, mine, theirs in (
         ("layers", positive.layers, negative.layers),
         ("width", positive.width, negative.width),

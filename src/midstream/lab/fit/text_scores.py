@@ -51,7 +51,6 @@ class TextScore:
 
 
 def perplexity_of(mean: float) -> float:
-    """Return the perplexity of tokens with a mean log probability."""
     try:
         return math.exp(-mean)
     except OverflowError:

@@ -116,7 +116,6 @@ class MidstreamAPI(VLLMAPI):
         return self._field(config.extra_body) is not None
 
     def _field(self, body: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return the field `midstream` of a request; None: it has none."""
         try:
             return joined_field(self._plan, (body or {}).get(KEY))
         except MidstreamError as error:

@@ -98,7 +98,6 @@ class VllmEngine:
     """Engine of a job on a `midstream.LLM`, which nothing else may use at the same time."""
 
     def __init__(self, llm: LLM, job: Job) -> None:
-        """Create an engine."""
         from midstream import SamplingParams
 
         self._llm = llm

@@ -42,7 +42,6 @@ class Failures:
                 os.unlink(self.path)
 
     def add(self, failed: Failed) -> None:
-        """Count and list a failed line."""
         self.count += 1
         if self.path is None:
             return
@@ -54,7 +53,6 @@ class Failures:
             self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
 

@@ -50,7 +50,6 @@ class LocalExecutor:
     """Executor with one engine in this process and a store writer."""
 
     def __init__(self, job: Job, engine: Engine) -> None:
-        """Open the store."""
         self._engine = engine
         self._writer = StoreWriter(job, engine.origin)
         self._loop: EngineLoop[str] = EngineLoop(engine)  # with request ids

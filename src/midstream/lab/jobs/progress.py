@@ -80,7 +80,6 @@ class Display:
 
 
 def describe(counts: Counts, meter: Meter) -> str:
-    """Return a job's progress as one line."""
     total = "" if counts.total is None else f"/{counts.total:,}"
     parts = [f"{counts.done:,}{total} lines"]
     if counts.failed:
@@ -93,7 +92,6 @@ def describe(counts: Counts, meter: Meter) -> str:
 
 
 def conclude(summary: Summary) -> str:
-    """Return the final message of a job."""
     counts = summary.counts
     stored = counts.skipped + counts.stored
     of = "" if counts.total is None else f" of {counts.total:,}"

@@ -35,12 +35,10 @@ class Meter:
 
     @property
     def rows(self) -> float:
-        """Rows per second."""
         return self._rate(self._samples[-1].rows - self._samples[0].rows)
 
     @property
     def nbytes(self) -> float:
-        """Bytes per second."""
         return self._rate(self._samples[-1].nbytes - self._samples[0].nbytes)
 
     def left(self, counts: Counts) -> float | None:

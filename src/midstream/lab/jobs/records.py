@@ -77,6 +77,5 @@ def read_prompt(value: object, chat: bool) -> Prompt:
 
 
 def _some(names: Mapping[str, Any]) -> str:
-    """Return up to `_MOST_NAMES` names as text for a message."""
     shown = listed(str(name)[:40] for name in list(names)[:_MOST_NAMES])
     return f"{shown}, …" if len(names) > _MOST_NAMES else shown or "none"

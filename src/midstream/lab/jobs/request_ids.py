@@ -42,7 +42,6 @@ class Identity:
         return int.from_bytes(whole.digest()[:8], "big")
 
     def id(self, record: Record) -> str:
-        """Return the request id of a line."""
         return f"{record.line:09d}-{self.digest(record):016x}"
 
 
@@ -65,7 +64,6 @@ class CompletedLines:
         return len(self._lines)
 
     def has(self, record: Record) -> bool:
-        """Return whether a line is in the store."""
         place = int(np.searchsorted(self._lines, record.line))
         if place == len(self._lines) or self._lines[place] != record.line:
             return False
@@ -100,7 +98,6 @@ class CompletedLines:
 
 
 def _check_terms(job: Job, req: StoredRequest) -> None:
-    """Compare the job's terms with those of a stored request."""
     stored = req.metadata.get(TERMS)
     if not isinstance(stored, dict):
         raise StoreError(

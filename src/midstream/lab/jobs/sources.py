@@ -132,7 +132,6 @@ class ParquetRows:
     can_be_read_again = True
 
     def __init__(self, job: Job, path: str) -> None:
-        """Check the file and its columns."""
         self._field, self._chat = job.column, job.chat
         self._path = path
         file = self._open()

@@ -29,7 +29,6 @@ class StoreWriter:
     """Delivers replies to a store sink, which writes in its own thread; `stored` are durable."""
 
     def __init__(self, job: Job, origin: Origin) -> None:
-        """Open the store for rows of one origin."""
         sink = StoreSink(job.out, prompts=job.keep_prompts)
         sink.open(origin)
         self._queue = SinkQueue(

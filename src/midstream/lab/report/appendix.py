@@ -85,7 +85,6 @@ def _strongest(scales: Sequence[float]) -> float:
 
 
 def prompts_section(result: Result) -> str:
-    """All texts and questions."""
     positive, negative = result.classes
     words = (
         f"{len(result.pairs)} pairs, captured as plain text at the last token, and"
@@ -159,13 +158,11 @@ def _of(counts: tuple[int, int]) -> str:
 
 
 def _count_rows(content: dict[str, Any]) -> tuple[int, int]:
-    """Return the numbers of captured rows and of requested rows."""
     captured = content.get("captured") or ()
     return sum(c["actual"] for c in captured), sum(c["expected"] for c in captured)
 
 
 def _count_edits(content: dict[str, Any]) -> tuple[int, int]:
-    """Return the numbers of applied edits and of requested edits."""
     edited = content.get("edited") or {"applied": 0, "expected": 0}
     return edited["applied"], edited["expected"]
 

@@ -201,7 +201,6 @@ def _run(options: ReportOptions, stages: Stages) -> Result:
 
 
 def find_folder(model: str) -> str:
-    """Return the absolute path of a model's folder."""
     from midstream.errors import ModelError
 
     folder = Path(model).expanduser().absolute()
@@ -237,7 +236,6 @@ def _check_out(out: Path) -> None:
 
 
 def _write_report(result: Result, out: Path) -> Path:
-    """Write the report and return its absolute path."""
     from midstream.lab.report.page import render
 
     path = out.expanduser().resolve()
@@ -246,7 +244,6 @@ def _write_report(result: Result, out: Path) -> Path:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of midstream, vLLM and PyTorch, by name."""
     from importlib import metadata
 
     import torch
@@ -271,6 +268,5 @@ def _is_installed(name: str) -> bool:
 
 
 def _describe(engine: MidstreamEngine) -> dict[str, str]:
-    """Return the engine's device, dtype and mode, for the report."""
     mode = "eager" if engine.arguments["enforce_eager"] else "compiled"
     return {"device": engine.device, "runs": f"{engine.arguments['dtype']}, {mode}"}

@@ -95,7 +95,6 @@ class Result:
         return means
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but the two files as plain values."""
         fields = asdict(self)
         fields.pop("vectors")
         fields.pop("gguf")

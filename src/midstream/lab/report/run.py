@@ -48,7 +48,6 @@ class ReportPlan:
 
 
 def run(engine: ReportEngine, plan: ReportPlan, stage: Stage) -> Result:
-    """Run the whole job on a started engine, and return its result."""
     started = time.strftime("%Y-%m-%d %H:%M %Z")
     job = _Job(engine, plan, stage)
     with job.timed(f"capturing {2 * len(plan.pairs)} texts at all layers", "capture"):
@@ -240,7 +239,6 @@ class _Job:
 
 
 def _repetition(token_ids: list[int]) -> float | None:
-    """Return the share of the runs of three tokens that occurred before."""
     runs = list(zip(token_ids, token_ids[1:], token_ids[2:], strict=False))
     return 1 - len(set(runs)) / len(runs) if runs else None
 

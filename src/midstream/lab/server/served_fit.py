@@ -23,7 +23,6 @@ _ONE_ROW = ("last_prompt", "last")
 
 
 async def run_fit(server: Server, body: FitBody, lora_request: Any, client: str) -> Directions:
-    """Capture the prompts of a fit, and return its directions."""
     began = time.monotonic()
     prompts = await in_thread(_tokenized, server, body)
     _check_bytes(
@@ -72,7 +71,6 @@ class _YieldingEngine:
 
 
 def _tokenized(server: Server, body: FitBody) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the token ids of the prompts of both classes."""
     token_ids: list[list[list[int]]] = []
     for path, prompts in (("positive", body.positive), ("negative", body.negative)):
         token_ids.append([])

@@ -48,7 +48,6 @@ class ServedSweep:
     async def prepare(
         server: Server, scope: Scope, body: SweepBody, lora_request: Any
     ) -> ServedSweep:
-        """Check a sweep against the engine."""
         llm, request = server.llm, body.request
         source = request.source.prompt if isinstance(request.source, PromptSource) else None
         template = dict(body.template)
@@ -102,7 +101,6 @@ class ServedSweep:
             )
 
     async def _work(self, known: asyncio.Queue[Event | None]) -> Sweep:
-        """Carry it out, putting events into the queue."""
         server, llm = self.server, self.server.llm
         scheduler = llm.vllm_config.scheduler_config
         by_priority = scheduler.policy == "priority"

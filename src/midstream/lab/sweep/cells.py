@@ -49,7 +49,6 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length of each dimension."""
         return tuple(len(self.coords[name]) for name in self.dims)
 
 

@@ -79,7 +79,6 @@ def edits_of(
 
 
 def check_sizes(request: SweepRequest, taps: frozenset[Tap], shape: ModelShape) -> None:
-    """Check that a mask fits the vectors of all cells."""
     for tap in sorted(taps):
         width = shape.width(tap)
         if request.heads is not None:

@@ -23,7 +23,6 @@ class FeaturePatch:
 
     @staticmethod
     def of(source: FeatureSource, ids: Sequence[int]) -> FeaturePatch:
-        """Return features of a registered SAE."""
         by_id = {}
         for feature_id in ids:
             try:

@@ -48,7 +48,6 @@ class SweepPrompt:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The id of each token."""
         assert self.prompt.token_ids is not None
         return self.prompt.token_ids
 
@@ -141,7 +140,6 @@ class SweepJob:
         return runs
 
     def begin(self, outputs: Iterable[Any]) -> None:
-        """Read the outputs of `first_runs`."""
         corrupt, *others = outputs
         own = self._read(corrupt)
         clean = None
@@ -171,7 +169,6 @@ class SweepJob:
             yield SweepRun(self._prompt.token_ids, self._plan_of(edits), cell)
 
     def add(self, run: SweepRun, output: Any) -> float:
-        """Read the output of a run, and return its value."""
         value = self._scaled(self._value(self._read(output), output))
         if run.cell is None:
             self._unpatched.append(value)
@@ -180,7 +177,6 @@ class SweepJob:
         return value
 
     def result(self) -> Sweep:
-        """Return the sweep."""
         metric = self._shown
         unpatched = [self._scaled(self._corrupt), *self._unpatched]
         texts = self._prompt.texts

@@ -24,7 +24,6 @@ class ReceiptSums:
 
     @staticmethod
     def of(receipts: Sequence[Receipt]) -> ReceiptSums:
-        """Return the sums over receipts."""
         statuses = {receipt.status for receipt in receipts}
         status = next((word for word in ("error", "partial") if word in statuses), "ok")
         edited = [receipt.edited for receipt in receipts if receipt.edited is not None]

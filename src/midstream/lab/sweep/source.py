@@ -36,7 +36,6 @@ class PromptSource:
     prompt: Any
 
     def emit(self) -> object:
-        """Return the JSON form."""
         return self.prompt
 
 
@@ -45,7 +44,6 @@ class ZeroSource:
     """Zero: ablation."""
 
     def emit(self) -> object:
-        """Return the JSON form."""
         return 0
 
 
@@ -56,7 +54,6 @@ class NumberSource:
     value: float
 
     def emit(self) -> object:
-        """Return the JSON form."""
         return self.value
 
 
@@ -67,7 +64,6 @@ class NameSource:
     name: str
 
     def emit(self) -> object:
-        """Return the JSON form."""
         return {"name": self.name}
 
 

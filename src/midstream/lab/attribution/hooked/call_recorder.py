@@ -16,7 +16,6 @@ class CallRecorder:
     """The calls of the layers' sub-modules in one pass."""
 
     def __init__(self, width: int) -> None:
-        """Create for a residual stream of this width."""
         self._width = width
         self._clock = 0
         self._entered: dict[tuple[int, str], tuple[int, Tensor | None]] = {}
@@ -52,7 +51,6 @@ class CallRecorder:
         ]
 
     def places(self, index: int) -> Places:
-        """Return the locations of one layer's sites."""
         if index not in self._ends:
             raise ValueError(
                 f"layer {index}: its input or output is not a residual stream of width "

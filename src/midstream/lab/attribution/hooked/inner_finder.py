@@ -64,7 +64,6 @@ class SubmoduleCall:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the module multiplies with its weight."""
         weight = getattr(self.module, "weight", None)
         return isinstance(weight, Tensor) and weight.dim() == 2
 

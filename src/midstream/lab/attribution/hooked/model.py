@@ -26,7 +26,6 @@ class HookedModel:
     """A transformers model, run on one request at a time and without a KV cache."""
 
     def __init__(self, model: Any) -> None:
-        """Create for a model."""
         self.model = model.eval()
         text = model.config.get_text_config(decoder=True)
         self.layers = _decoder_layers(model, text)
@@ -104,7 +103,6 @@ class HookedModel:
                 handle.remove()
 
     def _hook(self, site: str, index: int, record: Record) -> Any:
-        """Register the hook of a site as wide as the stream and return its handle."""
         layer, as_given = self.layers[index], partial(_replaced, record)
         if site == "resid_pre":
             return layer.register_forward_pre_hook(_entry(as_given), with_kwargs=True)
@@ -123,7 +121,6 @@ def _replaced(record: Record, hidden: Tensor) -> Tensor | None:
 def _hook_inside(
     module: nn.Module, place: SitePlace, replaced: Callable[[Tensor], Tensor | None], site: str
 ) -> Any:
-    """Register the hook of a site inside a layer and return its handle."""
     if not place.entry:
         return module.register_forward_hook(_exit(replaced))
     if site != "resid_mid":

@@ -52,7 +52,6 @@ class ModuleCall:
         )
 
     def matches(self, pattern: re.Pattern[str]) -> bool:
-        """Return whether the path or the class name matches."""
         return bool(pattern.search(self.path) or pattern.search(self.cls))
 
 

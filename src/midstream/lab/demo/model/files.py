@@ -34,7 +34,6 @@ HF_NAMES = {
 
 
 def write_configs(folder: Path, gguf: Gguf) -> None:
-    """Write config.json and generation_config.json."""
     special = {
         "bos_token_id": gguf["tokenizer.ggml.bos_token_id"],
         "eos_token_id": gguf["tokenizer.ggml.eos_token_id"],

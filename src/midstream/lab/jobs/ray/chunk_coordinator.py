@@ -40,7 +40,6 @@ class ChunkCoordinator:
     """Stores chunks until they are finished. All methods run in one event loop."""
 
     def __init__(self, engines: int) -> None:
-        """Create a coordinator for this many engines."""
         self._most_starts = STARTS_EACH * engines + MORE_STARTS
         # Starts since the last captured line.
         self._starts = 0
@@ -136,7 +135,6 @@ class ChunkCoordinator:
         return await self._wait(lambda: self._halted, seconds)
 
     async def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait up to `seconds` for a condition; return whether it holds."""
         until = time.monotonic() + seconds
         while not condition():
             remaining = until - time.monotonic()
@@ -147,6 +145,5 @@ class ChunkCoordinator:
         return True
 
     def _change(self) -> None:
-        """Wake all that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -35,7 +35,6 @@ class Outcome:
     error: MidstreamError | None = None  # ends the job
 
     def to_json(self) -> str:
-        """Encode as JSON."""
         return json.dumps(
             {
                 "chunk": self.chunk,
@@ -49,7 +48,6 @@ class Outcome:
 
     @staticmethod
     def from_json(text: str) -> Outcome:
-        """Decode the result of `to_json`."""
         fields = json.loads(text)
         return Outcome(
             fields["chunk"],
@@ -69,7 +67,6 @@ def pack_error(error: BaseException) -> list[str]:
 
 
 def unpack_error(words: list[str]) -> MidstreamError:
-    """Decode the result of `pack_error`."""
     kind = getattr(errors, words[0])
     error = kind(*words[1:])
     assert isinstance(error, MidstreamError)

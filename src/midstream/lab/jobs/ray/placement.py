@@ -115,7 +115,6 @@ class EngineLayout:
         return min(_CHUNK, max(1, -(-lines // (_CHUNKS_EACH * self.engines))))
 
     def chunks_each(self, job: Job, chunk_lines: int) -> int:
-        """Return the number of unfinished chunks per engine."""
         sequences = job.engine_args.get("max_num_seqs") or _SEQUENCES
         return max(2, -(-_WINDOW_BATCHES * int(sequences) // chunk_lines))
 

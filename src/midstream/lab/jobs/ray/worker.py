@@ -83,7 +83,6 @@ class Worker:
         threading.Thread(target=self._run, name="midstream engine", daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until the engine has started."""
         self._ready.result()
 
     def submit(self, number: int, attempt: ChunkAttempt) -> Future[Outcome]:
@@ -139,7 +138,6 @@ class Worker:
         self._return_chunks(broken)
 
     def _return_chunks(self, broken: BaseException | None) -> None:
-        """Resolve all chunks with their current outcome."""
         if isinstance(broken, MidstreamError):
             self._error = broken
         elif broken is not None and not self._halted:
@@ -201,7 +199,6 @@ class Worker:
         self._finish_chunks(is_starved and any(not chunk.open for chunk in self._chunks.values()))
 
     def _run_carefully(self, chunk: _Chunk) -> None:
-        """Run the lines of a chunk one at a time."""
         for request, record in chunk.attempt.lines:
             if record.line not in chunk.open or self._halted:
                 continue

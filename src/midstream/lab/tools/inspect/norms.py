@@ -46,7 +46,6 @@ class NormSample:
 
     @staticmethod
     def of(store: Store, seed: int = 0, request: str = "") -> NormSample:
-        """Compute norms of a random sample of the rows of each site and layer; "": of all."""
         if not store.sites:
             raise StoreError(f"{store.root}: there are no rows to draw")
         (codec, *others) = store.codecs

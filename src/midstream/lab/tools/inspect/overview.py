@@ -70,12 +70,10 @@ class Overview:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the summary as JSON values."""
         return asdict(self) | {"headers": [header.to_dict() for header in self.headers]}
 
 
 def plain_request(stored_request: StoredRequest) -> dict[str, Any]:
-    """Return one completion as JSON values, without its rows."""
     activations = stored_request.activations()
     return {
         "request": stored_request.request,
