@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -312,6 +314,13 @@ def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]
             signal.setitimer(signal.ITIMER_REAL, 0)
         for which, handler in before.items():
             signal.signal(which, handler)
+
+
+def check_writable(path: str, option: str = "") -> None:
+    """Raise BadParameter if a file cannot be written, before the work starts."""
+    target = Path(path).expanduser()
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise typer.BadParameter(f"{option}{path}: the file cannot be written; use another path")
 
 
 def read_layers(text: str) -> Any:

@@ -21,7 +21,7 @@ from midstream.cli.output import (
     read_positions,
     refusals,
 )
-from midstream.lab.cli.capture import ENVIRONMENT, read_layers
+from midstream.lab.cli.capture import ENVIRONMENT, check_writable, read_layers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,7 +118,7 @@ def sweep(
     if url and (arguments or dtype != "auto"):
         raise typer.BadParameter("--engine-args and --dtype are of an engine; omit them with --url")
     for path in filter(None, (out, html)):
-        _check_writable(path)
+        check_writable(path)
     from midstream.console import defaults, quiet
 
     with refusals(as_json):
@@ -280,10 +280,3 @@ def _show(result: Sweep, best: int) -> None:
         labels = [str(cell[name]) for name in result.dims]
         table.add_row(*labels, token, f"{cell['value']:.4f}")
     console.print(table)
-
-
-def _check_writable(path: str) -> None:
-    """Raise BadParameter if a file cannot be written, before an engine starts."""
-    target = Path(path).expanduser()
-    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise typer.BadParameter(f"{path}: the file cannot be written; use another path")

@@ -79,16 +79,9 @@ def join_writers(job: Job, marker: str) -> None:
     if not isinstance(folder, LocalFolder):
         return
     path = os.path.join(folder.root, WRITERS)
-    try:
-        # Never closed, because that would release the lock.
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        content = b""
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}") from None
-    else:
-        content = os.pread(file, 1024, 0)
-    if content != marker.encode():
+    # Never closed, because that would release the lock.
+    file = _opened(path)
+    if file is None or os.pread(file, 1024, 0) != marker.encode():
         raise StoreError(
             f"{job.out}: on {os.uname().nodename} this path is not the job's directory; use a "
             "directory that all machines share, or s3://…"
@@ -99,13 +92,9 @@ def join_writers(job: Job, marker: str) -> None:
 
 def _wait_for_writers(root: str) -> None:
     """Wait until no process of an earlier job writes into the directory."""
-    path = os.path.join(root, WRITERS)
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    file = _opened(os.path.join(root, WRITERS))
+    if file is None:
         return
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}") from None
     try:
         if not _lock_within(file, fcntl.LOCK_EX):
             raise StoreError(
@@ -113,6 +102,16 @@ def _wait_for_writers(root: str) -> None:
             )
     finally:
         os.close(file)
+
+
+def _opened(path: str) -> int | None:
+    """Return the descriptor of an opened file; None: it does not exist."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from None
 
 
 def _lock_within(file: int, how: int) -> bool:

