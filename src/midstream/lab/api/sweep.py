@@ -107,17 +107,14 @@ def run_offline(
     llm: VllmLLM, front: Any, sweep: PreparedSweep, vllm_args: Mapping[str, Any]
 ) -> Sweep:
     """Carry out a sweep on an offline engine; `vllm_args` are of `vllm.LLM.generate`."""
-    with front.use.whole_call():
-        return _run(llm, front, sweep, vllm_args)
-
-
-def _run(llm: VllmLLM, front: Any, sweep: PreparedSweep, vllm_args: Mapping[str, Any]) -> Sweep:
     job = sweep.job
-    job.begin(_generate(llm, front, sweep, job.first_runs(), {**vllm_args, "use_tqdm": False}))
-    runs = iter(job.runs())
-    while batch := list(islice(runs, sweep.at_once)):
-        for run, output in zip(batch, _generate(llm, front, sweep, batch, vllm_args), strict=True):
-            job.add(run, output)
+    generate = partial(_generate, llm, front, sweep)
+    with front.use.whole_call():
+        job.begin(generate(job.first_runs(), {**vllm_args, "use_tqdm": False}))
+        runs = iter(job.runs())
+        while batch := list(islice(runs, sweep.at_once)):
+            for run, output in zip(batch, generate(batch, vllm_args), strict=True):
+                job.add(run, output)
     return job.result()
 
 
@@ -189,7 +186,9 @@ def _params_of(metric: Any, sampling_params: SamplingParams | None, config: Any)
             return params
         if sampling_params.n != 1:
             raise SpecError("sampling_params.n", f"expected 1, got {sampling_params.n}")
-        return _whole(sampling_params)
+        params = sampling_params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
     if sampling_params is not None:
         raise SpecError(
             "sampling_params", "only for a metric that is a function; each run is one token here"
@@ -204,10 +203,3 @@ def _params_of(metric: Any, sampling_params: SamplingParams | None, config: Any)
         )
     params.logprob_token_ids = [int(token) for token in metric.tokens]
     return params
-
-
-def _whole(params: SamplingParams) -> SamplingParams:
-    """Return a copy of sampling parameters whose outputs come when they are whole."""
-    clone = params.clone()
-    clone.output_kind = RequestOutputKind.FINAL_ONLY
-    return clone

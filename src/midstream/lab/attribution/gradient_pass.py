@@ -40,8 +40,7 @@ def gradient_pass(
     """Run a model forward and backward once; return the metric's value.
 
     The layers' inner values are computed again in the backward pass rather than kept, so the memory
-    needed is that of one layer, and of the stream once per layer. `gradients` is called for each
-    tap with the metric's derivative, `rows` with the values.
+    needed is that of one layer, and of the stream once per layer.
     """
     pending = set(taps)
     starts: dict[Tap, Tensor] = {}

@@ -173,9 +173,7 @@ def read_source_option(text: str, of_features: bool = False) -> Any:
 
 
 def read_metric_option(text: str) -> Any:
-    """Read a metric: JSON if it begins with {, otherwise `NAME:TOKEN…`. A token that has a colon is
-    written as JSON, in double quotes.
-    """
+    """Read a metric: JSON, or `NAME:TOKEN…`, in which a token with a colon is a JSON string."""
     if text.startswith("{"):
         return read_json_option("--metric", text)
     if text.startswith("recovered:"):
@@ -207,10 +205,7 @@ def _as_chat(value: Any, chat: bool) -> Any:
 def _of_engine(
     settings: Mapping[str, Any], prompt: Any, request: SweepRequest, path: str, terminal: IO[str]
 ) -> Sweep:
-    """Return the sweep of a new engine, whose taps are the sites of the sweep.
-
-    Without a GPU it runs uncompiled: compiling takes minutes there, and most sweeps take seconds.
-    """
+    """Return the sweep of a new engine that taps its sites; uncompiled without a GPU."""
     import torch
 
     from midstream import LLM, SAE

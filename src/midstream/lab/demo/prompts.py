@@ -1,8 +1,4 @@
-"""Sentences that the demo captures (`pairs.jsonl`), and questions that it asks.
-
-The two sentences of a pair have nearly the same words, so that their activations differ by the
-feeling more than by the topic. They are captured at the full stop, whose vector depends on all.
-"""
+"""Sentences that the demo captures at their end (`pairs.jsonl`), and questions that it asks."""
 
 from __future__ import annotations
 

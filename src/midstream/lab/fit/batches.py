@@ -131,9 +131,8 @@ def _each(name: str, argument: Any, count: int) -> list[Any]:
 
 
 def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> list[list[int]]:
-    """Return the token ids of prompts: texts, lists of token ids, or chats, to which the
-    assistant's turn is added; a chat that ends with the assistant's turn goes on with it.
-    `tokenizer_of` is called for texts and chats alone.
+    """Return the token ids of prompts. The assistant's turn is added to a chat that does not end
+    with it.
     """
     encoded = [
         _encode(path, index, prompt, tokenizer_of)
@@ -148,10 +147,8 @@ def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> 
 def encode_texts(
     path: str, texts: Any, prompts: Any, tokenizer_of: Callable[[], Any]
 ) -> list[tuple[list[int], list[int]]]:
-    """Return, of each text, the token ids of its prompt and those of the text after it.
-
-    A text is tokenized together with its prompt, so that its tokens are those of a text that goes
-    on: see `ids_after`. After a prompt of token ids it is tokenized as after any text.
+    """Return, of each text, the token ids of its prompt and those of the text after it, tokenized
+    together with it (see `ids_after`); after token ids, as after any text.
     """
     prompt_ids = encode_prompts("prompts", prompts, tokenizer_of)
     read = read_prompts(path, texts)

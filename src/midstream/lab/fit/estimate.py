@@ -1,8 +1,6 @@
 """The direction of one layer, and its scores on held-out rows.
 
-Rows are kept where a classifier of scikit-learn needs them, and where they are fewer than their
-width. Otherwise moments are accumulated for each fold, and a second reading projects the held-out
-rows.
+Rows are kept where a classifier needs them, or where they are fewer than their width.
 """
 
 from __future__ import annotations

@@ -188,8 +188,7 @@ def pair_up(
 ) -> tuple[Indices, Indices]:
     """Number the groups of the rows of two classes, int64 [rows] each, from a key of each row.
 
-    A key of both classes is one group. Otherwise, with equally many keys in both, the k-th of one
-    and the k-th of the other are a group.
+    A key of both classes is one group; else the k-th keys of both are, if they have as many.
     """
     if counts[0] == counts[1] and not set(positive) & set(negative):
         return number(positive, {}), number(negative, {})

@@ -47,10 +47,8 @@ def joined_field(first: Mapping[str, Any], second: object) -> dict[str, Any] | N
 
 
 def logged_results(answer: Mapping[str, Any]) -> Any:
-    """Return what a log keeps of the field `midstream` of an answer's JSON; None: it has none.
-
-    Receipts, probe scores and handles are complete. Longer lists and texts of other results, such
-    as the attention weights of many tokens, are replaced by their length.
+    """Return what a log keeps of the field `midstream` of an answer; long lists become their
+    length.
     """
     if answer.get(KEY) is not None:
         return _logged(answer[KEY])

@@ -1,7 +1,6 @@
 """Locks of a job's output directory, which only one job may use at a time.
 
-A job locks the directory. Processes that write for it share a second lock while they live, because
-they may outlive a job that was killed, and the next job must not miss what they write.
+Processes that write for it share a second lock, because they may outlive a job that was killed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import filterfalse, islice
 from typing import IO, Any, Protocol
@@ -114,16 +115,11 @@ class Lines:
             return sum(1 for _ in islice(lines, self._limit))
 
     def __iter__(self) -> Iterator[Record | Failed]:
-        if self._path is None:
-            yield from self._read(sys.stdin.buffer)
-            return
-        with _open(self._path) as file:
-            yield from self._read(file)
-
-    def _read(self, file: Iterable[bytes]) -> Iterator[Record | Failed]:
-        for number, line in enumerate(_without_mark(file), 1):
-            if not line.isspace():
-                yield read_text(number, line.rstrip(b"\r\n"), self._field, self._chat)
+        path = self._path
+        with nullcontext(sys.stdin.buffer) if path is None else _open(path) as file:
+            for number, line in enumerate(_without_mark(file), 1):
+                if not line.isspace():
+                    yield read_text(number, line.rstrip(b"\r\n"), self._field, self._chat)
 
 
 class ParquetRows:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from midstream.lab.report.result import RequestReceipt, Result
@@ -67,6 +66,7 @@ def python_code(result: Result) -> str:
         return json.dumps(value) if isinstance(value, str) else repr(value)
 
     arguments = "".join(f", {name}={text(value)}" for name, value in result.arguments.items())
+    strongest = max(result.scales) or min(result.scales)  # not 0, also of negative ones alone
     return (
         "from midstream import LLM, Directions, SamplingParams\n\n"
         f"llm = LLM({text(result.source)}{arguments})\n"
@@ -74,14 +74,9 @@ def python_code(result: Result) -> str:
         f"params = SamplingParams(temperature=0, max_tokens={result.max_tokens})\n"
         f"question = {text(result.questions[0].prompt)}\n"
         'chat = [{"role": "user", "content": question}]\n'
-        f'steer = direction.steer({_strongest(result.scales)!r}, phase="all")\n'
+        f'steer = direction.steer({strongest!r}, phase="all")\n'
         "print(llm.chat(chat, params, steer=steer)[0].outputs[0].text)\n"
     )
-
-
-def _strongest(scales: Sequence[float]) -> float:
-    """Return the largest strength; that of a page with negative ones alone is not 0."""
-    return max(scales) or min(scales)
 
 
 def prompts_section(result: Result) -> str:

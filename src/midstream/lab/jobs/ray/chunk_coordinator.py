@@ -1,9 +1,7 @@
-"""Coordinator of a job's chunks on Ray: queues chunks and counts attempts.
+"""Coordinator of a job's chunks on Ray, which repeats the work of a dead process without limit.
 
-Ray repeats the work of a process that has died, without limit. The coordinator counts these
-attempts, so that a line that kills every engine is found, and an engine that always dies is not
-restarted forever. From the third attempt on, a chunk's lines are run one at a time, each announced
-here before. A line whose engine dies then is given up.
+It counts attempts, so that a line that kills every engine is found: from the third attempt on, a
+chunk's lines are run one at a time. An engine that always dies is not restarted forever.
 """
 
 from __future__ import annotations
