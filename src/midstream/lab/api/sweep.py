@@ -23,6 +23,7 @@ from midstream.lab.sweep import Metric, Sweep, SweepRequest
 from midstream.lab.sweep.async_run import OnCell, OnStart, Turn, run_job
 from midstream.lab.sweep.cells import MAX_CELLS
 from midstream.lab.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
+from midstream.lab.sweep.metrics import check_logprobs_mode
 from midstream.lab.sweep.source import PromptSource
 from midstream.plan.captured_rows import OpenRows
 from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
@@ -195,11 +196,6 @@ def _params_of(metric: Any, sampling_params: SamplingParams | None, config: Any)
         )
     if metric.reads_all:
         return params
-    if "logprobs" not in str(getattr(config.logprobs_mode, "value", config.logprobs_mode)):
-        raise SpecError(
-            "metric",
-            f"needs log-probabilities, and this engine has logprobs_mode={config.logprobs_mode!r}; "
-            'start it with "raw_logprobs"',
-        )
+    check_logprobs_mode(config.logprobs_mode)
     params.logprob_token_ids = [int(token) for token in metric.tokens]
     return params

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.lab.sweep import Metric, Sweep
 from midstream.lab.sweep.job import SweepJob, SweepRun
+from midstream.lab.sweep.metrics import check_logprobs_mode
 from midstream.plan.shape import ModelShape
 from midstream.validation import kind
 
@@ -96,13 +97,7 @@ def _outputs(llm: Any, metric: Metric, runs: Sequence[SweepRun]) -> list[Any]:
 
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     if not metric.reads_all:
-        mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
-        if "logprobs" not in str(getattr(mode, "value", mode)):
-            raise SpecError(
-                "metric",
-                f"needs log-probabilities, and this engine has logprobs_mode={mode!r}; start it "
-                'with "raw_logprobs"',
-            )
+        check_logprobs_mode(llm.llm_engine.vllm_config.model_config.logprobs_mode)
         params.logprob_token_ids = [int(token) for token in metric.tokens]
     plans = [run.plan for run in runs]
     outputs: list[Any] = llm.generate(

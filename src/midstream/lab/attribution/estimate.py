@@ -22,11 +22,10 @@ from midstream.lab.sweep import Metric, Recovered, Sweep, SweepRequest
 from midstream.lab.sweep.alignment import align_positions
 from midstream.lab.sweep.cells import Grid, plan_grid
 from midstream.lab.sweep.edits import check_sizes
-from midstream.lab.sweep.job import SweepPrompt, name_of
+from midstream.lab.sweep.job import SweepPrompt, captures_of, name_of
 from midstream.lab.sweep.metrics import read_metric
 from midstream.lab.sweep.source import PromptSource
 from midstream.plan.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
-from midstream.plan.readouts.capture import Capture
 from midstream.plan.tap_lookup import check_tapped
 from midstream.sites import Tap, order
 from midstream.validation import at
@@ -216,19 +215,12 @@ def captured_rows(
     """Return rows of a `midstream.LLM` at positions in any order, float32 [positions, width]."""
     from vllm import SamplingParams
 
-    shape = llm.info.shape
-    layers: dict[str, list[int]] = {}
-    for site, layer in taps:
-        check_tapped((site, layer), shape, "sites", "layers")
-        layers.setdefault(site, []).append(layer)
-    captures = [
-        Capture(sorted(site_layers), site, sorted(set(positions)), codec="raw")
-        for site, site_layers in layers.items()
-    ]
+    for tap in taps:
+        check_tapped(tap, llm.info.shape, "sites", "layers")
     (output,) = llm.generate(
         [{"prompt_token_ids": list(tokens)}],
         SamplingParams(max_tokens=1, temperature=0, detokenize=False),
-        capture=[captures],
+        capture=[captures_of(taps, positions)],
         use_tqdm=False,
     )
     by_tap = {}

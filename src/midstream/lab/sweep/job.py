@@ -250,14 +250,8 @@ class SweepJob:
             return []
         assert self._aligned is not None
         cells = self.grid.cells
-        needed = {self._aligned[position] for cell in cells for position in cell.positions}
-        layers: dict[str, set[int]] = {}
-        for cell in cells:
-            layers.setdefault(cell.tap[0], set()).add(cell.tap[1])
-        return [
-            Capture(sorted(site_layers), site, sorted(needed), codec="raw")
-            for site, site_layers in layers.items()
-        ]
+        needed = [self._aligned[position] for cell in cells for position in cell.positions]
+        return captures_of([cell.tap for cell in cells], needed)
 
     def _keep_rows(self, activations: Any) -> None:
         rows, places = {}, {}
@@ -337,6 +331,15 @@ def _named_rows(name: str, lookup: Lookup, taps: Iterable[Tap]) -> dict[Tap, NDA
             except SpecError as error:
                 raise SpecError("", f"{error.problem} (wanted: {show_tap(tap)})") from None
         return rows
+
+
+def captures_of(taps: Iterable[Tap], positions: Iterable[int]) -> list[Capture]:
+    """Return captures of whole rows at all taps, one for each site."""
+    layers: dict[str, set[int]] = {}
+    for site, layer in taps:
+        layers.setdefault(site, set()).add(layer)
+    wanted = sorted(set(positions))
+    return [Capture(sorted(indices), site, wanted, codec="raw") for site, indices in layers.items()]
 
 
 def name_of(metric: Callable[..., Any]) -> str:

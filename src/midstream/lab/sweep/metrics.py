@@ -221,6 +221,16 @@ def read_metric(value: object) -> Metric:
     )
 
 
+def check_logprobs_mode(mode: Any) -> None:
+    """Check that an engine with this `logprobs_mode` returns log-probabilities."""
+    if "logprobs" not in str(getattr(mode, "value", mode)):
+        raise SpecError(
+            "metric",
+            f"needs log-probabilities, and this engine has logprobs_mode={mode!r}; start it with "
+            '"raw_logprobs"',
+        )
+
+
 def _read_difference(value: object) -> LogitDiff:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else kind(value)
