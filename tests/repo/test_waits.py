@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "security.md"
 # Calls that wait without a limit, by file and function, each with its row of the page's table.
 # "" is no wait: what is asked for its result has ended, or is no future.
 UNLIMITED = {
-    "lab/api/sweep.py: _run": "",
+    "lab/api/sweep.py: run_offline": "",
     "lab/attribution/check.py: measure": "",
     "cli/studio.py: studio": "`midstream studio`: its server",
     "deadlines.py: within": "",

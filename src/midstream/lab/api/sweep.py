@@ -23,6 +23,7 @@ from midstream.lab.sweep import Metric, Sweep, SweepRequest
 from midstream.lab.sweep.async_run import OnCell, OnStart, Turn, run_job
 from midstream.lab.sweep.cells import MAX_CELLS
 from midstream.lab.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
+from midstream.lab.sweep.metrics import check_logprobs_mode
 from midstream.lab.sweep.source import PromptSource
 from midstream.plan.captured_rows import OpenRows
 from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
@@ -42,52 +43,32 @@ _NOTHING = CallArguments()
 
 @dataclass(frozen=True)
 class PreparedSweep:
-    """A sweep that was checked against its engine.
-
-    Attributes:
-        params: sampling parameters of each run, without its plan.
-        at_once: number of runs whose outputs may be kept at the same time.
-    """
+    """A sweep that was checked against its engine."""
 
     job: SweepJob
-    params: SamplingParams
-    at_once: int
+    params: SamplingParams  # of each run, without its plan
+    at_once: int  # runs whose outputs may be kept at the same time
 
 
 @dataclass(frozen=True)
 class SweepCall:
-    """A sweep as it is asked for.
-
-    Attributes:
-        template: arguments of the chat template, for prompts that are messages.
-        sampling_params: of each run; only for a metric that is a function. None: one token, the
-            most likely one.
-    """
+    """A sweep as it is asked for."""
 
     prompt: Any
     request: SweepRequest
-    template: Mapping[str, Any]
-    sampling_params: SamplingParams | None = None
+    template: Mapping[str, Any]  # arguments of the chat template, for messages
+    sampling_params: SamplingParams | None = None  # for a function; None: one token, greedy
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How the runs of a sweep are sent to an asynchronous engine.
-
-    Attributes:
-        on_start: called with the job when its unpatched runs are known.
-        on_cell: called with each cell and its value.
-        turn: returns a context that is entered before each run, which may wait there.
-        at_once: number of runs that are sent to the engine at the same time. None: a few more than
-            it computes, so that requests of others do not wait for all of a sweep.
-        most_bytes: most bytes of rows of the source prompt; None: any.
-    """
+    """How the runs of a sweep are sent to an asynchronous engine."""
 
     on_start: OnStart | None = None
     on_cell: OnCell | None = None
     turn: Turn = nullcontext
-    at_once: int | None = None
-    most_bytes: int | None = None
+    at_once: int | None = None  # None: a few more than the engine computes
+    most_bytes: int | None = None  # of rows of the source prompt; None: any
 
 
 def prepare(
@@ -97,12 +78,7 @@ def prepare(
     open_rows: OpenRows | None = None,
     most_cells: int = MAX_CELLS,
 ) -> PreparedSweep:
-    """Check a sweep against its engine.
-
-    Args:
-        engine: vLLM's LLMEngine or AsyncLLM.
-        open_rows: returns the rows of an earlier request by id; None: there are none.
-    """
+    """Check a sweep against its engine, vLLM's LLMEngine or AsyncLLM."""
     prompt, request, template = call.prompt, call.request, call.template
     source = request.source.prompt if isinstance(request.source, PromptSource) else None
     for name in template:
@@ -131,22 +107,15 @@ def prepare(
 def run_offline(
     llm: VllmLLM, front: Any, sweep: PreparedSweep, vllm_args: Mapping[str, Any]
 ) -> Sweep:
-    """Carry out a sweep on an offline engine.
-
-    Args:
-        vllm_args: arguments of `vllm.LLM.generate`.
-    """
-    with front.use.whole_call():
-        return _run(llm, front, sweep, vllm_args)
-
-
-def _run(llm: VllmLLM, front: Any, sweep: PreparedSweep, vllm_args: Mapping[str, Any]) -> Sweep:
+    """Carry out a sweep on an offline engine; `vllm_args` are of `vllm.LLM.generate`."""
     job = sweep.job
-    job.begin(_generate(llm, front, sweep, job.first_runs(), {**vllm_args, "use_tqdm": False}))
-    runs = iter(job.runs())
-    while batch := list(islice(runs, sweep.at_once)):
-        for run, output in zip(batch, _generate(llm, front, sweep, batch, vllm_args), strict=True):
-            job.add(run, output)
+    generate = partial(_generate, llm, front, sweep)
+    with front.use.whole_call():
+        job.begin(generate(job.first_runs(), {**vllm_args, "use_tqdm": False}))
+        runs = iter(job.runs())
+        while batch := list(islice(runs, sweep.at_once)):
+            for run, output in zip(batch, generate(batch, vllm_args), strict=True):
+                job.add(run, output)
     return job.result()
 
 
@@ -157,11 +126,7 @@ async def run_async(
     vllm_args: Mapping[str, Any],
     options: RunOptions,
 ) -> Sweep:
-    """Carry out a sweep on an asynchronous engine. If the caller is cancelled, its requests are.
-
-    Args:
-        vllm_args: arguments of vLLM's `generate`.
-    """
+    """Carry out a sweep on an asynchronous engine. If the caller is cancelled, its requests are."""
     job = sweep.job
 
     async def output_of(run: SweepRun, more: Mapping[str, Any]) -> Any:
@@ -222,25 +187,15 @@ def _params_of(metric: Any, sampling_params: SamplingParams | None, config: Any)
             return params
         if sampling_params.n != 1:
             raise SpecError("sampling_params.n", f"expected 1, got {sampling_params.n}")
-        return _whole(sampling_params)
+        params = sampling_params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
     if sampling_params is not None:
         raise SpecError(
             "sampling_params", "only for a metric that is a function; each run is one token here"
         )
     if metric.reads_all:
         return params
-    if "logprobs" not in str(getattr(config.logprobs_mode, "value", config.logprobs_mode)):
-        raise SpecError(
-            "metric",
-            f"needs log-probabilities, and this engine has logprobs_mode={config.logprobs_mode!r}; "
-            'start it with "raw_logprobs"',
-        )
+    check_logprobs_mode(config.logprobs_mode)
     params.logprob_token_ids = [int(token) for token in metric.tokens]
     return params
-
-
-def _whole(params: SamplingParams) -> SamplingParams:
-    """Return a copy of sampling parameters whose outputs come when they are whole."""
-    clone = params.clone()
-    clone.output_kind = RequestOutputKind.FINAL_ONLY
-    return clone

@@ -119,9 +119,7 @@ class AsyncSweeps:
     _front: AsyncFrontEnd
 
     def traffic(self) -> Traffic:
-        """Return what the engine does besides the runs of sweeps. Raises RuntimeError before
-        `ready()`.
-        """
+        """Return what the engine does besides sweeps. Raises RuntimeError before `ready()`."""
         llm: Any = self
         states = llm.output_processor.request_states
         others = [state for name, state in states.items() if not name.startswith(RUN_ID)]

@@ -1,8 +1,4 @@
-"""Gradients and attribution patching by a transformers model on the engine's weights.
-
-vLLM computes without gradients. A `Twin` is the same model in transformers; `attribution_patching`
-estimates a whole grid of activation patches from two forward passes and one backward pass.
-"""
+"""Gradients and attribution patching by a transformers model: vLLM computes no gradients."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.lab.sweep import Metric, Sweep
 from midstream.lab.sweep.job import SweepJob, SweepRun
+from midstream.lab.sweep.metrics import check_logprobs_mode
 from midstream.plan.shape import ModelShape
 from midstream.validation import kind
 
@@ -63,11 +64,7 @@ class AttributionCheck:
 
 
 def check_same_model(llm: Any, shape: ModelShape) -> None:
-    """Check that an engine's model has the dimensions of a twin.
-
-    Args:
-        llm: a `midstream.LLM`.
-    """
+    """Check that the model of a `midstream.LLM` has the dimensions of a twin."""
     if not hasattr(llm, "info") or not hasattr(llm, "llm_engine"):
         raise SpecError("llm", f"expected a midstream.LLM, got {kind(llm)}")
     own = llm.info.shape
@@ -80,11 +77,7 @@ def check_same_model(llm: Any, shape: ModelShape) -> None:
 
 
 def measure(llm: Any, job: SweepJob, metric: Metric) -> Sweep:
-    """Carry out a sweep: its unpatched runs, then all of its cells in one batch.
-
-    Args:
-        llm: a `midstream.LLM`.
-    """
+    """Carry out a sweep on a `midstream.LLM`: its unpatched runs, then all cells in one batch."""
     job.begin(_outputs(llm, metric, job.first_runs()))
     runs = list(job.runs())
     for run, output in zip(runs, _outputs(llm, metric, runs), strict=True):
@@ -95,24 +88,16 @@ def measure(llm: Any, job: SweepJob, metric: Metric) -> Sweep:
 def compare(
     estimated: Sweep, measured: Sweep, indices: Iterable[tuple[int, ...]]
 ) -> AttributionCheck:
-    """Return the comparison of some cells of two sweeps with the same grid."""
     cells = tuple(_cell(estimated, measured, index) for index in indices)
     return AttributionCheck(cells, measured, estimated)
 
 
 def _outputs(llm: Any, metric: Metric, runs: Sequence[SweepRun]) -> list[Any]:
-    """Return the outputs of runs, which are one batch."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     if not metric.reads_all:
-        mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
-        if "logprobs" not in str(getattr(mode, "value", mode)):
-            raise SpecError(
-                "metric",
-                f"needs log-probabilities, and this engine has logprobs_mode={mode!r}; start it "
-                'with "raw_logprobs"',
-            )
+        check_logprobs_mode(llm.llm_engine.vllm_config.model_config.logprobs_mode)
         params.logprob_token_ids = [int(token) for token in metric.tokens]
     plans = [run.plan for run in runs]
     outputs: list[Any] = llm.generate(

@@ -22,11 +22,10 @@ from midstream.lab.sweep import Metric, Recovered, Sweep, SweepRequest
 from midstream.lab.sweep.alignment import align_positions
 from midstream.lab.sweep.cells import Grid, plan_grid
 from midstream.lab.sweep.edits import check_sizes
-from midstream.lab.sweep.job import SweepPrompt, name_of
+from midstream.lab.sweep.job import SweepPrompt, captures_of, name_of
 from midstream.lab.sweep.metrics import read_metric
 from midstream.lab.sweep.source import PromptSource
 from midstream.plan.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
-from midstream.plan.readouts.capture import Capture
 from midstream.plan.tap_lookup import check_tapped
 from midstream.sites import Tap, order
 from midstream.validation import at
@@ -113,20 +112,14 @@ def attribution_patching(
 
 @dataclass
 class _Estimate:
-    """The passes of one call.
-
-    Attributes:
-        llm: the engine that gives the activations; None: the twin does.
-        shown: the metric as it was given, or its name.
-        aligned: position in the clean prompt of each position of the corrupt one.
-    """
+    """The passes of one call."""
 
     twin: Twin
-    llm: Any
+    llm: Any  # the engine that gives the activations; None: the twin does
     request: SweepRequest
-    shown: Metric | str
+    shown: Metric | str  # as it was given, or its name
     grid: Grid
-    aligned: Mapping[int, int]
+    aligned: Mapping[int, int]  # clean position of each corrupt one
     clean: list[int]
     corrupt: list[int]
 
@@ -144,7 +137,6 @@ class _Estimate:
         self._change: dict[Tap, NDArray[np.float64]] = {}
 
     def run(self) -> Sweep:
-        """Return the estimated metric of each cell."""
         hooked, metric = self.twin.hooked, self.request.metric
         if self.llm is not None:
             self._to = captured_rows(self.llm, self.clean, self._taps, self._sources)
@@ -220,27 +212,15 @@ class _Estimate:
 def captured_rows(
     llm: Any, tokens: Sequence[int], taps: Sequence[Tap], positions: Sequence[int]
 ) -> dict[Tap, Tensor]:
-    """Return the rows of an engine, float32 [positions, width] by tap.
-
-    Args:
-        llm: a `midstream.LLM`.
-        positions: positions in the prompt, in any order.
-    """
+    """Return rows of a `midstream.LLM` at positions in any order, float32 [positions, width]."""
     from vllm import SamplingParams
 
-    shape = llm.info.shape
-    layers: dict[str, list[int]] = {}
-    for site, layer in taps:
-        check_tapped((site, layer), shape, "sites", "layers")
-        layers.setdefault(site, []).append(layer)
-    captures = [
-        Capture(sorted(site_layers), site, sorted(set(positions)), codec="raw")
-        for site, site_layers in layers.items()
-    ]
+    for tap in taps:
+        check_tapped(tap, llm.info.shape, "sites", "layers")
     (output,) = llm.generate(
         [{"prompt_token_ids": list(tokens)}],
         SamplingParams(max_tokens=1, temperature=0, detokenize=False),
-        capture=[captures],
+        capture=[captures_of(taps, positions)],
         use_tqdm=False,
     )
     by_tap = {}

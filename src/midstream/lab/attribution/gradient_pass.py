@@ -41,11 +41,6 @@ def gradient_pass(
 
     The layers' inner values are computed again in the backward pass rather than kept, so the memory
     needed is that of one layer, and of the stream once per layer.
-
-    Args:
-        taps: where to take gradients; at least one.
-        gradients: called for each tap in the backward pass, with the metric's derivative.
-        rows: called for each tap in the forward pass, with the values.
     """
     pending = set(taps)
     starts: dict[Tap, Tensor] = {}
@@ -85,12 +80,7 @@ def plain_pass(
     *,
     last_only: bool = True,
 ) -> Tensor:
-    """Run a model forward; return the logits, float32 [T, V], or the last token's, [1, V].
-
-    Args:
-        rows: called for each tap, with the values.
-        last_only: whether only the last token's logits are computed.
-    """
+    """Run a model forward; return the logits, float32 [T, V], or the last token's, [1, V]."""
 
     def record(tap: Tap, values: Tensor) -> None:
         rows(tap, values)

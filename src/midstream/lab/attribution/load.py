@@ -19,12 +19,7 @@ _PROBE = 12
 
 
 def load_model(files: ModelFiles, *, dtype: Any, device: Any) -> HookedModel:
-    """Load a model and find its sites.
-
-    Args:
-        dtype: one of `DTYPES`, or torch's dtype.
-        device: name of a device of torch, or the device.
-    """
+    """Load a model and find its sites; `dtype` is one of `DTYPES` or torch's."""
     for package in ("torch", "transformers"):
         MissingExtraError.require(package, "midstream.lab.attribution")
     from transformers import AutoConfig, AutoModelForCausalLM

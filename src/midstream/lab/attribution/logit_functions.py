@@ -16,15 +16,10 @@ from midstream.validation import at, kind
 
 @dataclass(frozen=True, slots=True)
 class LogitFunction:
-    """A metric as a function of logits.
+    """A metric as a function of logits."""
 
-    Attributes:
-        function: takes logits, float32 [T, V]; returns a tensor of one number.
-        last_only: whether it reads the last token's logits only; it then gets [1, V].
-    """
-
-    function: Callable[[Tensor], Tensor]
-    last_only: bool
+    function: Callable[[Tensor], Tensor]  # of float32 [T, V]; returns one number
+    last_only: bool  # it gets [1, V], the last token's
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the metric's value as a tensor without dimensions."""
@@ -42,13 +37,7 @@ class LogitFunction:
 
 
 def read_with_ids(metric: Any, id_of: Callable[[str], int], vocabulary: int) -> Any:
-    """Read a metric; return it with the ids of its tokens. A function is returned as it is.
-
-    Args:
-        metric: a Metric, its JSON form, or a function.
-        id_of: returns the id of a token's text.
-        vocabulary: number of token ids.
-    """
+    """Read a metric, with the ids of its tokens by `id_of`. A function is returned as it is."""
     if callable(metric) and not isinstance(metric, Metric):
         return metric
     with at("metric"):
@@ -60,12 +49,7 @@ def read_with_ids(metric: Any, id_of: Callable[[str], int], vocabulary: int) -> 
 
 
 def logit_function(metric: Any, clean: Tensor | None = None) -> LogitFunction:
-    """Return a metric as a function of logits; of `Recovered` the metric that it is of.
-
-    Args:
-        metric: a Metric whose tokens are ids, or a function of logits.
-        clean: logits of the token after the clean prompt, float32 [V]; None: there is none.
-    """
+    """Return a metric as a function of logits; of `Recovered` the metric that it is of."""
     if not isinstance(metric, Metric):
         return LogitFunction(metric, False)
     if isinstance(metric, LogProb):
@@ -92,5 +76,4 @@ def logit_function(metric: Any, clean: Tensor | None = None) -> LogitFunction:
 
 
 def _ids(metric: Metric) -> list[int]:
-    """Return the tokens of a metric, which are ids."""
     return [int(token) for token in metric.tokens]

@@ -15,25 +15,14 @@ _FORMATS = ("auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streame
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's folder or name, and how to read it.
-
-    Attributes:
-        model: folder or name.
-        revision: revision of the name; None: the default one.
-        trust_remote_code: whether code of the model's folder may be run.
-    """
+    """A model's folder or name, and how to read it."""
 
     model: str
-    revision: str | None = None
+    revision: str | None = None  # of the name; None: the default one
     trust_remote_code: bool = False
 
     @staticmethod
     def of(llm: Any) -> ModelFiles:
-        """Return the files of an engine's model.
-
-        Args:
-            llm: a `midstream.LLM`.
-        """
         try:
             engine = llm.llm_engine.vllm_config
         except AttributeError:
@@ -63,7 +52,6 @@ class ModelFiles:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of transformers' `from_pretrained`."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     def load_tokenizer(self) -> Any:

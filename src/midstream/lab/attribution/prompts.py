@@ -22,19 +22,12 @@ class PromptReader:
     """Turns prompts into token ids, and selects positions in them."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, max_length: int | None) -> None:
-        """Create for a model.
-
-        Args:
-            tokenizer: the model's; None: it has none.
-            vocabulary: number of token ids.
-            max_length: maximum number of tokens; None: unknown.
-        """
+        """Create for a model; None: it has no tokenizer, or no known maximum length."""
         self.tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._max_length = max_length
 
     def ids(self, prompt: Any) -> list[int]:
-        """Return the token ids of a prompt."""
         token_ids = self._ids(prompt)
         if not token_ids:
             raise SpecError("", "the prompt has no tokens")

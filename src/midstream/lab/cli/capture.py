@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -205,12 +207,7 @@ def capture(
 
 
 def _estimate(job: Job, write_rate: float | None, as_json: bool, verbose: bool) -> int:
-    """Print what a job will write, and return the exit status.
-
-    Args:
-        write_rate: rate of the store in GB/s; None: unknown.
-        verbose: whether to log the tracebacks of errors.
-    """
+    """Print what a job will write, and return the exit status; `write_rate` is in GB/s."""
     from midstream.lab.jobs.estimate import SAMPLE, estimate_job
     from midstream.lab.jobs.rates import clock
 
@@ -283,10 +280,7 @@ def _work(capturing: CaptureRun, as_json: bool, verbose: bool) -> int:
 
 @contextmanager
 def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]]:
-    """Record stop signals and yield the list of them.
-
-    The first signal stops a job that has begun cleanly; a second one interrupts it.
-    """
+    """Yield a list of stop signals: the first ends a job cleanly, a second interrupts it."""
     received: list[int] = []
     before: dict[int, Any] = {}
 
@@ -314,6 +308,13 @@ def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]
             signal.signal(which, handler)
 
 
+def check_writable(path: str, option: str = "") -> None:
+    """Raise BadParameter if a file cannot be written, before the work starts."""
+    target = Path(path).expanduser()
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise typer.BadParameter(f"{option}{path}: the file cannot be written; use another path")
+
+
 def read_layers(text: str) -> Any:
     """Parse layers: `all`, `10`, or `10,20`."""
     try:
@@ -329,10 +330,7 @@ def _layers_of(text: str, sites: str) -> Any:
 
 
 def with_address(arguments: Sequence[str]) -> list[str]:
-    """Return the command's arguments with a value for each `--ray`: `auto` if no address follows.
-
-    Arguments after `--` are not options.
-    """
+    """Return the arguments, before `--`, with `auto` after each `--ray` that no address follows."""
     words: list[str] = []
     left = list(arguments)
     while left and left[0] != "--":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from midstream.lab.cli.capture import check_writable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -84,7 +85,8 @@ def doctor(
         )
     if hidden % 64:
         raise typer.BadParameter(f"--hidden: expected a multiple of 64, got {hidden}")
-    _check_writable(output)
+    if output not in (None, "-"):
+        check_writable(output, "--json ")
     from midstream.console import defaults, quiet
 
     if model is None:
@@ -103,16 +105,6 @@ def doctor(
         report = examine(Options(model, size, dtype, seed, architecture))
         _show(report, console, output)
     raise typer.Exit(report.status)
-
-
-def _check_writable(output: str | None) -> None:
-    """Raise BadParameter if the file cannot be written, before the check starts."""
-    if output is None or output == "-":
-        return
-    path = Path(output).expanduser()
-    folder = path.parent
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise typer.BadParameter(f"--json {output}: the file cannot be written; use another path")
 
 
 def _show(report: Report, console: Console, output: str | None) -> None:

@@ -46,7 +46,6 @@ def inspect(
 
 
 def _whole(store: Store) -> tuple[Any, RenderableType]:
-    """Return an overview of the store, as JSON values and as a table."""
     from midstream.lab.tools.inspect.overview import Overview
     from midstream.lab.tools.inspect.table import render
 
@@ -55,7 +54,6 @@ def _whole(store: Store) -> tuple[Any, RenderableType]:
 
 
 def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
-    """Return one request, as JSON values and as tables."""
     from midstream.lab.tools.inspect.overview import plain_request
     from midstream.lab.tools.inspect.table import render_request
 

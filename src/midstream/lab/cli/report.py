@@ -98,7 +98,6 @@ def report(
 def _read(
     pairs: Path | None, positive: Path | None, negative: Path | None, questions: Path | None
 ) -> tuple[Sequence[Pair], Sequence[str]]:
-    """Read the files."""
     from midstream.lab.demo.prompts import QUESTIONS
     from midstream.lab.report.pairs import read_pairs, read_questions, read_two_files
 

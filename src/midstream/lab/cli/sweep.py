@@ -21,7 +21,7 @@ from midstream.cli.output import (
     read_positions,
     refusals,
 )
-from midstream.lab.cli.capture import ENVIRONMENT, read_layers
+from midstream.lab.cli.capture import ENVIRONMENT, check_writable, read_layers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,7 +118,7 @@ def sweep(
     if url and (arguments or dtype != "auto"):
         raise typer.BadParameter("--engine-args and --dtype are of an engine; omit them with --url")
     for path in filter(None, (out, html)):
-        _check_writable(path)
+        check_writable(path)
     from midstream.console import defaults, quiet
 
     with refusals(as_json):
@@ -173,9 +173,7 @@ def read_source_option(text: str, of_features: bool = False) -> Any:
 
 
 def read_metric_option(text: str) -> Any:
-    """Read a metric: JSON if it begins with {, otherwise `NAME:TOKEN…`. A token that has a colon is
-    written as JSON, in double quotes.
-    """
+    """Read a metric: JSON, or `NAME:TOKEN…`, in which a token with a colon is a JSON string."""
     if text.startswith("{"):
         return read_json_option("--metric", text)
     if text.startswith("recovered:"):
@@ -207,10 +205,7 @@ def _as_chat(value: Any, chat: bool) -> Any:
 def _of_engine(
     settings: Mapping[str, Any], prompt: Any, request: SweepRequest, path: str, terminal: IO[str]
 ) -> Sweep:
-    """Return the sweep of a new engine, whose taps are the sites of the sweep.
-
-    Without a GPU it runs uncompiled: compiling takes minutes there, and most sweeps take seconds.
-    """
+    """Return the sweep of a new engine that taps its sites; uncompiled without a GPU."""
     import torch
 
     from midstream import LLM, SAE
@@ -260,7 +255,6 @@ def _of_server(url: str, model: str, prompt: Any, request: SweepRequest, console
 
 
 def _arguments_of(request: SweepRequest) -> dict[str, Any]:
-    """Return the arguments of `LLM.sweep` for a sweep."""
     return {**request.to_dict(), "source": request.source, "metric": request.metric}
 
 
@@ -281,10 +275,3 @@ def _show(result: Sweep, best: int) -> None:
         labels = [str(cell[name]) for name in result.dims]
         table.add_row(*labels, token, f"{cell['value']:.4f}")
     console.print(table)
-
-
-def _check_writable(path: str) -> None:
-    """Raise BadParameter if a file cannot be written, before an engine starts."""
-    target = Path(path).expanduser()
-    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise typer.BadParameter(f"{path}: the file cannot be written; use another path")

@@ -33,7 +33,6 @@ class FitRequest:
     model: str | None
 
     def body(self) -> dict[str, Any]:
-        """Return the body of the request."""
         body: dict[str, Any] = {
             "positive": read_prompts("positive", self.positive),
             "negative": read_prompts("negative", self.negative),
@@ -58,7 +57,6 @@ class FitRequest:
 
 
 def fit(request: FitRequest) -> Exchange[Directions]:
-    """Return the directions that a server fits."""
     value = yield from call("POST", FIT, request.body())
     try:
         return Directions.from_json(value["directions"])

@@ -33,11 +33,7 @@ class SweepStream:
     """A sweep in progress."""
 
     def __init__(self, body: Mapping[str, Any], on_cell: OnCell | None) -> None:
-        """Prepare the request.
-
-        Args:
-            on_cell: called with each cell and its value; None: nothing is.
-        """
+        """Prepare the request; `on_cell` is called with each cell and its value."""
         self.request = HttpRequest("POST", SWEEP, dict(body))
         self._on_cell = on_cell
         self._stream = Stream()
@@ -46,7 +42,6 @@ class SweepStream:
         self._values = np.zeros(0, np.float64)
 
     def feed(self, data: bytes) -> None:
-        """Read more bytes of the response."""
         for value in self._stream.feed(data):
             try:
                 update = self._read(value)

@@ -1,4 +1,1 @@
-"""The demo: the report on a small model and on sentences of its own.
-
-midstream demo --help
-"""
+"""The demo: the report on a small model and on sentences of its own (`midstream demo --help`)."""

@@ -1,8 +1,5 @@
-"""The command of the demo: the report on sentences of its own, and on a model that it makes.
-
-`midstream demo` and `python -m midstream.lab.demo` run it. Heavy packages are imported after the
-options are parsed, so that `--help` is instant, and after the environment is set, because vLLM
-reads it on import.
+"""The command of the demo. Heavy packages are imported after the environment is set, which vLLM
+reads on import, and after the options are parsed, so that `--help` is instant.
 """
 
 from __future__ import annotations

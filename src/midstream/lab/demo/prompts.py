@@ -1,9 +1,4 @@
-"""Sentences that the demo captures (`pairs.jsonl`), and questions that it asks.
-
-Each pair is one small scene with a glad and a sad end. Its two sentences have nearly the same
-words, so that their activations differ by the feeling more than by the topic. They are captured
-as plain text, at the last token: the full stop, whose vector depends on the whole sentence.
-"""
+"""Sentences that the demo captures at their end (`pairs.jsonl`), and questions that it asks."""
 
 from __future__ import annotations
 

@@ -65,14 +65,15 @@ def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Pat
         OSError: a file cannot be written.
     """
     requests = _by_request(selection)
-    several = _with_several([(shard, request) for shard, request, _ in requests])
+    lines = [shard.lines[request] for shard, request, _ in requests]
+    # Requests with a completion other than the first.
+    several = {(line.tag, line.request) for line in lines if line.child}
     places = [_place(Path(folder), shard, request, several) for shard, request, _ in requests]
     seen: dict[Path, tuple[str, str, int]] = {}
-    for place, (shard, request, _) in zip(places, requests, strict=True):
-        name = show(shard.lines[request].request)
+    for place, line in zip(places, lines, strict=True):
+        name = show(line.request)
         if os.path.lexists(place):
             raise StoreError(f"request {name}: {place} exists already")
-        line = shard.lines[request]
         own = line.tag, line.request, line.child
         owner = seen.get(place)
         if owner == own:
@@ -115,12 +116,6 @@ def _by_request(selection: Selection) -> list[tuple[Shard, int, list[_Part]]]:
             _, _, parts = completions.setdefault(key, (segment.shard, request, []))
             parts.append(_Part(segment.tap, segment.group, rows))
     return [completions[key] for key in sorted(completions)]
-
-
-def _with_several(requests: Sequence[tuple[Shard, int]]) -> set[tuple[str, str]]:
-    """Return (tag, request) of the requests with a completion other than the first."""
-    lines = [shard.lines[request] for shard, request in requests]
-    return {(line.tag, line.request) for line in lines if line.child}
 
 
 def _place(folder: Path, shard: Shard, request: int, several: set[tuple[str, str]]) -> Path:
@@ -174,7 +169,6 @@ def _fill(folder: Path, shard: Shard, request: int, parts: Sequence[_Part]) -> N
 
 
 def _activations(shard: Shard, parts: Sequence[_Part]) -> Activations:
-    """Read the rows of one completion."""
     header = shard.header
     values: dict[Tap, Tensor | Rows] = {}
     positions: dict[Tap, Tensor] = {}

@@ -26,11 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Requests that run together; lists have one entry per prompt.
-
-    Attributes:
-        capture, edits, probes: as for `LLM.generate`.
-    """
+    """Requests that run together; lists have an entry per prompt; see `LLM.generate`."""
 
     prompts: Sequence[Sequence[int]]
     params: Sequence[Any]
@@ -44,7 +40,6 @@ Steps = Generator[PromptBatch, list[Any], Result]
 
 
 def run_steps(llm: Any, steps: Steps[Result]) -> Result:
-    """Run a job on an `LLM`."""
     try:
         batch = next(steps)
         while True:
@@ -108,7 +103,6 @@ async def capture_rows_async(
 async def _last(
     llm: Any, ids: Sequence[int], params: Any, capture: Any, edits: Any, probes: Any
 ) -> Any:
-    """Return the last output of a request."""
     last = None
     prompt = {"prompt_token_ids": list(ids)}
     async for output in llm.generate(prompt, params, capture=capture, edits=edits, probes=probes):
@@ -137,12 +131,8 @@ def _each(name: str, argument: Any, count: int) -> list[Any]:
 
 
 def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> list[list[int]]:
-    """Return the token ids of prompts.
-
-    Args:
-        prompts: texts, lists of token ids, or chats, to which the assistant's turn is added; a chat
-            that ends with the assistant's turn goes on with it.
-        tokenizer_of: returns the engine's tokenizer; called for texts and chats alone.
+    """Return the token ids of prompts. The assistant's turn is added to a chat that does not end
+    with it.
     """
     encoded = [
         _encode(path, index, prompt, tokenizer_of)
@@ -157,16 +147,8 @@ def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> 
 def encode_texts(
     path: str, texts: Any, prompts: Any, tokenizer_of: Callable[[], Any]
 ) -> list[tuple[list[int], list[int]]]:
-    """Return, of each text, the token ids of its prompt and those of the text after it.
-
-    A text is tokenized together with its prompt, so that its tokens are those of a text that goes
-    on: see `ids_after`. After a prompt of token ids it is tokenized as after any text.
-
-    Args:
-        path: name of the argument with the texts, for messages; the prompts are `prompts`.
-        texts: texts, or lists of token ids.
-        prompts: as many prompts; see `encode_prompts`.
-        tokenizer_of: returns the engine's tokenizer; called for texts and chats alone.
+    """Return, of each text, the token ids of its prompt and those of the text after it, tokenized
+    together with it (see `ids_after`); after token ids, as after any text.
     """
     prompt_ids = encode_prompts("prompts", prompts, tokenizer_of)
     read = read_prompts(path, texts)
@@ -214,9 +196,7 @@ def _encode(path: str, index: int, prompt: Any, tokenizer_of: Callable[[], Any])
 
 
 def _rendered(chat: Any, tokenizer: Any) -> str:
-    """Return the text of a chat, to which the assistant's turn is added, or which goes on with
-    it.
-    """
+    """Return the text of a chat, with the assistant's turn begun, or going on with it."""
     goes_on = chat[-1].get("role") == "assistant"
     return str(
         tokenizer.apply_chat_template(

@@ -1,8 +1,6 @@
 """The direction of one layer, and its scores on held-out rows.
 
-Rows are read in blocks. They are kept where a classifier of scikit-learn needs them, and where they
-are fewer than their width, so that they take less memory than moments of second order. Otherwise
-moments are accumulated for each fold, and a second reading projects the held-out rows.
+Rows are kept where a classifier needs them, or where they are fewer than their width.
 """
 
 from __future__ import annotations
@@ -20,20 +18,17 @@ from midstream.lab.fit.moments import Floats, Moments, together
 from midstream.lab.fit.samples import Samples
 from midstream.lab.fit.scores import LayerScore
 
+_Both = tuple[Samples, Samples]
+"""The rows of the positive and of the negative class."""
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """One layer's direction.
+    """One layer's direction."""
 
-    Attributes:
-        vector: float64 [width]; its length is the distance between the class means along it.
-        midpoint: float64 [width], halfway between the class means.
-        score: on held-out rows; None: none were held out.
-    """
-
-    vector: Floats
-    midpoint: Floats
-    score: LayerScore | None = None
+    vector: Floats  # float64 [width]; as long as the class means are apart along it
+    midpoint: Floats  # float64 [width], between the class means
+    score: LayerScore | None = None  # None: no rows were held out
 
     def project(self, rows: NDArray[Any]) -> Floats:
         """Project rows [n, width]: −1 is the negative class mean, 1 the positive; [n]."""
@@ -47,26 +42,22 @@ class Estimate:
 def estimate(
     positive: Samples, negative: Samples, layer: int, method: Method, folds: Folds, seed: int
 ) -> Estimate:
-    """Estimate one layer's direction from all rows, and score it on held-out ones.
-
-    Args:
-        seed: seed of the random signs of `lat`.
-    """
+    """Estimate one layer's direction from all rows, and score it; `seed` is for `lat`."""
+    samples, count = (positive, negative), len(positive) + len(negative)
     training_data: _Kept | _Accumulated
-    count = len(positive) + len(negative)
     if method.classifier is not None or (method.needs_scatter and count <= positive.width):
-        training_data = _Kept(positive, negative, layer, method, folds, seed)
+        training_data = _Kept(samples, layer, method, folds, seed)
     else:
-        training_data = _Accumulated(positive, negative, layer, method, folds, seed)
+        training_data = _Accumulated(samples, layer, method, folds, seed)
     whole = _oriented(method, training_data.training(None))
     if not folds.count:
         return whole
     parts = [_oriented(method, training_data.training(fold)) for fold in range(folds.count)]
     held_out = [
         np.concatenate(
-            [_project(parts, rows, fold_of) for rows, fold_of in _aligned(samples, layer, fold)]
+            [_project(parts, rows, fold_of) for rows, fold_of in _aligned(mine, layer, fold)]
         )
-        for samples, fold in ((positive, folds.positive), (negative, folds.negative))
+        for mine, fold in zip(samples, (folds.positive, folds.negative), strict=True)
     ]
     return Estimate(whole.vector, whole.midpoint, LayerScore.of(*held_out))
 
@@ -110,21 +101,13 @@ def _signs(method: Method, count: int, seed: int) -> Floats:
 class _Kept:
     """All rows of one layer."""
 
-    def __init__(
-        self,
-        positive: Samples,
-        negative: Samples,
-        layer: int,
-        method: Method,
-        folds: Folds,
-        seed: int,
-    ) -> None:
+    def __init__(self, both: _Both, layer: int, method: Method, folds: Folds, seed: int) -> None:
         self._rows = [
             np.concatenate([rows.astype(np.float64) for rows in samples.blocks(layer)])
-            for samples in (positive, negative)
+            for samples in both
         ]
         self._folds = folds
-        self._signs = _signs(method, len(positive), seed)
+        self._signs = _signs(method, len(both[0]), seed)
 
     def training(self, fold: int | None) -> TrainingSet:
         """Return the rows that are not in a fold; None: all rows."""
@@ -140,15 +123,8 @@ class _Kept:
 class _Accumulated:
     """Moments of the rows of one layer, for each fold."""
 
-    def __init__(
-        self,
-        positive: Samples,
-        negative: Samples,
-        layer: int,
-        method: Method,
-        folds: Folds,
-        seed: int,
-    ) -> None:
+    def __init__(self, both: _Both, layer: int, method: Method, folds: Folds, seed: int) -> None:
+        positive, negative = both
         count, width = max(folds.count, 1), positive.width
         empty = Moments(0, np.zeros(width))
         with_scatter = method.name == "lda"
@@ -185,6 +161,5 @@ class _Accumulated:
 def _add(
     moments: list[Moments], rows: NDArray[Any], folds: NDArray[np.int64], with_scatter: bool
 ) -> None:
-    """Add rows to the moments of their folds."""
     for fold in np.unique(folds):
         moments[int(fold)] += Moments.of(rows[folds == fold], with_scatter)

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,9 +58,7 @@ def save(directions: DirectionSet, path: str | os.PathLike[str]) -> None:
     """Write directions to a safetensors file; see `Directions.save`."""
     from safetensors.numpy import save as to_bytes
 
-    name = os.fspath(path)
-    if os.path.splitext(name)[1].lower() != _SUFFIX:
-        raise SpecError("path", f"expected a name that ends in {_SUFFIX}, got {show(name)}")
+    name = _named(path, _SUFFIX)
     tensors = {f"{directions.site}.{direction.layer}": direction.vector for direction in directions}
     midpoints = {
         str(direction.layer): Vector.parse(direction.midpoint).emit()
@@ -78,7 +77,7 @@ def save(directions: DirectionSet, path: str | os.PathLike[str]) -> None:
         },
     }
     data = to_bytes(tensors, {KEY: json.dumps(extra, allow_nan=False)})
-    _write(name, lambda part: _write_bytes(part, data))
+    _write(name, lambda part: Path(part).write_bytes(data))
 
 
 def load(path: str | os.PathLike[str]) -> Loaded:
@@ -101,9 +100,7 @@ def load(path: str | os.PathLike[str]) -> Loaded:
 
 def load_gguf(path: str | os.PathLike[str]) -> Loaded:
     """Read directions of a GGUF control vector; see `Directions.from_gguf`."""
-    name = os.fspath(path)
-    if os.path.splitext(name)[1].lower() != ".gguf":
-        raise SpecError("path", f"expected a name that ends in .gguf, got {show(name)}")
+    name = _named(path, ".gguf")
     *fields, _ = load(name)
     with open(name, "rb") as file:
         hint = read_gguf(file.read()).metadata.get(_HINT, "")
@@ -120,9 +117,7 @@ def write_gguf(
     site: str, vectors: Mapping[int, NDArray[np.float32]], path: str | os.PathLike[str], hint: str
 ) -> None:
     """Write vectors by layer to a GGUF control vector; see `Directions.to_gguf`."""
-    name = os.fspath(path)
-    if os.path.splitext(name)[1].lower() != ".gguf":
-        raise SpecError("path", f"expected a name that ends in .gguf, got {show(name)}")
+    name = _named(path, ".gguf")
     check_site(site)
     if 0 in vectors:
         raise SpecError(
@@ -165,6 +160,13 @@ def of_repeng(control_vector: Any) -> Loaded:
                 placed.append(Placed("", DEFAULT_SITE, int(layer), Vector.parse(vector)))
         *fields, _ = _placed(placed)
     return (*fields, str(getattr(control_vector, "model_type", "")))  # type: ignore[return-value]
+
+
+def _named(path: str | os.PathLike[str], suffix: str) -> str:
+    name = os.fspath(path)
+    if os.path.splitext(name)[1].lower() != suffix:
+        raise SpecError("path", f"expected a name that ends in {suffix}, got {show(name)}")
+    return name
 
 
 def _placed(placed: Any) -> Loaded:
@@ -236,12 +238,7 @@ def _read_score(value: object) -> LayerScore:
     return LayerScore(*map(read_float32, value))
 
 
-def _write_bytes(part: str, data: bytes) -> None:
-    with open(part, "xb") as file:
-        file.write(data)
-
-
-def _write(name: str, write: Callable[[str], None]) -> None:
+def _write(name: str, write: Callable[[str], object]) -> None:
     """Have a file written under another name, and rename it."""
     part = f"{name}.{uuid.uuid4().hex}.part"
     try:

@@ -14,26 +14,15 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Folds:
-    """The fold of each row.
-
-    Attributes:
-        positive, negative: int64 [rows], the fold of each row of a class.
-        count: number of folds; 0: there are too few groups to hold any out.
-    """
+    """The fold of each row of both classes, int64 [rows]."""
 
     positive: Indices
     negative: Indices
-    count: int
+    count: int  # number of folds; 0: there are too few groups to hold any out
 
     @staticmethod
     def assign(positive: Indices, negative: Indices, most: int, seed: int) -> Folds:
-        """Assign groups to folds, so that each fold has its share of each class.
-
-        Args:
-            positive, negative: int64 [rows], the group of each row. Rows of one group, of either
-                class, are in the same fold.
-            most: number of folds; there is at most one per group.
-        """
+        """Assign whole groups, int64 [rows], to folds with a share of each class."""
         sides = set(positive.tolist()), set(negative.tolist())
         if most < 2 or min(map(len, sides)) < 2:
             return Folds(np.zeros_like(positive), np.zeros_like(negative), 0)
@@ -52,11 +41,7 @@ class Folds:
 
 
 def number(keys: Iterable[Any], numbers: dict[Any, int]) -> Indices:
-    """Return the number of each key, int64; new keys are numbered as they come.
-
-    Args:
-        numbers: the numbers so far, to which new keys are added.
-    """
+    """Return the number of each key; new keys are numbered as they come, and added to `numbers`."""
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 

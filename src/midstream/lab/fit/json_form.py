@@ -24,9 +24,7 @@ _SCORE = ("auc", "accuracy", "d_prime")
 
 
 def to_json(directions: DirectionSet) -> dict[str, Any]:
-    """Return directions as JSON values: by layer the vector, the midpoint, the gap and the scores
-    on held-out rows; null where there is none.
-    """
+    """Return directions as JSON values by layer; null where there is no midpoint or score."""
     return {
         "format": FORMAT,
         "site": directions.site,

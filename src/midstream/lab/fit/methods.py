@@ -1,8 +1,4 @@
-"""Methods that find a direction between two classes.
-
-Each takes the training rows of one layer, or what was accumulated of them, and returns a vector of
-any length and sign: `midstream.lab.fit.estimate` orients and scales it.
-"""
+"""Methods that find a direction between two classes, of any length and sign."""
 
 from __future__ import annotations
 
@@ -24,33 +20,21 @@ _MAX_ITERATIONS = 1000
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """What a method sees of the training rows of one layer.
+    """What a method sees of the training rows of one layer."""
 
-    Attributes:
-        positive, negative: moments of the classes; their scatter for `lda` without rows.
-        differences: moments of the pairs' differences, for `pca` and `lat` without rows.
-        rows: the rows of both classes, float64 [n, width] each; None: they were not kept.
-        signs: float64 [pairs], 1 or −1, of the difference of each pair in `rows`.
-    """
-
-    positive: Moments
+    positive: Moments  # with scatter for `lda` without rows
     negative: Moments
-    differences: Moments | None = None
-    rows: tuple[Floats, Floats] | None = None
-    signs: Floats | None = None
+    differences: Moments | None = None  # of pairs, for `pca` and `lat` without rows
+    rows: tuple[Floats, Floats] | None = None  # float64 [n, width] of each class; None: not kept
+    signs: Floats | None = None  # float64 [pairs], 1 or −1, of each pair's difference in `rows`
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method, by its name or by a classifier.
+    """A method, by its name or by a classifier."""
 
-    Attributes:
-        name: one of `METHODS`, or the class of the classifier.
-        classifier: an unfitted classifier of scikit-learn; None: the method needs none.
-    """
-
-    name: str
-    classifier: Any = None
+    name: str  # one of `METHODS`, or the class of the classifier
+    classifier: Any = None  # unfitted, of scikit-learn; None: the method needs none
 
     @staticmethod
     def read(value: object) -> Method:
@@ -88,10 +72,7 @@ class Method:
 
 
 def _largest_axis(training: TrainingSet) -> Floats:
-    """Return the first principal component of the pairs' differences, less their mean.
-
-    By the eigenvectors of the smaller of the two products of the centred differences.
-    """
+    """Return the first principal component of the pairs' differences, less their mean."""
     if training.rows is None:
         assert training.differences is not None
         assert training.differences.scatter is not None

@@ -14,17 +14,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Moments:
-    """Number, mean and scatter of rows.
-
-    Attributes:
-        count: number of rows.
-        mean: float64 [width]; zeros without rows.
-        scatter: float64 [width, width], Σ (x − mean)(x − mean)ᵀ; None: it was not asked for.
-    """
+    """Number, mean and scatter of rows."""
 
     count: int
-    mean: Floats
-    scatter: Floats | None = None
+    mean: Floats  # float64 [width]; zeros without rows
+    scatter: Floats | None = None  # Σ (x − mean)(x − mean)ᵀ, [width, width]; None: not asked for
 
     @staticmethod
     def of(rows: NDArray[Any], with_scatter: bool) -> Moments:
@@ -35,11 +29,7 @@ class Moments:
         return Moments(len(rows), mean, None if centred is None else centred.T @ centred)
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of the rows of both.
-
-        Chan, Golub and LeVeque 1979 (Updating formulae and a pairwise algorithm for computing
-        sample variances): no difference of large sums is taken, so nothing cancels.
-        """
+        """Return the moments of both (Chan, Golub and LeVeque 1979): nothing cancels."""
         count = self.count + other.count
         if not (self.count and other.count):
             return other if other.count else self
@@ -52,5 +42,4 @@ class Moments:
 
 
 def together(parts: list[Moments]) -> Moments:
-    """Return the moments of the rows of all parts."""
     return reduce(Moments.__add__, parts)

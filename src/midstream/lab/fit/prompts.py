@@ -19,25 +19,15 @@ from midstream.validation import kind, show
 
 @dataclass(frozen=True)
 class CapturedClass:
-    """Rows of one class's prompts.
+    """Rows of one class's prompts."""
 
-    Attributes:
-        rows: by layer, [rows, width], float32 or float16.
-        owners: int64 [rows], the prompt of each row.
-    """
-
-    rows: Mapping[int, NDArray[Any]]
-    owners: Indices
+    rows: Mapping[int, NDArray[Any]]  # by layer, [rows, width], float32 or float16
+    owners: Indices  # int64 [rows], the prompt of each row
 
 
 def capture_rows(
     llm: Any, positive: Any, negative: Any, capture: Capture
 ) -> tuple[CapturedClass, CapturedClass]:
-    """Capture the prompts of both classes in one call.
-
-    Args:
-        capture: see `read_capture`.
-    """
     prompts = [*read_prompts("positive", positive), *read_prompts("negative", negative)]
     with naming_fields():
         outputs = run_prompts(llm, prompts, capture)
@@ -45,7 +35,6 @@ def capture_rows(
 
 
 def read_capture(layers: Any, site: str, positions: Any, reduce: str) -> Capture:
-    """Return the capture of a fit's prompts."""
     if reduce not in ("", "mean"):
         raise SpecError("reduce", f'expected "" or "mean", got {show(str(reduce))}')
     return Capture(layers, site, positions, reduce=reduce)
@@ -80,7 +69,6 @@ def read_prompts(path: str, prompts: Any) -> list[Any]:
 
 
 def is_message(value: object) -> bool:
-    """Return whether a value is a message of a chat."""
     return isinstance(value, Mapping) and "role" in value
 
 

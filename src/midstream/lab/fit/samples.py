@@ -42,22 +42,13 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class ArraySamples:
-    """Rows in memory.
-
-    Attributes:
-        rows: by layer, [rows, width].
-    """
+    """Rows in memory, [rows, width] by layer."""
 
     rows: Mapping[int, NDArray[Any]]
 
     @staticmethod
     def read(path: str, value: object, layers: object) -> ArraySamples:
-        """Read rows [rows, layers, width], or {layer: [rows, width]}.
-
-        Args:
-            value: arrays or tensors of real numbers.
-            layers: the layers of an array's second dimension; None: 0, 1, ….
-        """
+        """Read rows [rows, layers, width], or {layer: [rows, width]}; no `layers`: 0, 1, …."""
         if isinstance(value, Mapping):
             if layers is not None:
                 raise SpecError("layers", f"`{path}` is a dict by layer, which has them; omit it")
@@ -84,19 +75,16 @@ class ArraySamples:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers, ascending."""
         return tuple(self.rows)
 
     @property
     def width(self) -> int:
-        """Size of a row."""
         return int(next(iter(self.rows.values())).shape[1])
 
     def __len__(self) -> int:
         return len(next(iter(self.rows.values())))
 
     def blocks(self, layer: int) -> Iterator[NDArray[Any]]:
-        """Yield the rows of a layer in order."""
         rows = self.rows[layer]
         for start in range(0, len(rows), BLOCK):
             yield rows[start : start + BLOCK]
@@ -104,15 +92,11 @@ class ArraySamples:
 
 @dataclass(frozen=True)
 class StoredSamples:
-    """Rows of a store's selection, which are read block by block.
-
-    Attributes:
-        starts: by layer, the index of its first row in the selection.
-    """
+    """Rows of a store's selection, which are read block by block."""
 
     selection: Selection
     path: str
-    starts: Mapping[int, int] = field(init=False)
+    starts: Mapping[int, int] = field(init=False)  # by layer, its first row in the selection
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,24 +122,20 @@ class StoredSamples:
 
     @property
     def site(self) -> str:
-        """Site of the rows."""
         return self.selection.taps[0][0]
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers, ascending."""
         return tuple(sorted(self.starts))
 
     @property
     def width(self) -> int:
-        """Size of a row."""
         return self.selection.width()
 
     def __len__(self) -> int:
         return self.count
 
     def blocks(self, layer: int) -> Iterator[NDArray[Any]]:
-        """Yield the rows of a layer in order."""
         first = self.starts[layer]
         for start in range(first, first + self.count, BLOCK):
             stop = min(start + BLOCK, first + self.count)
@@ -206,14 +186,9 @@ class StoredSamples:
 def pair_up(
     positive: list[Any], negative: list[Any], counts: tuple[int, int]
 ) -> tuple[Indices, Indices]:
-    """Number the groups of two lists of keys, for rows whose pairs are held out together.
+    """Number the groups of the rows of two classes, int64 [rows] each, from a key of each row.
 
-    Args:
-        positive, negative: the key of each row of a class, such as its request.
-
-    Returns:
-        int64 [rows] each. A key of both classes is one group. Otherwise, with equally many keys in
-        both, the k-th of one and the k-th of the other are a group.
+    A key of both classes is one group; else the k-th keys of both are, if they have as many.
     """
     if counts[0] == counts[1] and not set(positive) & set(negative):
         return number(positive, {}), number(negative, {})
@@ -222,7 +197,6 @@ def pair_up(
 
 
 def check_alike(positive: Samples, negative: Samples) -> None:
-    """Check that two classes have the same layers and width."""
     for name, mine, theirs in (
         ("layers", positive.layers, negative.layers),
         ("width", positive.width, negative.width),

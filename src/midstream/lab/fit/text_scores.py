@@ -51,7 +51,6 @@ class TextScore:
 
 
 def perplexity_of(mean: float) -> float:
-    """Return the perplexity of tokens with a mean log probability."""
     try:
         return math.exp(-mean)
     except OverflowError:
@@ -79,10 +78,7 @@ def score_steps(
 
 
 def reading_params() -> Any:
-    """Return the sampling parameters of a request that reads its prompt.
-
-    Those with `prompt_logprobs` never read the prefix cache, which has no log probabilities.
-    """
+    """Return the parameters of a request that reads its prompt, which skips the prefix cache."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)

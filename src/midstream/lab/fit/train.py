@@ -26,11 +26,7 @@ Fitted = tuple[Mapping[int, Estimate], str, str, int, str]
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How rows of one site are fitted; see `Directions.fit`.
-
-    Attributes:
-        groups: the keys of groups as they were given.
-    """
+    """How rows of one site are fitted; see `Directions.fit`. `groups` are as they were given."""
 
     method: Method
     site: str
@@ -68,14 +64,10 @@ def fit_rows(positive: object, negative: object, layers: object, options: FitOpt
 
 @dataclass(frozen=True)
 class PromptFit:
-    """A fit to prompts: its arguments, read before the prompts are captured.
-
-    Attributes:
-        counts: number of prompts of each class.
-    """
+    """A fit to prompts: its arguments, read before the prompts are captured."""
 
     options: FitOptions
-    counts: tuple[int, int]
+    counts: tuple[int, int]  # number of prompts of each class
 
     @staticmethod
     def read(positive: Any, negative: Any, options: FitOptions) -> PromptFit:
@@ -160,10 +152,8 @@ def _keyed(
 ) -> tuple[Indices, Indices]:
     """Return the group of each row of both classes.
 
-    Args:
-        groups: as given; None: a pair is a group, or without pairs a prompt is.
-        owners: int64 [rows] of each class, the prompt of each row.
-        counts: number of prompts of each class; None: of rows.
+    `groups` None: a pair is a group, or without pairs a prompt is. `owners`: the prompt of each
+    row. `counts`: number of prompts of each class; None: of rows.
     """
     first, second = counts or (len(owners[0]), len(owners[1]))
     if groups is None:

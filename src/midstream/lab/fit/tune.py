@@ -30,11 +30,7 @@ _MAX_TOKENS = 32
 
 @dataclass(frozen=True)
 class Tune:
-    """What is tried, as it is asked for; see `LLM.tune`.
-
-    Attributes:
-        where: `positions` and `phase` of the edit, as arguments of `Steer`.
-    """
+    """What is tried, as it is asked for; see `LLM.tune`. `where` is for `Steer`."""
 
     directions: Any
     prompts: Any
@@ -49,20 +45,12 @@ class Tune:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What is tried, checked.
+    """What is tried, checked."""
 
-    Attributes:
-        directions: by layer.
-        reading: what reads the answers; None with `effect`.
-        effect: a function of an output; None: see `reading`.
-        guard: the guard, or None.
-        where: see `Tune`.
-    """
-
-    directions: dict[int, Direction]
+    directions: dict[int, Direction]  # by layer
     prompts: list[list[int]]
     scales: tuple[float, ...]
-    reading: Direction | None
+    reading: Direction | None  # what reads the answers; None with `effect`
     effect: Effect | None
     guard: Guard | None
     params: Any
@@ -84,11 +72,7 @@ class _Reading:
 
 
 def read_tune(llm: Any, asked: Tune) -> TuneRequest:
-    """Check what is tried, before anything is run.
-
-    Args:
-        llm: the engine, an `LLM` or an `AsyncLLM` that is ready.
-    """
+    """Check what is tried on an `LLM`, or an `AsyncLLM` that is ready, before anything is run."""
     guard, effect, read_layer = asked.guard, asked.effect, asked.read_layer
     chosen = _read_layers(asked.directions, asked.layers)
     if guard is not None and not isinstance(guard, (MaxPerplexity, MaxKL)):

@@ -27,11 +27,7 @@ _SERVERS: dict[str, VLLMServer] = {}
 
 
 class MidstreamAPI(VLLMAPI):
-    """Inspect's provider for vLLM, whose requests have a plan.
-
-    It uses a running midstream server, or starts one with the first request and ends it with the
-    evaluation.
-    """
+    """Inspect's provider for vLLM, whose requests have a plan, on a running or its own server."""
 
     def __init__(
         self,
@@ -120,7 +116,6 @@ class MidstreamAPI(VLLMAPI):
         return self._field(config.extra_body) is not None
 
     def _field(self, body: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return the field `midstream` of a request; None: it has none."""
         try:
             return joined_field(self._plan, (body or {}).get(KEY))
         except MidstreamError as error:

@@ -18,13 +18,8 @@ _RETURNS = ("handle", "none")
 
 
 def joined_field(first: Mapping[str, Any], second: object) -> dict[str, Any] | None:
-    """Return the field `midstream` of a request; None: it has none.
-
-    Args:
-        first: the model's own arguments: `capture`, `edits`, `steer`, `probes`, `controller`,
-            `activations`.
-        second: the field of the call's configuration, which replaces the model's argument by
-            argument; None: it has none.
+    """Return the field `midstream` of a request, or None: the model's own arguments `first`,
+    replaced one by one by `second`, the field of the call's configuration.
     """
     with at(KEY):
         call = {} if second is None else read_fields(
@@ -52,13 +47,8 @@ def joined_field(first: Mapping[str, Any], second: object) -> dict[str, Any] | N
 
 
 def logged_results(answer: Mapping[str, Any]) -> Any:
-    """Return what a log keeps of the field `midstream` of an answer; None: it has none.
-
-    Receipts, probe scores and handles are complete. Longer lists and texts of other results, such
-    as the attention weights of many tokens, are replaced by their length.
-
-    Args:
-        answer: JSON of an answer of `/v1/chat/completions`; with several choices, a list.
+    """Return what a log keeps of the field `midstream` of an answer; long lists become their
+    length.
     """
     if answer.get(KEY) is not None:
         return _logged(answer[KEY])

@@ -1,8 +1,6 @@
 """Locks of a job's output directory, which only one job may use at a time.
 
-A job holds an exclusive lock of the directory. Processes that write for it, on this machine or
-others, share a second lock while they live. Such processes may briefly outlive a job that was
-killed, and the next job would miss what they still write, so it first waits for the second lock.
+Processes that write for it share a second lock, because they may outlive a job that was killed.
 """
 
 from __future__ import annotations
@@ -58,11 +56,7 @@ def errors_file(job: Job) -> str | None:
 
 
 def mark(job: Job) -> str:
-    """Write a random marker into the job's locked directory and return it.
-
-    Processes on other machines compare the marker to verify that they see the same directory. It is
-    empty for an object store, which is the same everywhere.
-    """
+    """Write a random marker, by which others verify the directory; "" in an object store."""
     folder = folder_of(job.out)
     if not isinstance(folder, LocalFolder):
         return ""
@@ -79,25 +73,14 @@ def mark(job: Job) -> str:
 
 
 def join_writers(job: Job, marker: str) -> None:
-    """Take the shared lock of a job's writers until this process ends. To be called once.
-
-    Args:
-        marker: result of `mark` in the job's process.
-    """
+    """Take the shared lock of a job's writers until this process ends. To be called once."""
     folder = folder_of(job.out)
     if not isinstance(folder, LocalFolder):
         return
     path = os.path.join(folder.root, WRITERS)
-    try:
-        # Never closed, because that would release the lock.
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        content = b""
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}") from None
-    else:
-        content = os.pread(file, 1024, 0)
-    if content != marker.encode():
+    # Never closed, because that would release the lock.
+    file = _opened(path)
+    if file is None or os.pread(file, 1024, 0) != marker.encode():
         raise StoreError(
             f"{job.out}: on {os.uname().nodename} this path is not the job's directory; use a "
             "directory that all machines share, or s3://…"
@@ -108,13 +91,9 @@ def join_writers(job: Job, marker: str) -> None:
 
 def _wait_for_writers(root: str) -> None:
     """Wait until no process of an earlier job writes into the directory."""
-    path = os.path.join(root, WRITERS)
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    file = _opened(os.path.join(root, WRITERS))
+    if file is None:
         return
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}") from None
     try:
         if not _lock_within(file, fcntl.LOCK_EX):
             raise StoreError(
@@ -122,6 +101,16 @@ def _wait_for_writers(root: str) -> None:
             )
     finally:
         os.close(file)
+
+
+def _opened(path: str) -> int | None:
+    """Return the descriptor of an opened file; None: it does not exist."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from None
 
 
 def _lock_within(file: int, how: int) -> bool:
@@ -177,7 +166,5 @@ def _is_taken(root: str) -> StoreError:
 
 
 def _contents(root: str) -> list[str]:
-    """Return the names of the directory's files, without hidden ones, which a job leaves even if it
-    never wrote a shard.
-    """
+    """Return the names of the directory's files, without hidden ones, which any job leaves."""
     return sorted(name for name in os.listdir(root) if not name.startswith("."))

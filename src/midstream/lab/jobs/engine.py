@@ -24,33 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Result of one prompt.
+    """Result of one prompt."""
 
-    Attributes:
-        line: line number in the data, from 1.
-        prompt: text of the prompt; None if the engine does not report it.
-        text: generated text; empty unless prompts are kept.
-        generated_token_ids: generated token ids; the last one was sampled but never computed on.
-        activations: captured rows, [rows, width] at every site.
-    """
-
-    line: int
-    prompt: str | None
+    line: int  # in the data, from 1
+    prompt: str | None  # None if the engine does not report it
     prompt_token_ids: tuple[int, ...]
-    text: str
-    generated_token_ids: tuple[int, ...]
+    text: str  # empty unless prompts are kept
+    generated_token_ids: tuple[int, ...]  # the last one was never computed on
     finish_reason: str | None
     receipt: Receipt
-    activations: Activations = field(repr=False)
+    activations: Activations = field(repr=False)  # [rows, width] at every site
 
 
 class Engine(Protocol):
-    """An engine that serves one job.
-
-    Attributes:
-        origin: model and versions that the rows are from.
-        window: number of unfinished prompts that keeps the engine busy.
-    """
+    """An engine that serves one job; `window` unfinished prompts keep it busy."""
 
     @property
     def origin(self) -> Origin: ...
@@ -111,7 +98,6 @@ class VllmEngine:
     """Engine of a job on a `midstream.LLM`, which nothing else may use at the same time."""
 
     def __init__(self, llm: LLM, job: Job) -> None:
-        """Create an engine."""
         from midstream import SamplingParams
 
         self._llm = llm

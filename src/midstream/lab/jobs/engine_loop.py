@@ -21,7 +21,6 @@ class EngineLoop(Generic[T]):
         self._running: dict[int, T] = {}
 
     def __len__(self) -> int:
-        """Return the number of unfinished prompts."""
         return len(self._running)
 
     @property
@@ -30,7 +29,6 @@ class EngineLoop(Generic[T]):
         return max(0, self._engine.window - len(self._running))
 
     def add(self, context: T, record: Record) -> None:
-        """Add a prompt."""
         self._engine.add(record)
         self._running[record.line] = context
 
@@ -46,7 +44,6 @@ class EngineLoop(Generic[T]):
         return rejected
 
     def step(self) -> list[tuple[T, Reply | Failed]]:
-        """Run the engine for a while; return the prompts that finished."""
         if not self._running:
             return []
         return [(self._running.pop(reply.line), reply) for reply in self._engine.step()]

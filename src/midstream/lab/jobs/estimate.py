@@ -35,24 +35,16 @@ DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
 @dataclass(frozen=True, slots=True)
 class JobEstimate:
-    """What a job writes, at most: a generated text may end early.
-
-    Attributes:
-        lines: number of lines; `failed`: of those without rows; `problem`: why the first has none.
-        rows: captured rows, of all sites and layers.
-        token_bytes: encoded size in bytes of the rows of one token; `nbytes`: of all rows.
-        stored_bytes: size of the store in bytes, approximately.
-        free_bytes: free bytes where the store will be; None: it is not in a directory.
-    """
+    """What a job writes, at most: a generated text may end early. Sizes are in bytes."""
 
     lines: int
-    failed: int
-    problem: str
-    rows: int
-    token_bytes: int
-    nbytes: int
-    stored_bytes: int
-    free_bytes: int | None
+    failed: int  # of the lines
+    problem: str  # why the first of them has no rows
+    rows: int  # of all sites and layers
+    token_bytes: int  # of one token, encoded
+    nbytes: int  # of all rows, encoded
+    stored_bytes: int  # of the store, approximately
+    free_bytes: int | None  # None: it is not in a directory
 
 
 def estimate_job(job: Job) -> JobEstimate:

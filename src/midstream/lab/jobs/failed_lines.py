@@ -18,12 +18,7 @@ _CUT = b'{"line": '
 
 
 class Failures:
-    """Writer of `{"line": 17, "reason": "…"}`, one JSON line per failed line, unbuffered.
-
-    Attributes:
-        path: path of the file; None: failed lines are only counted.
-        count: number of failed lines.
-    """
+    """Writer of `{"line": 17, "reason": "…"}`, one for each failed line; no path: only counts."""
 
     def __init__(self, path: str | None) -> None:
         """Check that the file can be written, without writing it."""
@@ -47,7 +42,6 @@ class Failures:
                 os.unlink(self.path)
 
     def add(self, failed: Failed) -> None:
-        """Count and list a failed line."""
         self.count += 1
         if self.path is None:
             return
@@ -59,7 +53,6 @@ class Failures:
             self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
 

@@ -146,8 +146,11 @@ class Job:
             raise SpecError("capture", "a store has activations; give a `Capture`")
         if self.capture.heads is not None:
             raise SpecError("capture.heads", "leave out: a store has whole vectors")
-        for name, least in (("max_tokens", 1), ("limit", 1)):
-            _check_count(name, getattr(self, name), least)
+        with at("max_tokens"):
+            read_count(self.max_tokens, 1)
+        if self.limit is not None:
+            with at("limit"):
+                read_count(self.limit, 1)
         with at("tag"):
             read_name(self.tag)
         if not 0 <= self.flush_seconds <= 86400:
@@ -191,10 +194,3 @@ class Job:
                 if name not in _HARMLESS_ARGUMENTS
             },
         }
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if value is None and name == "limit":
-        return
-    with at(name):
-        read_count(value, least)

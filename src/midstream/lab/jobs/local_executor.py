@@ -17,26 +17,15 @@ from midstream.lab.jobs.store_writer import StoreWriter
 
 @dataclass(frozen=True, slots=True)
 class CapturedLine:
-    """A captured line.
+    """A captured line."""
 
-    Attributes:
-        line: line number in the data, from 1.
-        rows: number of captured rows.
-        nbytes: size of the encoded rows in bytes.
-    """
-
-    line: int
+    line: int  # number in the data, from 1
     rows: int
-    nbytes: int
+    nbytes: int  # of the encoded rows
 
 
 class Executor(Protocol):
-    """Captures prompts and writes their rows into the store.
-
-    Attributes:
-        window: number of unfinished prompts that keeps the executor busy.
-        stored: number of lines that are durably in the store.
-    """
+    """Captures prompts and writes their rows; `window` unfinished prompts keep it busy."""
 
     @property
     def window(self) -> int: ...
@@ -45,11 +34,7 @@ class Executor(Protocol):
     def stored(self) -> int: ...
 
     def add(self, request: str, record: Record) -> None:
-        """Add a prompt.
-
-        Args:
-            request: request id to store the rows under.
-        """
+        """Add a prompt, whose rows are stored under a request id."""
         ...
 
     def step(self) -> Sequence[CapturedLine | Failed]:
@@ -57,9 +42,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> Sequence[CapturedLine | Failed]:
-        """Write all captured rows and drop unfinished prompts; return the lines that finished in
-        the meantime.
-        """
+        """Write captured rows and drop unfinished prompts; return lines that finished meanwhile."""
         ...
 
 
@@ -67,7 +50,6 @@ class LocalExecutor:
     """Executor with one engine in this process and a store writer."""
 
     def __init__(self, job: Job, engine: Engine) -> None:
-        """Open the store."""
         self._engine = engine
         self._writer = StoreWriter(job, engine.origin)
         self._loop: EngineLoop[str] = EngineLoop(engine)  # with request ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -23,11 +22,7 @@ class Display:
     """A `Watch` that prints progress and failures."""
 
     def __init__(self, console: Console, errors: str | None) -> None:
-        """Create a display.
-
-        Args:
-            errors: path of the file that lists all failures; None: there is none.
-        """
+        """Create a display; `errors` is the path of the file that lists all failures."""
         self._console = console
         self._errors = errors
         self._meter = Meter()
@@ -47,9 +42,7 @@ class Display:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def moved(self, counts: Counts) -> None:
@@ -84,7 +77,6 @@ class Display:
 
 
 def describe(counts: Counts, meter: Meter) -> str:
-    """Return a job's progress as one line."""
     total = "" if counts.total is None else f"/{counts.total:,}"
     parts = [f"{counts.done:,}{total} lines"]
     if counts.failed:
@@ -97,7 +89,6 @@ def describe(counts: Counts, meter: Meter) -> str:
 
 
 def conclude(summary: Summary) -> str:
-    """Return the final message of a job."""
     counts = summary.counts
     stored = counts.skipped + counts.stored
     of = "" if counts.total is None else f" of {counts.total:,}"

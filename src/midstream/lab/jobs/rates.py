@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import replace
 
 from midstream.lab.jobs.run import Counts
 
@@ -11,41 +11,31 @@ from midstream.lab.jobs.run import Counts
 _WINDOW = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    seconds: float
-    lines: int
-    rows: int
-    nbytes: int
-
-
 class Meter:
     """Moving averages over the last `_WINDOW` seconds."""
 
     def __init__(self) -> None:
-        self._samples: deque[_Sample] = deque([_Sample(0.0, 0, 0, 0)])
+        self._samples: deque[Counts] = deque([Counts()])
 
     def note(self, counts: Counts) -> None:
         """Record the progress; to be called often."""
-        # Lines that were stored before took no time.
-        lines = counts.captured + counts.failed
-        self._samples.append(_Sample(counts.seconds, lines, counts.rows, counts.nbytes))
+        self._samples.append(replace(counts))
         while len(self._samples) > 2 and self._samples[1].seconds < counts.seconds - _WINDOW:
             self._samples.popleft()
 
     @property
     def rows(self) -> float:
-        """Rows per second."""
         return self._rate(self._samples[-1].rows - self._samples[0].rows)
 
     @property
     def nbytes(self) -> float:
-        """Bytes per second."""
         return self._rate(self._samples[-1].nbytes - self._samples[0].nbytes)
 
     def left(self, counts: Counts) -> float | None:
         """Return the estimated remaining time in seconds; None if it is unknown."""
-        lines = self._rate(self._samples[-1].lines - self._samples[0].lines)
+        # Lines that were stored before took no time.
+        first, last = self._samples[0], self._samples[-1]
+        lines = self._rate(last.done - last.skipped - (first.done - first.skipped))
         if counts.total is None or not lines:
             return None
         return max(0, counts.total - counts.done) / lines

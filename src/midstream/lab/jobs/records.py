@@ -16,36 +16,22 @@ _MOST_NAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A line with a prompt.
+    """A line with a prompt: a text, or messages of a conversation."""
 
-    Attributes:
-        line: line number in the data, from 1.
-        prompt: text, or messages of a conversation.
-    """
-
-    line: int
+    line: int  # number in the data, from 1
     prompt: Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A line without captured rows.
+    """A line without captured rows."""
 
-    Attributes:
-        line: line number in the data, from 1.
-        reason: what is wrong with the line, or what failed.
-    """
-
-    line: int
+    line: int  # number in the data, from 1
     reason: str
 
 
 def read_text(line: int, text: bytes, field: str, chat: bool) -> Record | Failed:
-    """Parse one JSON line: an object with the prompt in a field, or the prompt itself.
-
-    Args:
-        line: line number, from 1.
-    """
+    """Parse one JSON line: an object with the prompt in a field, or the prompt itself."""
     try:
         value = read_json(text)
         if isinstance(value, Mapping):
@@ -91,6 +77,5 @@ def read_prompt(value: object, chat: bool) -> Prompt:
 
 
 def _some(names: Mapping[str, Any]) -> str:
-    """Return up to `_MOST_NAMES` names as text for a message."""
     shown = listed(str(name)[:40] for name in list(names)[:_MOST_NAMES])
     return f"{shown}, …" if len(names) > _MOST_NAMES else shown or "none"

@@ -42,7 +42,6 @@ class Identity:
         return int.from_bytes(whole.digest()[:8], "big")
 
     def id(self, record: Record) -> str:
-        """Return the request id of a line."""
         return f"{record.line:09d}-{self.digest(record):016x}"
 
 
@@ -50,11 +49,7 @@ class CompletedLines:
     """Lines that a store already contains. Takes 16 bytes of memory per line."""
 
     def __init__(self, job: Job, store: Store | None) -> None:
-        """Read the request ids of a store.
-
-        Args:
-            store: its store; None: empty.
-        """
+        """Read the request ids of a store; None: an empty one."""
         self._root = "" if store is None else store.root
         self._identity = Identity(job)
         requests = () if store is None else store.requests
@@ -69,7 +64,6 @@ class CompletedLines:
         return len(self._lines)
 
     def has(self, record: Record) -> bool:
-        """Return whether a line is in the store."""
         place = int(np.searchsorted(self._lines, record.line))
         if place == len(self._lines) or self._lines[place] != record.line:
             return False
@@ -104,7 +98,6 @@ class CompletedLines:
 
 
 def _check_terms(job: Job, req: StoredRequest) -> None:
-    """Compare the job's terms with those of a stored request."""
     stored = req.metadata.get(TERMS)
     if not isinstance(stored, dict):
         raise StoreError(

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import filterfalse, islice
 from typing import IO, Any, Protocol
@@ -92,12 +93,7 @@ class Lines:
     """JSON lines of a file or of standard input."""
 
     def __init__(self, job: Job, path: str | None) -> None:
-        """Check that the file can be read.
-
-        Args:
-            job: the job, which names the prompt's field.
-            path: path of the file; None: standard input.
-        """
+        """Check that the file can be read; None: standard input."""
         self._field, self._chat = job.column, job.chat
         self._path = path
         self._limit = job.limit
@@ -119,16 +115,11 @@ class Lines:
             return sum(1 for _ in islice(lines, self._limit))
 
     def __iter__(self) -> Iterator[Record | Failed]:
-        if self._path is None:
-            yield from self._read(sys.stdin.buffer)
-            return
-        with _open(self._path) as file:
-            yield from self._read(file)
-
-    def _read(self, file: Iterable[bytes]) -> Iterator[Record | Failed]:
-        for number, line in enumerate(_without_mark(file), 1):
-            if not line.isspace():
-                yield read_text(number, line.rstrip(b"\r\n"), self._field, self._chat)
+        path = self._path
+        with nullcontext(sys.stdin.buffer) if path is None else _open(path) as file:
+            for number, line in enumerate(_without_mark(file), 1):
+                if not line.isspace():
+                    yield read_text(number, line.rstrip(b"\r\n"), self._field, self._chat)
 
 
 class ParquetRows:
@@ -137,11 +128,6 @@ class ParquetRows:
     can_be_read_again = True
 
     def __init__(self, job: Job, path: str) -> None:
-        """Check the file and its columns.
-
-        Args:
-            job: the job, which names the prompt column.
-        """
         self._field, self._chat = job.column, job.chat
         self._path = path
         file = self._open()
@@ -180,12 +166,7 @@ class HubRows:
     can_be_read_again = True
 
     def __init__(self, job: Job, name: str) -> None:
-        """Open the dataset and check its columns.
-
-        Args:
-            job: the job, which names column, subset and split.
-            name: name or folder of the dataset.
-        """
+        """Open the dataset, by its name or folder, and check its columns."""
         self._field, self._chat = job.column, job.chat
         try:
             from datasets import load_dataset

@@ -26,18 +26,9 @@ _CALL_SECONDS, _CLOSE_SECONDS = 600.0, 3600.0
 
 
 class StoreWriter:
-    """Delivers replies to a store sink, which writes them in its own thread.
-
-    Attributes:
-        stored: number of replies that are durably in the store.
-    """
+    """Delivers replies to a store sink, which writes in its own thread; `stored` are durable."""
 
     def __init__(self, job: Job, origin: Origin) -> None:
-        """Open the store.
-
-        Args:
-            origin: model and versions that the rows are from.
-        """
         sink = StoreSink(job.out, prompts=job.keep_prompts)
         sink.open(origin)
         self._queue = SinkQueue(
@@ -50,22 +41,14 @@ class StoreWriter:
         self.stored = 0
 
     def nbytes(self, counts: Mapping[Tap, int]) -> int:
-        """Return the size of encoded rows in bytes.
-
-        Args:
-            counts: number of rows by (site, layer).
-        """
+        """Return the size of this many encoded rows by tap, in bytes."""
         return sum(
             count * self._codec.row_bytes(self._origin.width(tap), self._dtype)
             for tap, count in counts.items()
         )
 
     def put(self, request: str, reply: Reply) -> tuple[int, int]:
-        """Queue a reply to be written; block while the queue is full.
-
-        Returns:
-            (number of rows, size of the encoded rows in bytes).
-        """
+        """Queue a reply, blocking while the queue is full; return its rows and encoded bytes."""
         rows = reply.activations
         counts = rows.counts()
         count, nbytes = sum(counts.values()), self.nbytes(counts)

@@ -1,7 +1,4 @@
-"""The report: captures pairs of texts, fits a direction, steers along it, and shows what happened.
-
-`midstream report` makes it of one's own pairs, and `midstream demo` of sentences of its own.
-"""
+"""The report: captures pairs of texts, fits a direction, steers along it, and shows the effect."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from midstream.lab.report.result import RequestReceipt, Result
@@ -67,6 +66,7 @@ def python_code(result: Result) -> str:
         return json.dumps(value) if isinstance(value, str) else repr(value)
 
     arguments = "".join(f", {name}={text(value)}" for name, value in result.arguments.items())
+    strongest = max(result.scales) or min(result.scales)  # not 0, also of negative ones alone
     return (
         "from midstream import LLM, Directions, SamplingParams\n\n"
         f"llm = LLM({text(result.source)}{arguments})\n"
@@ -74,18 +74,12 @@ def python_code(result: Result) -> str:
         f"params = SamplingParams(temperature=0, max_tokens={result.max_tokens})\n"
         f"question = {text(result.questions[0].prompt)}\n"
         'chat = [{"role": "user", "content": question}]\n'
-        f'steer = direction.steer({_strongest(result.scales)!r}, phase="all")\n'
+        f'steer = direction.steer({strongest!r}, phase="all")\n'
         "print(llm.chat(chat, params, steer=steer)[0].outputs[0].text)\n"
     )
 
 
-def _strongest(scales: Sequence[float]) -> float:
-    """Return the largest strength; that of a page with negative ones alone is not 0."""
-    return max(scales) or min(scales)
-
-
 def prompts_section(result: Result) -> str:
-    """All texts and questions."""
     positive, negative = result.classes
     words = (
         f"{len(result.pairs)} pairs, captured as plain text at the last token, and"
@@ -159,13 +153,11 @@ def _of(counts: tuple[int, int]) -> str:
 
 
 def _count_rows(content: dict[str, Any]) -> tuple[int, int]:
-    """Return the numbers of captured rows and of requested rows."""
     captured = content.get("captured") or ()
     return sum(c["actual"] for c in captured), sum(c["expected"] for c in captured)
 
 
 def _count_edits(content: dict[str, Any]) -> tuple[int, int]:
-    """Return the numbers of applied edits and of requested edits."""
     edited = content.get("edited") or {"applied": 0, "expected": 0}
     return edited["applied"], edited["expected"]
 

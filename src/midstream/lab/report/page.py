@@ -30,7 +30,6 @@ SECTIONS = {
 
 
 def render(result: Result) -> str:
-    """Return the whole HTML document."""
     body = _header(result) + "\n".join(
         tag("section", tag("h2", escape(title)) + make(result), id=name)
         for name, (title, make) in SECTIONS.items()

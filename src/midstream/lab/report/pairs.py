@@ -21,10 +21,7 @@ class Pair(NamedTuple):
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Read a JSONL file: on each line `{"positive": "…", "negative": "…"}`.
-
-    Empty lines are skipped.
-    """
+    """Read a JSONL file: `{"positive": "…", "negative": "…"}` on each line that is not empty."""
     pairs = []
     for place, line in _lines(path):
         try:

@@ -12,13 +12,7 @@ from midstream.lab.report.pairs import Pair
 
 @dataclass(frozen=True)
 class TokenMap:
-    """One text, token by token, against the direction at every layer.
-
-    Attributes:
-        tokens: the tokens as text, one per column.
-        cosine: `[layers][tokens]`, see `Directions.cosine`.
-        projection: `[layers][tokens]`, see `Directions.project`.
-    """
+    """One text, token by token, against the direction at every layer: `[layers][tokens]`."""
 
     title: str
     tokens: list[str]
@@ -28,23 +22,13 @@ class TokenMap:
 
 @dataclass(frozen=True)
 class Answer:
-    """One question answered at one strength.
+    """One question answered at one strength."""
 
-    Attributes:
-        scale: multiple of the direction that was added to each token's vector; 0 for none.
-        reading: mean projection of the text's tokens when the unsteered model reads them; None for
-            a text that is too short.
-        logprob: mean log-probability of the text's tokens in nats, given the question, under the
-            unsteered model; None for a text without tokens.
-        repetition: share of the runs of three tokens that occurred before in the text, 0 to 1;
-            None for a text of fewer than three tokens.
-    """
-
-    scale: float
+    scale: float  # multiple of the direction that was added; 0: none
     text: str
-    reading: float | None
-    logprob: float | None = None
-    repetition: float | None = None
+    reading: float | None  # mean projection, unsteered; None: too short
+    logprob: float | None = None  # mean of the tokens, unsteered, in nats
+    repetition: float | None = None  # share of repeated trigrams, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -65,47 +49,30 @@ class RequestReceipt:
 
 @dataclass(frozen=True)
 class Result:
-    """Everything the report shows.
-
-    Attributes:
-        model: name of the model or its folder.
-        versions: versions of the relevant packages, by name.
-        settings: the engine's settings in words, by name.
-        classes: names of the positive and the negative class.
-        pairs: the texts that the direction was fitted on, (positive, negative).
-        num_folds: number of folds of the cross-validation.
-        stream_norm: mean length of the vectors that the direction was fitted on.
-        token_maps, questions, receipts: texts token by token, answers, and receipts.
-        source: what `LLM` loads: a folder or a name.
-        arguments: further arguments of `LLM`.
-        command: the command that made the result; empty: unknown.
-        vectors: bytes of the file that `Directions.save` wrote.
-        gguf: bytes of the file that `Directions.to_gguf` wrote, without layer 0; None if the
-            package gguf is not installed.
-    """
+    """Everything the report shows."""
 
     model: str
-    versions: dict[str, str]
-    settings: dict[str, str]
+    versions: dict[str, str]  # of packages, by name
+    settings: dict[str, str]  # of the engine, in words
     started: str
     seconds: dict[str, float]
-    classes: tuple[str, str]
+    classes: tuple[str, str]  # positive and negative
     pairs: list[Pair]
     num_folds: int
     scores: tuple[LayerScore, ...]
     best_layer: int
     layer: int
     gap_norm: float
-    stream_norm: float
+    stream_norm: float  # mean length of the vectors that were fitted
     token_maps: list[TokenMap]
     questions: list[Question]
     receipts: list[RequestReceipt]
-    source: str
-    arguments: dict[str, Any]
+    source: str  # what `LLM` loads: a folder or a name
+    arguments: dict[str, Any]  # further ones of `LLM`
     max_tokens: int
-    command: str
-    vectors: bytes
-    gguf: bytes | None
+    command: str  # that made the result; empty: unknown
+    vectors: bytes  # file that `Directions.save` wrote
+    gguf: bytes | None  # file that `Directions.to_gguf` wrote; None: gguf is not installed
 
     @property
     def scales(self) -> list[float]:
@@ -113,11 +80,7 @@ class Result:
         return [answer.scale for answer in self.questions[0].answers]
 
     def values_of(self, name: str) -> list[list[float]]:
-        """Return a number of each answer, `reading`, `logprob` or `repetition`.
-
-        Returns:
-            [questions][strengths]; NaN where an answer has none.
-        """
+        """Return a number of each answer, [questions][strengths]; NaN where an answer has none."""
         return [
             [_number(getattr(answer, name)) for answer in question.answers]
             for question in self.questions
@@ -132,7 +95,6 @@ class Result:
         return means
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but the two files as plain values."""
         fields = asdict(self)
         fields.pop("vectors")
         fields.pop("gguf")

@@ -28,30 +28,18 @@ Stage = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class ReportPlan:
-    """What to do on an engine.
-
-    Attributes:
-        model: name of the model, for the report.
-        pairs, questions: texts to capture, and questions to answer.
-        classes: names of the positive and the negative class.
-        shown_pair: index of the pair that the report shows token by token.
-        scales: strengths, in multiples of the distance between the two class means.
-        layer: layer to steer; None for the layer that separates best.
-        num_folds: number of the folds; at most one per pair.
-        versions, settings: descriptions for the report, by name.
-        source, arguments, command: see `Result`.
-    """
+    """What to do on an engine; see `Result` for what the report shows."""
 
     model: str
     pairs: Sequence[Pair]
     questions: Sequence[str]
     classes: tuple[str, str] = ("positive", "negative")
-    shown_pair: int = 0
-    scales: tuple[float, ...] = (-2.0, -1.0, 1.0, 2.0)
-    layer: int | None = None
+    shown_pair: int = 0  # index of the pair that is shown token by token
+    scales: tuple[float, ...] = (-2.0, -1.0, 1.0, 2.0)  # in distances between the class means
+    layer: int | None = None  # None: the one that separates best
     max_tokens: int = 40
     seed: int = 0
-    num_folds: int = 6
+    num_folds: int = 6  # at most one per pair
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     source: str = ""
@@ -60,7 +48,6 @@ class ReportPlan:
 
 
 def run(engine: ReportEngine, plan: ReportPlan, stage: Stage) -> Result:
-    """Run the whole job on a started engine, and return its result."""
     started = time.strftime("%Y-%m-%d %H:%M %Z")
     job = _Job(engine, plan, stage)
     with job.timed(f"capturing {2 * len(plan.pairs)} texts at all layers", "capture"):
@@ -116,10 +103,7 @@ class _Job:
         self.seconds[key] = time.perf_counter() - start
 
     def capture_pairs(self) -> list[EngineReply]:
-        """Capture every pair, and return the replies in the order p0, n0, p1, n1, …
-
-        The pair that the report shows is captured at all tokens, the others at their last token.
-        """
+        """Capture every pair at its last token, the shown one at all; return p0, n0, p1, n1, …"""
         requests = [
             Request(
                 name=f"pair {index + 1}, {name}",
@@ -132,11 +116,7 @@ class _Job:
         return self._run(requests)
 
     def write(self, fitted: Directions, layer: int) -> list[list[EngineReply]]:
-        """Generate all answers in one mixed batch.
-
-        Returns:
-            For each question, its answers by rising strength.
-        """
+        """Generate all answers in one batch; return those of each question by rising strength."""
         vector = torch.from_numpy(fitted[layer].vector)
         requests = [
             Request(
@@ -155,11 +135,7 @@ class _Job:
     def read_back(
         self, written: list[list[EngineReply]], fitted: Directions, layer: int
     ) -> list[Question]:
-        """Read each answer with the unsteered model, alone and after its question.
-
-        Returns:
-            The questions, with their answers, readings and log-probabilities.
-        """
+        """Read each answer with the unsteered model, alone and after its question."""
         replies = [reply for row in written for reply in row]
         readings = self._readings([reply.text.strip() for reply in replies], fitted, layer)
         asked = [self._encode_chat(question) for question in self.plan.questions]
@@ -263,7 +239,6 @@ class _Job:
 
 
 def _repetition(token_ids: list[int]) -> float | None:
-    """Return the share of the runs of three tokens that occurred before."""
     runs = list(zip(token_ids, token_ids[1:], token_ids[2:], strict=False))
     return 1 - len(set(runs)) / len(runs) if runs else None
 
@@ -307,10 +282,7 @@ def _choose_layer(fitted: Directions, wanted: int | None) -> int:
 
 
 def _mean_reading(reply: EngineReply, fitted: Directions, layer: int) -> float:
-    """Return the mean projection at `layer` of all tokens but the first.
-
-    The first token is an attention sink: its vector is huge, and the same for every text.
-    """
+    """Return the mean projection of all tokens but the first, an attention sink of huge norm."""
     return float(fitted.project(_rows(reply))[layer, 1:].mean())
 
 

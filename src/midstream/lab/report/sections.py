@@ -109,7 +109,6 @@ def color_limit(token_maps: list[TokenMap]) -> float:
 
 
 def effect_section(result: Result) -> str:
-    """Effect and coherence of the answers by strength."""
     positive, negative = result.classes
     words = (
         "The same questions at temperature 0, all strengths in one batch. Strength 1 adds the whole"
@@ -151,7 +150,6 @@ def _by_strength(result: Result, name: str, title: str, y_title: str) -> viz.Pic
 
 
 def answers_section(result: Result) -> str:
-    """Every answer, side by side by strength."""
     words = (
         "Beside each answer are its reading and its log-probability per token, in nats, under the"
         " model without steering."

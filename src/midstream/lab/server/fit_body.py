@@ -31,29 +31,18 @@ _KNOWN = (*_REQUIRED, *_OPTIONS, "name", "model")
 
 @dataclass(frozen=True)
 class FitBody:
-    """One request for a fit.
-
-    Attributes:
-        positive, negative: the prompts of both classes: texts, lists of token ids, or chats.
-        options: the other arguments of `Directions.fit_async`.
-        name: name under which the vectors are registered; None: they are not.
-        model: name of the model, or of an adapter; None: the model.
-    """
+    """One request for a fit."""
 
     positive: Sequence[Any]
     negative: Sequence[Any]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of `Directions.fit_async`
     capture: Capture
-    name: str | None
-    model: str | None
+    name: str | None  # to register the vectors under; None: they are not
+    model: str | None  # or an adapter; None: the model
 
 
 def read_fit(value: object, most: int) -> FitBody:
-    """Parse the JSON of a body: arguments of `Directions.fit`, and `name` and `model`.
-
-    Args:
-        most: limit for the prompts of both classes together.
-    """
+    """Parse a body: arguments of `Directions.fit`, `name` and `model`; at most `most` prompts."""
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected an object of a fit's arguments, got {kind(value)}")
     check_fields(value, _KNOWN, _REQUIRED)

@@ -23,12 +23,6 @@ _ONE_ROW = ("last_prompt", "last")
 
 
 async def run_fit(server: Server, body: FitBody, lora_request: Any, client: str) -> Directions:
-    """Capture the prompts of a fit, and return its directions.
-
-    Args:
-        lora_request: the adapter of all runs; None: none.
-        client: id of the client, for the log.
-    """
     began = time.monotonic()
     prompts = await in_thread(_tokenized, server, body)
     _check_bytes(
@@ -77,7 +71,6 @@ class _YieldingEngine:
 
 
 def _tokenized(server: Server, body: FitBody) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the token ids of the prompts of both classes."""
     token_ids: list[list[list[int]]] = []
     for path, prompts in (("positive", body.positive), ("negative", body.negative)):
         token_ids.append([])
@@ -89,9 +82,7 @@ def _tokenized(server: Server, body: FitBody) -> tuple[list[list[int]], list[lis
 
 
 def _template(server: Server, prompt: Any) -> Mapping[str, Any]:
-    """Return arguments of the chat template: an answer at the end of a chat goes on, else the
-    assistant's turn begins.
-    """
+    """Return arguments of the chat template: a last answer goes on, else the assistant begins."""
     if not is_chat(prompt):
         return {}
     for index, message in enumerate(prompt):

@@ -34,32 +34,20 @@ _LONG_PROBLEM = 500  # most characters of a problem that is vLLM's
 
 @dataclass
 class ServedSweep:
-    """One sweep.
-
-    Attributes:
-        lora_request: the adapter of all runs; None: none.
-        id: its id, for the log and the client.
-        cells: number of cells whose value is known.
-        sweep: the whole sweep, once it is known.
-    """
+    """One sweep."""
 
     server: Server
     prepared: Any
     lora_request: Any
     client: str
     id: str = field(default_factory=lambda: f"sweep-{uuid.uuid4().hex}")
-    cells: int = 0
-    sweep: Sweep | None = None
+    cells: int = 0  # number whose value is known
+    sweep: Sweep | None = None  # once it is known as a whole
 
     @staticmethod
     async def prepare(
         server: Server, scope: Scope, body: SweepBody, lora_request: Any
     ) -> ServedSweep:
-        """Check a sweep against the engine.
-
-        Args:
-            lora_request: the adapter of all runs; None: none.
-        """
         llm, request = server.llm, body.request
         source = request.source.prompt if isinstance(request.source, PromptSource) else None
         template = dict(body.template)
@@ -81,10 +69,7 @@ class ServedSweep:
         return ServedSweep(server, prepared_sweep, lora_request, server.client_of(scope))
 
     async def events(self) -> AsyncGenerator[list[Event], None]:
-        """Carry it out, and yield its events: some at a time, as they become known.
-
-        Closing it early ends all runs.
-        """
+        """Carry it out, yielding events as they become known; closing it early ends all runs."""
         known: asyncio.Queue[Event | None] = asyncio.Queue()
         began, status = time.monotonic(), "aborted"
         work = asyncio.ensure_future(self._work(known))
@@ -116,7 +101,6 @@ class ServedSweep:
             )
 
     async def _work(self, known: asyncio.Queue[Event | None]) -> Sweep:
-        """Carry it out, putting events into the queue."""
         server, llm = self.server, self.server.llm
         scheduler = llm.vllm_config.scheduler_config
         by_priority = scheduler.policy == "priority"
@@ -180,9 +164,7 @@ def whole(sweep: Sweep) -> dict[str, Any]:
 
 
 def error_of(error: Exception) -> HttpError:
-    """Return the answer to an exception; others than midstream's and vLLM's for a client's mistake
-    are raised again.
-    """
+    """Return the answer to a mistake of the client; other exceptions are raised again."""
     if isinstance(error, ValueError) and not isinstance(error, MidstreamError):
         return HttpError(400, str(error)[:_LONG_PROBLEM])
     return HttpError.of(error)

@@ -23,25 +23,17 @@ _KNOWN = (*_REQUIRED, *OPTIONS, "model", "stream", *_TEMPLATE)
 
 @dataclass(frozen=True)
 class SweepBody:
-    """One request for a sweep.
-
-    Attributes:
-        prompt: the prompt that is patched: text, token ids or messages.
-        model: name of the model, or of an adapter; None: the model.
-        stream: whether cells are sent one by one.
-    """
+    """One request for a sweep."""
 
     prompt: Any
     request: SweepRequest
-    model: str | None
-    stream: bool
+    model: str | None  # or an adapter; None: the model
+    stream: bool  # whether cells are sent one by one
     template: Mapping[str, Any]
 
 
 def read_sweep(value: object) -> SweepBody:
-    """Parse the JSON of a body: the fields of `SweepRequest.parse`, and `prompt`, `model`, `stream`
-    and arguments of the chat template.
-    """
+    """Parse a body: `prompt`, `model`, `stream`, template arguments, and a `SweepRequest`."""
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected an object of a sweep's arguments, got {kind(value)}")
     fields = one_spelling(value, _KNOWN)

@@ -13,12 +13,9 @@ Align = Literal["exact", "suffix", "prefix"] | tuple[tuple[int, int], ...]
 
 
 def read_align(value: object) -> Align:
-    """Read "exact", "suffix", "prefix", or a mapping {target position: source position}.
+    """Read a word, or a mapping {target position: source position} as pairs in its order.
 
     In JSON the target positions are `str`. Negative positions count from the end of their prompt.
-
-    Returns:
-        The word; or the pairs of a mapping, in its order.
     """
     if not isinstance(value, Mapping):
         word: Literal["exact", "suffix", "prefix"]
@@ -46,14 +43,7 @@ def emit_align(align: Align) -> object:
 
 
 def align_positions(align: Align, target: int, source: int) -> dict[int, int]:
-    """Return the source position of each target position that has one.
-
-    Args:
-        align: "exact": the prompts are of the same length; "suffix": their last tokens are at each
-            other's place; "prefix": their first ones; or pairs of (target, source) positions.
-        target: number of tokens of the prompt that is patched.
-        source: number of tokens of the prompt that the rows are of.
-    """
+    """Return the source position of each target position that has one, for two lengths."""
     if align == "exact":
         if target != source:
             raise SpecError(

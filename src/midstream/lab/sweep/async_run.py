@@ -28,15 +28,7 @@ async def run_job(
     on_cell: OnCell | None = None,
     turn: Turn = nullcontext,
 ) -> Sweep:
-    """Carry out a sweep. If one run fails, or the caller is cancelled, the others are cancelled.
-
-    Args:
-        output_of: returns the output of a run, given arguments of vLLM's `generate` besides those
-            of all runs.
-        at_once: number of runs at the same time.
-        on_start: called with the job when its unpatched runs are known.
-        on_cell: called with each cell and its value.
-    """
+    """Carry out a sweep. If one run fails, or the caller is cancelled, the others are cancelled."""
 
     async def output(run: SweepRun) -> Any:
         async with turn() as more:

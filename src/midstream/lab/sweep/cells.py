@@ -26,40 +26,29 @@ MAX_GROUPED = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SweepCell:
-    """One patch.
+    """One patch."""
 
-    Attributes:
-        index: index of its value in the grid.
-        head: the head that is patched; None: all of them.
-        feature: the feature of the request's SAE that is patched; None: the vector is.
-    """
-
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # of its value in the grid
     tap: Tap
     positions: tuple[int, ...]
-    head: int | None = None
-    feature: int | None = None
+    head: int | None = None  # None: all of them
+    feature: int | None = None  # of the request's SAE; None: the vector is patched
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The cells of a sweep.
-
-    Attributes:
-        places: the patched positions of each label of "position".
-        cells: the cells that can be patched, in the order in which they run: those whose first
-            position is last come first. A run shares the KV cache of the unpatched prompt before
-            its first patched position, and the cache drops first what was used longest ago.
+    """The cells of a sweep, in the order in which they run: those whose first position is last come
+    first. A run shares the KV cache of the unpatched prompt before its first patched position, and
+    the cache drops first what was used longest ago.
     """
 
     dims: tuple[str, ...]
     coords: Mapping[str, list[Any]]
-    places: tuple[tuple[int, ...], ...]
-    cells: tuple[SweepCell, ...]
+    places: tuple[tuple[int, ...], ...]  # patched positions of each label of "position"
+    cells: tuple[SweepCell, ...]  # those that can be patched
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length of each dimension."""
         return tuple(len(self.coords[name]) for name in self.dims)
 
 
@@ -73,9 +62,8 @@ def plan_grid(
 ) -> Grid:
     """Return the cells of a sweep of one prompt.
 
-    Args:
-        has_source: source position of each position that has one; None: all have.
-        rows: source positions with a row, by (site, layer); None: all.
+    `has_source`: source position of each position that has one; None: all have. `rows`: source
+    positions with a row, by (site, layer); None: all.
     """
     taps = frozenset(find_taps(request.layers, Sites(request.sites), shape, "layers", "sites"))
     layers = _layers(request, shape, taps)

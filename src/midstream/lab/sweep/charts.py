@@ -19,27 +19,18 @@ MOST_PANELS = 12
 
 @dataclass(frozen=True)
 class Panel:
-    """One heatmap.
-
-    Attributes:
-        title: what all of its values have in common; may be empty.
-        values: float32 [rows, columns]; nan: an empty cell.
-    """
+    """One heatmap; `title` says what all of its values have in common."""
 
     title: str
     row: str
     column: str
     rows: list[str]
     columns: list[str]
-    values: NDArray[np.float32]
+    values: NDArray[np.float32]  # float32 [rows, columns]; nan: an empty cell
 
 
 def picture_of(panels: Sequence[Panel], title: str, center: float, most: float) -> Picture:
-    """Return the panels as one picture, with the same colours.
-
-    Args:
-        panels: the panels; the first 12 are shown.
-    """
+    """Return the first `MOST_PANELS` panels as one picture, with the same colours."""
     limits = (center - most, center + most)
     pictures = [
         heatmap(
@@ -64,12 +55,7 @@ def picture_of(panels: Sequence[Panel], title: str, center: float, most: float) 
 
 
 def plot(panels: Sequence[Panel], title: str, center: float, most: float, **options: Any) -> Any:
-    """Draw panels side by side, and return matplotlib's figure.
-
-    Args:
-        center: the value in the middle of the colours.
-        options: arguments of `matplotlib.pyplot.subplots`.
-    """
+    """Draw panels side by side with `center` in the middle of the colours; return the figure."""
     MissingExtraError.require("matplotlib", "Sweep.plot")
     from matplotlib import pyplot
 

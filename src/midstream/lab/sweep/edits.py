@@ -22,17 +22,11 @@ from midstream.sites import Tap, show_tap
 
 @dataclass(frozen=True)
 class PatchRows:
-    """What positions are patched with.
+    """What positions are patched with."""
 
-    Attributes:
-        by_tap: float32 [rows, width] by (site, layer).
-        places: row of each source position, by (site, layer); None: one row for all positions.
-        aligned: source position of each position of the prompt.
-    """
-
-    by_tap: Mapping[Tap, NDArray[np.float32]]
-    places: Mapping[Tap, Mapping[int, int]] | None
-    aligned: Mapping[int, int]
+    by_tap: Mapping[Tap, NDArray[np.float32]]  # [rows, width]
+    places: Mapping[Tap, Mapping[int, int]] | None  # row of each source position; None: one
+    aligned: Mapping[int, int]  # source position of each position of the prompt
 
     def of(self, tap: Tap, positions: tuple[int, ...]) -> NDArray[np.float32]:
         """Return the rows of some positions, [positions, width], or one row for all of them."""
@@ -49,12 +43,7 @@ def edits_of(
     shape: ModelShape,
     features: FeaturePatch | None = None,
 ) -> list[Edit]:
-    """Return the edits of a cell, which count once for each of its positions.
-
-    Args:
-        rows: what is written; None: zeros.
-        features: those of the request's SAE; None: it has none.
-    """
+    """Return the edits of a cell, which count once for each of its positions; no rows: zeros."""
     if features is not None:
         assert cell.feature is not None
         values = [request.source.value if isinstance(request.source, NumberSource) else 0.0]
@@ -90,7 +79,6 @@ def edits_of(
 
 
 def check_sizes(request: SweepRequest, taps: frozenset[Tap], shape: ModelShape) -> None:
-    """Check that a mask fits the vectors of all cells."""
     for tap in sorted(taps):
         width = shape.width(tap)
         if request.heads is not None:

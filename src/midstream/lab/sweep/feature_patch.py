@@ -23,7 +23,6 @@ class FeaturePatch:
 
     @staticmethod
     def of(source: FeatureSource, ids: Sequence[int]) -> FeaturePatch:
-        """Return features of a registered SAE."""
         by_id = {}
         for feature_id in ids:
             try:
@@ -62,12 +61,7 @@ class FeaturePatch:
         alpha: float,
         positions: Sequence[int],
     ) -> list[Feature]:
-        """Return edits that make the activation a of a feature (1 − alpha) · a + alpha · value.
-
-        Args:
-            tap: the site and layer of the vectors.
-            values: one for all positions, or one for each.
-        """
+        """Return edits that make the activation a of a feature (1 − alpha) · a + alpha · value."""
         places = [list(positions)] if len(values) == 1 else [[position] for position in positions]
         edits = []
         for value, where in zip(values, places, strict=True):

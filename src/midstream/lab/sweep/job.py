@@ -1,6 +1,4 @@
-"""A sweep as runs: which prompts an engine is given with which plans, and what becomes of their
-outputs. It knows no engine: `midstream.lab.api.sweep` gives it one.
-"""
+"""A sweep as runs: prompts with plans for an engine, and what becomes of their outputs."""
 
 from __future__ import annotations
 
@@ -43,49 +41,34 @@ from midstream.validation import at
 
 @dataclass(frozen=True)
 class SweepPrompt:
-    """A prompt of a sweep.
-
-    Attributes:
-        prompt: its tokens, text and messages, for locating positions.
-    """
+    """A prompt of a sweep, in which positions can be located, and the text of each token."""
 
     prompt: Prompt
     texts: tuple[str, ...]
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The id of each token."""
         assert self.prompt.token_ids is not None
         return self.prompt.token_ids
 
 
 @dataclass(frozen=True)
 class SweepContext:
-    """What a sweep needs to know of its engine.
-
-    Attributes:
-        lookup: returns the vectors of a registered name.
-        open_rows: returns the rows of an earlier request by id; None: there are none.
-    """
+    """What a sweep needs to know of its engine."""
 
     shape: ModelShape
     lookup: Lookup
-    open_rows: OpenRows | None = None
+    open_rows: OpenRows | None = None  # returns the rows of an earlier request by id
     most_cells: int = MAX_CELLS
 
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of an engine.
-
-    Attributes:
-        plan: its plan; None: it has none.
-        cell: the cell that it is of; None: it is unpatched.
-    """
+    """One run of an engine."""
 
     token_ids: tuple[int, ...]
     plan: Plan | None
-    cell: SweepCell | None = None
+    cell: SweepCell | None = None  # None: it is unpatched
 
 
 @dataclass
@@ -110,13 +93,7 @@ class SweepJob:
         source: SweepPrompt | None,
         shown: Metric | None = None,
     ) -> None:
-        """Plan it.
-
-        Args:
-            request: the sweep; the tokens of its metric are ids.
-            source: the source prompt; None: the source is no prompt.
-            shown: the metric as it was given; None: that of the request.
-        """
+        """Plan it; `shown` is the metric as it was given, that of the request has ids as tokens."""
         request, self._features = _with_features(request, context)
         self.request = request
         self._shown = shown or request.metric
@@ -163,7 +140,6 @@ class SweepJob:
         return runs
 
     def begin(self, outputs: Iterable[Any]) -> None:
-        """Read the outputs of `first_runs`."""
         corrupt, *others = outputs
         own = self._read(corrupt)
         clean = None
@@ -193,7 +169,6 @@ class SweepJob:
             yield SweepRun(self._prompt.token_ids, self._plan_of(edits), cell)
 
     def add(self, run: SweepRun, output: Any) -> float:
-        """Read the output of a run, and return its value."""
         value = self._scaled(self._value(self._read(output), output))
         if run.cell is None:
             self._unpatched.append(value)
@@ -202,7 +177,6 @@ class SweepJob:
         return value
 
     def result(self) -> Sweep:
-        """Return the sweep."""
         metric = self._shown
         unpatched = [self._scaled(self._corrupt), *self._unpatched]
         texts = self._prompt.texts
@@ -276,14 +250,8 @@ class SweepJob:
             return []
         assert self._aligned is not None
         cells = self.grid.cells
-        needed = {self._aligned[position] for cell in cells for position in cell.positions}
-        layers: dict[str, set[int]] = {}
-        for cell in cells:
-            layers.setdefault(cell.tap[0], set()).add(cell.tap[1])
-        return [
-            Capture(sorted(site_layers), site, sorted(needed), codec="raw")
-            for site, site_layers in layers.items()
-        ]
+        needed = [self._aligned[position] for cell in cells for position in cell.positions]
+        return captures_of([cell.tap for cell in cells], needed)
 
     def _keep_rows(self, activations: Any) -> None:
         rows, places = {}, {}
@@ -363,6 +331,15 @@ def _named_rows(name: str, lookup: Lookup, taps: Iterable[Tap]) -> dict[Tap, NDA
             except SpecError as error:
                 raise SpecError("", f"{error.problem} (wanted: {show_tap(tap)})") from None
         return rows
+
+
+def captures_of(taps: Iterable[Tap], positions: Iterable[int]) -> list[Capture]:
+    """Return captures of whole rows at all taps, one for each site."""
+    layers: dict[str, set[int]] = {}
+    for site, layer in taps:
+        layers.setdefault(site, set()).add(layer)
+    wanted = sorted(set(positions))
+    return [Capture(sorted(indices), site, wanted, codec="raw") for site, indices in layers.items()]
 
 
 def name_of(metric: Callable[..., Any]) -> str:

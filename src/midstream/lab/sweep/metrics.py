@@ -20,15 +20,10 @@ _WORDS = ("logprob", "logit_diff", "kl", "recovered")
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """What is known of the next-token distribution of one run.
-
-    Attributes:
-        logprobs: natural logarithms of the probabilities of some tokens, by id.
-        every: float32 [vocabulary], those of all tokens; None: not known.
-    """
+    """What is known of the next-token distribution of one run: natural logarithms."""
 
     logprobs: Mapping[int, float] = field(default_factory=dict)
-    every: NDArray[np.float32] | None = None
+    every: NDArray[np.float32] | None = None  # float32 [vocabulary]
 
 
 @dataclass(frozen=True)
@@ -37,12 +32,7 @@ class Metric(ABC):
 
     @abstractmethod
     def value(self, run: NextToken, reference: NextToken) -> float:
-        """Return the metric of a run.
-
-        Args:
-            run: the run.
-            reference: the clean run; where the source is no prompt, the unpatched run.
-        """
+        """Return the metric of a run; the reference is the clean run, or else the unpatched one."""
 
     @abstractmethod
     def emit(self) -> object:
@@ -59,11 +49,7 @@ class Metric(ABC):
         return False
 
     def with_ids(self, _id_of: Callable[[str], int]) -> Metric:
-        """Return the metric with the ids of its tokens.
-
-        Args:
-            _id_of: returns the id of a token's text; raises SpecError if it is not one token.
-        """
+        """Return the metric with ids of tokens; `_id_of` raises SpecError if a text is not one."""
         return self
 
 
@@ -209,11 +195,7 @@ MetricFunction = Callable[[Any], float]
 
 
 def read_metric(value: object) -> Metric:
-    """Read a metric, or its JSON form.
-
-    The form is `{"logprob": token}`, `{"logit_diff": [a, b]}`, `"kl"` or `{"recovered": metric}`;
-    tokens are ids, or texts of one token each.
-    """
+    """Read a metric, or its JSON form, in which tokens are ids, or texts of one token each."""
     if isinstance(value, Metric):
         return value
     if value == "kl":
@@ -237,6 +219,16 @@ def read_metric(value: object) -> Metric:
         "expected LogProb(token), LogitDiff(a, b), KL(), Recovered(metric), or a dict with one of "
         f"{listed(_WORDS)}, got {got}",
     )
+
+
+def check_logprobs_mode(mode: Any) -> None:
+    """Check that an engine with this `logprobs_mode` returns log-probabilities."""
+    if "logprobs" not in str(getattr(mode, "value", mode)):
+        raise SpecError(
+            "metric",
+            f"needs log-probabilities, and this engine has logprobs_mode={mode!r}; start it with "
+            '"raw_logprobs"',
+        )
 
 
 def _read_difference(value: object) -> LogitDiff:

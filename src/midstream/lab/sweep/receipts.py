@@ -13,27 +13,17 @@ from midstream.validation import at, kind, read_fields, read_int, read_word
 
 @dataclass(frozen=True)
 class ReceiptSums:
-    """Sums over the receipts of a sweep's runs.
+    """Sums over the receipts of a sweep's runs; `applied + cached == expected`."""
 
-    Attributes:
-        runs: number of runs that had a plan.
-        status: `ok`, or the worst status of a receipt: `partial` or `error`.
-        expected: number of edits that were asked for, counted once for each token.
-        applied: number of edits that the device counted.
-        cached: number of edits of tokens that the prefix cache had, of an earlier run of the same
-            cell. `applied + cached == expected`.
-    """
-
-    runs: int = 0
-    status: str = "ok"
-    expected: int = 0
-    applied: int = 0
-    cached: int = 0
+    runs: int = 0  # that had a plan
+    status: str = "ok"  # the worst status: `ok`, `partial` or `error`
+    expected: int = 0  # edits that were asked for, once for each token
+    applied: int = 0  # edits that the device counted
+    cached: int = 0  # of tokens in the prefix cache, of an earlier run of the cell
     problems: tuple[str, ...] = ()
 
     @staticmethod
     def of(receipts: Sequence[Receipt]) -> ReceiptSums:
-        """Return the sums over receipts."""
         statuses = {receipt.status for receipt in receipts}
         status = next((word for word in ("error", "partial") if word in statuses), "ok")
         edited = [receipt.edited for receipt in receipts if receipt.edited is not None]

@@ -336,9 +336,7 @@ def _read_heads(value: object) -> tuple[int, ...] | Literal["all"] | None:
 
 
 def _read_mask(value: Any) -> tuple[tuple[int, ...], Vector | None, int | None]:
-    """Return the components of a mask of indices or truth values, or its weights; and the number of
-    its truth values.
-    """
+    """Return the components of a mask, or its weights; and the number of its truth values."""
     if value is None:
         return (), None, None
     dtype = str(getattr(value, "dtype", ""))

@@ -212,7 +212,9 @@ class Sweep:
             where = dict(zip(others, index, strict=True))
             key = tuple(where.get(name, slice(None)) for name in self.dims)
             told = [
-                self._title(name, place) for name, place in where.items() if self._is_told(name)
+                self._title(name, place)
+                for name, place in where.items()
+                if name == "site" or len(self.coords[name]) > 1
             ]
             panel = Panel(", ".join(told), "layer", column, rows, columns, self.values[key])
             panels.append(panel)
@@ -252,9 +254,6 @@ class Sweep:
     def _title(self, name: str, index: int) -> str:
         label = self.labels(name)[index]
         return label if name == "site" else f"{name} {label}"
-
-    def _is_told(self, name: str) -> bool:
-        return name == "site" or len(self.coords[name]) > 1
 
     def _metric_json(self) -> object:
         return {"function": self.metric} if isinstance(self.metric, str) else self.metric.emit()

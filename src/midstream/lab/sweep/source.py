@@ -31,16 +31,11 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """Another prompt, run unpatched: its vectors at the same sites and layers.
-
-    Attributes:
-        prompt: text, token ids, or the messages of a chat.
-    """
+    """Another prompt, run unpatched: its vectors at the same sites and layers."""
 
     prompt: Any
 
     def emit(self) -> object:
-        """Return the JSON form."""
         return self.prompt
 
 
@@ -49,22 +44,16 @@ class ZeroSource:
     """Zero: ablation."""
 
     def emit(self) -> object:
-        """Return the JSON form."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class NumberSource:
-    """An activation, for features of an SAE.
-
-    Attributes:
-        value: the activation, not 0.
-    """
+    """An activation, not 0, for features of an SAE."""
 
     value: float
 
     def emit(self) -> object:
-        """Return the JSON form."""
         return self.value
 
 
@@ -75,33 +64,21 @@ class NameSource:
     name: str
 
     def emit(self) -> object:
-        """Return the JSON form."""
         return {"name": self.name}
 
 
 @dataclass(frozen=True, eq=False)
 class RowsSource:
-    """Rows by value.
-
-    Attributes:
-        rows: float32 [rows, width] by (site, layer).
-        positions: position in the source prompt of each row, by (site, layer); (): a single row
-            that is used at all positions.
-        length: number of tokens of the source prompt.
-        prompt: its token ids; None: not known.
-        has_end: whether `length` is known; else it is that up to the last row.
-    """
+    """Rows by value, float32 [rows, width]."""
 
     rows: Mapping[Tap, NDArray[np.float32]]
-    positions: Mapping[Tap, tuple[int, ...]]
-    length: int
-    prompt: tuple[int, ...] | None = None
-    has_end: bool = True
+    positions: Mapping[Tap, tuple[int, ...]]  # in the source prompt; (): one row for all
+    length: int  # tokens of the source prompt
+    prompt: tuple[int, ...] | None = None  # its token ids; None: not known
+    has_end: bool = True  # False: `length` is that up to the last row
 
     def emit(self) -> object:
-        """Return the JSON form. What it has besides `rows` says which rows these are, where they
-        are not one for all positions, or one for each position from 0.
-        """
+        """Return the JSON form, with positions unless rows are one for all or for each from 0."""
         fields: dict[str, object] = {
             "rows": {
                 f"{site}.{layer}": emit_rows(read_rows(rows, MAX_ITEMS))
@@ -125,13 +102,8 @@ Source = PromptSource | ZeroSource | NumberSource | NameSource | RowsSource | Ca
 
 
 def read_source(value: Any) -> Source:
-    """Read a source from any of its forms.
-
-    A text is a prompt, except "zero" and "mean:NAME"; give a prompt that reads so as token ids.
-    """
-    if isinstance(value, (PromptSource, ZeroSource, NumberSource, NameSource, RowsSource)):
-        return value
-    if isinstance(value, CapturedRows):
+    """Read a source from any of its forms. A text is a prompt, except "zero" and "mean:NAME"."""
+    if isinstance(value, Source):
         return value
     if isinstance(value, str):
         return _read_text(value)

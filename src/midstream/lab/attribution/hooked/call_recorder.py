@@ -16,7 +16,6 @@ class CallRecorder:
     """The calls of the layers' sub-modules in one pass."""
 
     def __init__(self, width: int) -> None:
-        """Create for a residual stream of this width."""
         self._width = width
         self._clock = 0
         self._entered: dict[tuple[int, str], tuple[int, Tensor | None]] = {}
@@ -24,11 +23,7 @@ class CallRecorder:
         self._ends: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attach(self, module: nn.Module, where: tuple[int, str]) -> list[Any]:
-        """Register hooks on one module and return their handles.
-
-        Args:
-            where: (layer, path of the module within it); the layer itself has the path "".
-        """
+        """Register hooks on the module at (layer, path within it); return their handles."""
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs = [*args, *(kwargs[name] for name in STREAMS if name in kwargs)]
@@ -56,7 +51,6 @@ class CallRecorder:
         ]
 
     def places(self, index: int) -> Places:
-        """Return the locations of one layer's sites."""
         if index not in self._ends:
             raise ValueError(
                 f"layer {index}: its input or output is not a residual stream of width "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from midstream.lab.attribution.hooked.inner_hooks import Record
+from midstream.lab.attribution.hooked.inner_hooks import Record, removing
 from midstream.sites import Tap
 
 EMBED, FINAL_NORM = "embed", "final_norm"
@@ -19,11 +20,7 @@ _CLOSE = 1e-5
 
 
 class EndHooks:
-    """The embedding and the final norm of a transformers model.
-
-    Attributes:
-        missing: by site, why it cannot be compared.
-    """
+    """The embedding and the final norm of a model; `missing` says what it lacks, and why."""
 
     def __init__(self, model: Any, layers: Sequence[nn.Module]) -> None:
         self._model = model
@@ -46,12 +43,7 @@ class EndHooks:
             self.missing[FINAL_NORM] = "no module returns what transformers' head reads"
 
     def hooks(self, records: Mapping[Tap, Record]) -> list[Any]:
-        """Register hooks that read, and replace, the values at taps; return their handles.
-
-        Args:
-            records: by tap of a site that is not missing, a function of its rows [T, H] that
-                returns what takes their place, or None.
-        """
+        """Register functions of rows [T, H] that return others, or None; return handles."""
         handles = []
         for (site, _), record in records.items():
             module, scale = (self._embedding, self._scale) if site == EMBED else (self._norm, 1.0)
@@ -103,22 +95,19 @@ class EndHooks:
         handles.append(self._layers[0].register_forward_pre_hook(enter, with_kwargs=True))
         if head is not None:
             handles.append(head.register_forward_pre_hook(read))
-        try:
+        with removing(handles):
             self._model(torch.tensor([list(tokens)]), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
         return calls
 
 
+@dataclass
 class _Calls:
     """Values of one forward pass: returned by modules, in order, and at both ends."""
 
-    def __init__(self) -> None:
-        self.outs: list[tuple[nn.Module, Tensor]] = []
-        self.embedded: Tensor | None = None
-        self.entering: Tensor | None = None
-        self.read: Tensor | None = None
+    outs: list[tuple[nn.Module, Tensor]] = field(default_factory=list)
+    embedded: Tensor | None = None
+    entering: Tensor | None = None
+    read: Tensor | None = None
 
 
 def _after(

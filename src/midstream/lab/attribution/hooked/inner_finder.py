@@ -1,13 +1,9 @@
 """Location of the sites inside attention and the MLP of a transformers layer, by arithmetic.
 
-A plain forward pass records what each sub-module of the layer reads and returns, and with what
-attention's function is called: these are `rot_q` and `rot_k`. A rotary embedding changes nothing at
-position 0, so `q` and `k` are the columns of a matrix's output that equal the queries and keys
-there, up to a factor; or, where a norm returned those, the columns that the norm read. `v` equals
-attention's values at all positions. `z` is what the matrix reads whose output is attention's, and
-`mlp_act` what the matrix reads whose output is the MLP's. `mlp_pre` is what was given to the module
-whose output is `mlp_act`, or is `mlp_act` once multiplied with a matrix's output: `mlp_pre_linear`.
-`router` is the product of the MLP's input and a matrix with one row per expert.
+Attention's function gets `rot_q` and `rot_k`. A rotary embedding changes nothing at position 0, so
+`q` and `k` are the columns of a matrix's output that equal these there, up to a factor, or that a
+norm read. `v` equals attention's values; `z` and `mlp_act` are what the last matrices read, and
+`mlp_pre` is what the module reads that makes `mlp_act`, or its factor beside `mlp_pre_linear`.
 """
 
 from __future__ import annotations
@@ -34,31 +30,19 @@ NO_EXPERTS = "no matrix of transformers' layer has one row per expert"
 
 @dataclass(frozen=True)
 class InnerSitePlace:
-    """Location of an inner site in a transformers layer.
+    """Location of an inner site in a transformers layer."""
 
-    Attributes:
-        path: module within the layer; of `query` and `key`: the attention.
-        at: the module's input or output, or an argument of attention's function.
-        heads: number of heads that these are of; 0: none.
-        fixed: whether an edit cannot be made there: the module returns further values made of it.
-    """
-
-    path: str
+    path: str  # module within the layer; of `query` and `key`: the attention
     at: Literal["input", "output", "query", "key"]
     start: int
     width: int
-    heads: int = 0
-    fixed: bool = False
+    heads: int = 0  # 0: none
+    fixed: bool = False  # not editable: the module returns further values made of it
 
 
 @dataclass
 class InnerSitePlaces:
-    """Locations of one layer's inner sites.
-
-    Attributes:
-        found: location by site.
-        missing: reason why a site was not found, by site.
-    """
+    """Locations of one layer's inner sites; `missing` has the reasons of those not found."""
 
     found: dict[str, InnerSitePlace] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -66,39 +50,27 @@ class InnerSitePlaces:
 
 @dataclass(frozen=True)
 class SubmoduleCall:
-    """One call of a sub-module in a plain pass.
+    """One call of a sub-module in a plain pass."""
 
-    Attributes:
-        path: path of the module within the layer.
-        given, returned: its first tensor argument and result as [T, W]; None if it has none.
-        several: whether it returned more than one value.
-    """
-
-    path: str
+    path: str  # within the layer
     module: nn.Module
-    given: Tensor | None
-    returned: Tensor | None
-    several: bool
+    given: Tensor | None  # first tensor argument, [T, W]; None: there is none
+    returned: Tensor | None  # likewise
+    several: bool  # whether it returned more than one value
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the module multiplies with its weight."""
         weight = getattr(self.module, "weight", None)
         return isinstance(weight, Tensor) and weight.dim() == 2
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The call of attention's function in one layer.
-
-    Attributes:
-        states: queries, keys and values as [T, heads · width].
-        heads: number of heads of each.
-    """
+    """The call of attention's function in one layer."""
 
     path: str
-    states: tuple[Tensor, Tensor, Tensor]
-    heads: tuple[int, int, int]
+    states: tuple[Tensor, Tensor, Tensor]  # queries, keys, values; [T, heads · width]
+    heads: tuple[int, int, int]  # of each
 
 
 def rows_of(value: Any, length: int) -> Tensor | None:
@@ -122,14 +94,10 @@ def find_inner(
     hidden_size: int,
     experts: int,
 ) -> InnerSitePlaces:
-    """Return the locations of all inner sites of one layer.
+    """Return the locations of all inner sites of one layer, from calls by order of their ends.
 
-    Args:
-        calls: calls of the layer's sub-modules, by order of their ends.
-        mlp_out: what the MLP adds to the stream, [T, H]; None: not known, for example because it is
-            scaled. The last matrix with such an output and an activation in front is then taken
-            for the MLP's.
-        experts: number of experts of the model; 0: none.
+    `mlp_out`: what the MLP adds to the stream, [T, H]; None: not known, for example because it is
+    scaled. The last matrix with an activation in front is then taken for the MLP's.
     """
     places = InnerSitePlaces()
     above = None
@@ -184,12 +152,7 @@ def _find_attention(
 def _source(
     wanted: Tensor, calls: Sequence[SubmoduleCall], rows: slice, scaled: bool
 ) -> tuple[SubmoduleCall, int] | None:
-    """Return the matrix, and its first column, that returned these vectors, through a norm or not.
-
-    Args:
-        wanted: [T, W].
-        rows: positions at which the columns are those vectors.
-    """
+    """Return the matrix, and its first column, that returned `wanted` [T, W], or a norm's input."""
     for call, start in _columns(wanted, calls, rows, scaled):
         if call.is_matrix:
             return call, start

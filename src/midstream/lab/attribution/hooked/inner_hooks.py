@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
 
+from midstream.lab.attribution.hooked.call_recorder import STREAMS
 from midstream.lab.attribution.hooked.inner_finder import (
     AttentionCall,
     InnerSitePlace,
@@ -29,11 +31,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 
 class InnerHooks:
-    """The inner sites of a transformers model's layers.
-
-    Attributes:
-        places: per layer, the locations, set by `find`.
-    """
+    """The inner sites of a transformers model's layers; `find` sets `places`, one per layer."""
 
     def __init__(self, layers: Sequence[nn.Module], config: Any) -> None:
         """Create for decoder layers; `config` is that of the text model."""
@@ -44,13 +42,7 @@ class InnerHooks:
         self.places: list[InnerSitePlaces] = []
 
     def find(self, run: Callable[[], object], length: int, mlp_outs: Sequence[str | None]) -> None:
-        """Find the sites of every layer.
-
-        Args:
-            run: runs one plain forward pass of a single request.
-            length: its number of tokens.
-            mlp_outs: per layer, the module that returns what the MLP adds to the stream.
-        """
+        """Find the sites of every layer by `run`, one plain forward pass of `length` tokens."""
         calls: list[SubmoduleCall] = []
         attention: list[AttentionCall] = []
         self.places = []
@@ -95,12 +87,8 @@ class InnerHooks:
                 if path:
                     handles.append(module.register_forward_hook(after(path), with_kwargs=True))
             handles.append(layer.register_forward_hook(ended(index)))
-        try:
-            with self._attention(spy):
-                run()
-        finally:
-            for handle in handles:
-                handle.remove()
+        with removing(handles), self._attention(spy):
+            run()
 
     @contextmanager
     def recording(self, records: Mapping[tuple[str, int], Record]) -> Iterator[None]:
@@ -113,10 +101,12 @@ class InnerHooks:
                 arguments[index, place.at] = record
                 continue
             module = self._layers[index].get_submodule(place.path)
+            replaced = partial(_with_columns, place, record)
             if place.at == "input":
-                handles.append(module.register_forward_pre_hook(_before(place, record)))
+                hook = entry_hook(replaced)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             else:
-                handles.append(module.register_forward_hook(_after(place, record)))
+                handles.append(module.register_forward_hook(exit_hook(replaced)))
 
         def spy(
             index: int, _: str, query: Tensor, key: Tensor, __: Tensor
@@ -126,12 +116,8 @@ class InnerHooks:
                 _replaced(key, arguments.get((index, "key"))),
             )
 
-        try:
-            with self._attention(spy):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with removing(handles), self._attention(spy):
+            yield
 
     @contextmanager
     def _attention(self, spy: _Spy) -> Iterator[None]:
@@ -171,29 +157,43 @@ class InnerHooks:
             yield
 
 
-def _after(place: InnerSitePlace, record: Record) -> Callable[..., Any]:
-    """Return a forward hook that replaces columns of a module's first result."""
+@contextmanager
+def removing(handles: Sequence[Any]) -> Iterator[None]:
+    """Remove hooks in the end."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    def hook(_module: nn.Module, _args: Any, out: Any) -> Any:
-        whole = _with_columns(out[0] if isinstance(out, tuple) else out, place, record)
-        if whole is None:
+
+def entry_hook(replaced: Record) -> Callable[..., Any]:
+    """Return a pre-forward hook that replaces the module's first tensor argument."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], Tensor):
+            changed = replaced(args[0])
+            return None if changed is None else ((changed, *args[1:]), kwargs)
+        name = next(name for name in STREAMS if isinstance(kwargs.get(name), Tensor))
+        changed = replaced(kwargs[name])
+        return None if changed is None else (args, {**kwargs, name: changed})
+
+    return hook
+
+
+def exit_hook(replaced: Record) -> Callable[..., Any]:
+    """Return a forward hook that replaces the module's first result."""
+
+    def hook(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> Any:
+        changed = replaced(out[0] if isinstance(out, tuple) else out)
+        if changed is None:
             return None
-        return (whole, *out[1:]) if isinstance(out, tuple) else whole
+        return (changed, *out[1:]) if isinstance(out, tuple) else changed
 
     return hook
 
 
-def _before(place: InnerSitePlace, record: Record) -> Callable[..., Any]:
-    """Return a pre-forward hook that replaces columns of a module's first argument."""
-
-    def hook(_module: nn.Module, args: tuple[Any, ...]) -> Any:
-        whole = _with_columns(args[0], place, record)
-        return None if whole is None else (whole, *args[1:])
-
-    return hook
-
-
-def _with_columns(whole: Tensor, place: InnerSitePlace, record: Record) -> Tensor | None:
+def _with_columns(place: InnerSitePlace, record: Record, whole: Tensor) -> Tensor | None:
     """Return a tensor with some columns replaced; None if they stay."""
     rows = whole.reshape(-1, whole.shape[-1])
     changed = record(rows[:, place.start : place.start + place.width])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from midstream.lab.attribution.hooked.call_recorder import STREAMS, CallRecorder
+from midstream.lab.attribution.hooked.call_recorder import CallRecorder
 from midstream.lab.attribution.hooked.end_hooks import EndHooks
-from midstream.lab.attribution.hooked.inner_hooks import InnerHooks, Record
+from midstream.lab.attribution.hooked.inner_hooks import (
+    InnerHooks,
+    Record,
+    entry_hook,
+    exit_hook,
+    removing,
+)
 from midstream.lab.attribution.hooked.precision import in_float32
 from midstream.lab.attribution.hooked.site_finder import Places, SitePlace
 from midstream.sites import ENDS, INNER, OUTER, Tap
@@ -23,18 +29,9 @@ _DEEPEST = 3
 
 
 class HookedModel:
-    """A transformers model, run on one request at a time and without a KV cache.
-
-    Attributes:
-        vocabulary: number of token ids.
-        max_length: maximum number of tokens, if the configuration has it; None: unknown.
-        places: locations of each layer's sites, set by `find_sites`.
-        inner: those inside attention and the MLP, likewise.
-        ends: those without a layer; `EndHooks.find` finds them.
-    """
+    """A transformers model, run on one request at a time and without a KV cache."""
 
     def __init__(self, model: Any) -> None:
-        """Create for a model."""
         self.model = model.eval()
         text = model.config.get_text_config(decoder=True)
         self.layers = _decoder_layers(model, text)
@@ -51,11 +48,7 @@ class HookedModel:
 
     @torch.no_grad()
     def find_sites(self, tokens: Sequence[int]) -> None:
-        """Find the sites of all layers in two plain forward passes over `tokens`.
-
-        The layers compute in float32 in these passes, whatever the dtype of their weights: the
-        sites are found by sums, which lower precision would round.
-        """
+        """Find the sites of all layers in two plain passes in float32: sums are compared."""
         recorder = CallRecorder(self.width)
         handles = [
             handle
@@ -63,12 +56,8 @@ class HookedModel:
             for path, module in [("", layer), *_inside(layer)]
             for handle in recorder.attach(module, (index, path))
         ]
-        try:
-            with in_float32(self.layers):
-                self.model(self.ids(tokens), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with removing(handles), in_float32(self.layers):
+            self.model(self.ids(tokens), use_cache=False)
         self.places = [recorder.places(index) for index in range(len(self.layers))]
         branches = [places.found.get("mlp_out") for places in self.places]
         with in_float32(self.layers):
@@ -101,14 +90,9 @@ class HookedModel:
 
     @contextmanager
     def recording(self, records: Mapping[Tap, Record]) -> Iterator[None]:
-        """Call functions with the values at taps in the forward passes while this is open.
-
-        Args:
-            records: by tap, a function of the rows [T, W] that returns what takes their place, or
-                None.
-        """
+        """Call functions of the rows [T, W] at taps, which return what replaces these, or None."""
         handles: list[Any] = []
-        try:
+        with removing(handles):
             for (site, layer), record in records.items():
                 if site in OUTER:
                     handles.append(self._hook(site, layer, record))
@@ -116,17 +100,13 @@ class HookedModel:
             inner = {tap: record for tap, record in records.items() if tap[0] in INNER}
             with self.inner.recording(inner):
                 yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _hook(self, site: str, index: int, record: Record) -> Any:
-        """Register the hook of a site as wide as the stream and return its handle."""
         layer, as_given = self.layers[index], partial(_replaced, record)
         if site == "resid_pre":
-            return layer.register_forward_pre_hook(_entry(as_given), with_kwargs=True)
+            return layer.register_forward_pre_hook(entry_hook(as_given), with_kwargs=True)
         if site == "resid_post":
-            return layer.register_forward_hook(_exit(as_given))
+            return layer.register_forward_hook(exit_hook(as_given))
         place = self.places[index].found[site]
         return _hook_inside(layer.get_submodule(place.path), place, as_given, site)
 
@@ -137,14 +117,11 @@ def _replaced(record: Record, hidden: Tensor) -> Tensor | None:
     return None if changed is None else changed.reshape(hidden.shape).clone()
 
 
-def _hook_inside(
-    module: nn.Module, place: SitePlace, replaced: Callable[[Tensor], Tensor | None], site: str
-) -> Any:
-    """Register the hook of a site inside a layer and return its handle."""
+def _hook_inside(module: nn.Module, place: SitePlace, replaced: Record, site: str) -> Any:
     if not place.entry:
-        return module.register_forward_hook(_exit(replaced))
+        return module.register_forward_hook(exit_hook(replaced))
     if site != "resid_mid":
-        return module.register_forward_pre_hook(_entry(replaced), with_kwargs=True)
+        return module.register_forward_pre_hook(entry_hook(replaced), with_kwargs=True)
 
     def in_place(hidden: Tensor) -> None:
         # The layer uses this same tensor for its skip connection.
@@ -152,33 +129,7 @@ def _hook_inside(
         if changed is not None:
             hidden.copy_(changed)
 
-    return module.register_forward_pre_hook(_entry(in_place), with_kwargs=True)
-
-
-def _entry(replaced: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    """Return a pre-forward hook that replaces the module's first tensor argument."""
-
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Tensor):
-            changed = replaced(args[0])
-            return None if changed is None else ((changed, *args[1:]), kwargs)
-        name = next(name for name in STREAMS if isinstance(kwargs.get(name), Tensor))
-        changed = replaced(kwargs[name])
-        return None if changed is None else (args, {**kwargs, name: changed})
-
-    return hook
-
-
-def _exit(replaced: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    """Return a forward hook that replaces the module's first result."""
-
-    def hook(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> Any:
-        changed = replaced(out[0] if isinstance(out, tuple) else out)
-        if changed is None:
-            return None
-        return (changed, *out[1:]) if isinstance(out, tuple) else changed
-
-    return hook
+    return module.register_forward_pre_hook(entry_hook(in_place), with_kwargs=True)
 
 
 def _decoder_layers(model: nn.Module, config: Any) -> list[nn.Module]:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from midstream.lab.attribution.hooked.inner_hooks import removing
+
 
 @contextmanager
 def in_float32(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Let layers compute in float32 while this is open; the last one's output has its own dtype.
-
-    One layer at a time has its weights in float32. Layers whose weights are float32 stay as they
-    are.
-    """
+    """Let layers compute in float32, one at a time; the last one's output has its own dtype."""
     lower = [layer for layer in layers if any(map(_is_lower, layer.parameters()))]
     with ExitStack() as stack:
         for layer in lower:
@@ -51,12 +49,11 @@ def _one_in_float32(layer: nn.Module, is_last: bool) -> Iterator[None]:
         layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         layer.register_forward_hook(after),
     ]
-    try:
-        yield
-    finally:
-        restore()
-        for handle in handles:
-            handle.remove()
+    with removing(handles):
+        try:
+            yield
+        finally:
+            restore()
 
 
 def _is_lower(value: Any) -> bool:

@@ -1,12 +1,8 @@
 """Location of the sites in a transformers layer, found by arithmetic rather than by name.
 
-One plain forward pass records every sub-module's input and output. Attention's output is the
-tensor whose sum with the layer's input is the input of a later module; the MLP's output is the
-tensor whose sum with that is the layer's output. The comparison therefore tests the definition of
-the sites, independently of midstream's own table of conventions. No sum contains what attention
-reads: it is the input of the module that is named attention, and an edit there shows whether that
-is what midstream edits. Where the sums do not match (a branch is scaled before it is added, or
-several are added at once), the site is not found and is reported as not compared.
+Attention's output is the tensor whose sum with the layer's input is the input of a later module;
+the MLP's output is the tensor whose sum with that is the layer's output. Where the sums do not
+match (a branch is scaled before it is added, or several are added at once), the site is missing.
 """
 
 from __future__ import annotations
@@ -31,20 +27,14 @@ _MLP = re.compile(r"mlp|ffn|feed_forward|moe|expert|(^|\.)fc", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a sub-module in a plain pass.
+    """One call of a sub-module in a plain pass."""
 
-    Attributes:
-        path: path of the module within the layer.
-        entered, left: order of entry and exit among all calls (increasing numbers).
-        given, returned: first tensor argument and result with the stream's width, [T, H], or None.
-    """
-
-    path: str
+    path: str  # within the layer
     cls: str
-    entered: int
+    entered: int  # order among all entries and exits
     left: int
-    given: Tensor | None
-    returned: Tensor | None
+    given: Tensor | None  # first tensor argument with the stream's width, [T, H]
+    returned: Tensor | None  # likewise
 
     @property
     def depth(self) -> int:
@@ -60,18 +50,12 @@ class ModuleCall:
         )
 
     def matches(self, pattern: re.Pattern[str]) -> bool:
-        """Return whether the path or the class name matches."""
         return bool(pattern.search(self.path) or pattern.search(self.cls))
 
 
 @dataclass(frozen=True)
 class SitePlace:
-    """Location of a site: the input or the output of a module.
-
-    Attributes:
-        path: path of the module within the layer.
-        entry: the site is the module's input, not its output.
-    """
+    """Location of a site: the output of a module in the layer, or its input (`entry`)."""
 
     path: str
     entry: bool = False
@@ -79,24 +63,14 @@ class SitePlace:
 
 @dataclass
 class Places:
-    """Locations of one layer's sites, without `resid_pre` and `resid_post`, which are its ends.
-
-    Attributes:
-        found: location by site.
-        missing: reason why a site was not found, by site.
-    """
+    """Locations of one layer's sites between its ends; `missing` has reasons of those not found."""
 
     found: dict[str, SitePlace] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
 
 def find(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Places:
-    """Return the locations of all sites inside one layer.
-
-    Args:
-        entering, leaving: the stream before and after the layer, float32 [T, H].
-        calls: calls of the layer's sub-modules, by order of entry.
-    """
+    """Return the locations of all sites inside one layer; the stream is float32 [T, H]."""
     # Modules that return their input, such as an inactive dropout, are not the source of a site.
     calls = [call for call in calls if not call.idle]
     for scaled in (False, True):
@@ -127,13 +101,7 @@ def find(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Places:
 def _sequential(
     branch: ModuleCall | None, first: ModuleCall, leaving: Tensor, calls: list[ModuleCall]
 ) -> Places:
-    """Return the locations where attention's output is added before the MLP's.
-
-    Args:
-        branch: the call that returned attention's output; None if it was not found.
-        first: the first call with the stream after attention as its input.
-        leaving: the stream after the layer, [T, H].
-    """
+    """Return the locations where attention's output is added before the MLP's."""
     places = Places()
     assert first.given is not None
     _add_attention_input(places, [call for call in calls if call.left < first.entered])
@@ -239,10 +207,7 @@ def _scaled(wanted: Tensor, total: Tensor, calls: list[ModuleCall]) -> ModuleCal
 
 
 def _same(tensor: Tensor, other: Tensor, total: Tensor | None = None) -> bool:
-    """Return whether two tensors are equal up to rounding.
-
-    The rounding error is taken relative to the sum of the norms, including `total`'s if given.
-    """
+    """Return whether two tensors are equal up to rounding, relative to the sum of all norms."""
     lengths = tensor.norm(dim=-1) + other.norm(dim=-1)
     if total is not None:
         lengths = lengths + total.norm(dim=-1)

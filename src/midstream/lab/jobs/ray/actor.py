@@ -30,21 +30,14 @@ _PATIENCE = 30.0
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Arguments of each engine's process.
-
-    Attributes:
-        coordinator: handle of the `ChunkCoordinator` actor.
-        marker: marker of the job's directory; see `midstream.lab.jobs.directory_lock.mark`.
-        folder: working directory of the job, which its relative paths refer to.
-        environment: environment variables to set where they are unset.
-    """
+    """Arguments of each engine's process."""
 
     job: Job
-    coordinator: Any
+    coordinator: Any  # handle of the `ChunkCoordinator` actor
     start: Callable[[Job], Engine]
-    marker: str
-    folder: str
-    environment: Mapping[str, str]
+    marker: str  # see `midstream.lab.jobs.directory_lock.mark`
+    folder: str  # which the job's relative paths refer to
+    environment: Mapping[str, str]  # to set where unset
 
 
 def chunk_numbers(batch: dict[str, Any], coordinator: Any) -> Iterator[dict[str, Any]]:
@@ -104,11 +97,7 @@ class EngineActor:
         self._get(self._coordinator.run_alone.remote(number, line))
 
     def _handle_broken(self, error: BaseException) -> None:
-        """End the process.
-
-        A broken engine cannot be used any more, and on a GPU not even its memory can be freed. Ray
-        starts another process, which receives the unfinished chunks.
-        """
+        """End the process, because not even a GPU's memory can be freed; Ray starts another."""
         with contextlib.suppress(Exception):
             self._get(
                 self._coordinator.broke.remote(f"{type(error).__name__}: {error}"),

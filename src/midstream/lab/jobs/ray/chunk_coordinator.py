@@ -1,12 +1,7 @@
-"""Coordinator of a job's chunks on Ray: queues chunks and counts attempts.
+"""Coordinator of a job's chunks on Ray, which repeats the work of a dead process without limit.
 
-It is an actor on the job's machine. Ray repeats the work of a process that has died, without limit.
-The coordinator counts these attempts, so that a line that kills every engine is found, and an
-engine that always dies is not restarted forever:
-
-- A chunk is attempted twice as a whole. From the third attempt on, its lines are run one at a time,
-  each announced here before. A line whose engine dies then is given up.
-- If engines were started several times each and no line was captured in between, the job ends.
+It counts attempts, so that a line that kills every engine is found: from the third attempt on, a
+chunk's lines are run one at a time. An engine that always dies is not restarted forever.
 """
 
 from __future__ import annotations
@@ -43,11 +38,6 @@ class ChunkCoordinator:
     """Stores chunks until they are finished. All methods run in one event loop."""
 
     def __init__(self, engines: int) -> None:
-        """Create a coordinator.
-
-        Args:
-            engines: number of engines.
-        """
         self._most_starts = STARTS_EACH * engines + MORE_STARTS
         # Starts since the last captured line.
         self._starts = 0
@@ -76,23 +66,13 @@ class ChunkCoordinator:
         self._change()
 
     async def done(self, number: int, captured: int) -> None:
-        """Forget a finished chunk.
-
-        Args:
-            number: number of the chunk.
-            captured: number of its lines that were captured.
-        """
+        """Forget a finished chunk, of which this many lines were captured."""
         self._chunks.pop(number, None)
         if captured:
             self._starts = 0
 
     async def started(self, seconds: float) -> list[str] | None:
-        """Wait up to `seconds` for the first engine to start.
-
-        Returns:
-            The packed error of the start (see `pack_error`), empty if it succeeded; None: no engine
-            has started yet.
-        """
+        """Wait for the first engine's start; return its packed error; None: not started."""
         return self._first if await self._wait(lambda: self._first is not None, seconds) else None
 
     # ------------------------------------------------------------ called by engines
@@ -153,7 +133,6 @@ class ChunkCoordinator:
         return await self._wait(lambda: self._halted, seconds)
 
     async def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait up to `seconds` for a condition; return whether it holds."""
         until = time.monotonic() + seconds
         while not condition():
             remaining = until - time.monotonic()
@@ -164,6 +143,5 @@ class ChunkCoordinator:
         return True
 
     def _change(self) -> None:
-        """Wake all that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()

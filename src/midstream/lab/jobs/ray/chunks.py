@@ -17,38 +17,24 @@ Lines = tuple[tuple[str, Record], ...]
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttempt:
-    """One attempt to capture a chunk.
-
-    Attributes:
-        number: number of the attempt, from 1.
-        since: lower bound of the names of shards that earlier attempts may have written.
-        given_up: lines that must not be run again, with the reasons.
-    """
+    """One attempt to capture a chunk."""
 
     lines: Lines
-    number: int = 1
-    since: str = ""
-    given_up: Mapping[int, str] = field(default_factory=dict)
+    number: int = 1  # from 1
+    since: str = ""  # lower bound of the names of shards of earlier attempts
+    given_up: Mapping[int, str] = field(default_factory=dict)  # reasons, by line
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a chunk.
-
-    Attributes:
-        chunk: number of the chunk.
-        captured: lines whose rows are durably in the store.
-        failed: lines that could not be captured.
-        error: error that ends the job; None: the job can continue.
-    """
+    """Outcome of a chunk."""
 
     chunk: int
-    captured: tuple[CapturedLine, ...] = ()
+    captured: tuple[CapturedLine, ...] = ()  # rows are durably in the store
     failed: tuple[Failed, ...] = ()
-    error: MidstreamError | None = None
+    error: MidstreamError | None = None  # ends the job
 
     def to_json(self) -> str:
-        """Encode as JSON."""
         return json.dumps(
             {
                 "chunk": self.chunk,
@@ -62,7 +48,6 @@ class Outcome:
 
     @staticmethod
     def from_json(text: str) -> Outcome:
-        """Decode the result of `to_json`."""
         fields = json.loads(text)
         return Outcome(
             fields["chunk"],
@@ -73,9 +58,7 @@ class Outcome:
 
 
 def pack_error(error: BaseException) -> list[str]:
-    """Encode an exception as strings: class name and message; for a SpecError class name, path and
-    problem. Exceptions of other packages are encoded as EngineError.
-    """
+    """Encode an exception as class name and arguments; one not of midstream as EngineError."""
     if isinstance(error, SpecError):
         return [type(error).__name__, error.path, error.problem]
     if isinstance(error, MidstreamError):
@@ -84,7 +67,6 @@ def pack_error(error: BaseException) -> list[str]:
 
 
 def unpack_error(words: list[str]) -> MidstreamError:
-    """Decode the result of `pack_error`."""
     kind = getattr(errors, words[0])
     error = kind(*words[1:])
     assert isinstance(error, MidstreamError)

@@ -37,10 +37,7 @@ _PREFIX = "ms-ray-"
 
 @contextmanager
 def connected(spread: Placement) -> Iterator[Any]:
-    """Connect this process to a cluster and return the module `ray`.
-
-    A cluster that was started for this process is shut down on exit, and its files are deleted.
-    """
+    """Connect to a cluster and return the module `ray`; end a cluster that was started for this."""
     with defaults(ENVIRONMENT):
         ray = import_ray()
         if ray.is_initialized():
@@ -98,9 +95,7 @@ def _address(requested: str) -> str:
 
 @contextmanager
 def _own_files() -> Iterator[str]:
-    """Create a folder for Ray's files and delete it on exit. Its name is short because the length
-    of socket paths is limited.
-    """
+    """Create a folder for Ray's files, with a short name for socket paths; delete it on exit."""
     above = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     _remove_left(above)
     folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=above)

@@ -21,15 +21,10 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Call:
-    """Prompts that were submitted together.
-
-    Attributes:
-        remaining: number of unfinished prompts.
-        finished: results by prompt number.
-    """
+    """Prompts that were submitted together."""
 
     result: Future[list[Reply | Failed]]
-    remaining: int
+    remaining: int  # number of unfinished prompts
     finished: dict[int, Reply | Failed] = field(default_factory=dict)
 
 
@@ -37,12 +32,7 @@ class EngineThread:
     """Runs an engine in a thread and batches the prompts of all calls."""
 
     def __init__(self, job: Job, start: Callable[[Job], Engine]) -> None:
-        """Start the engine and wait until it is ready.
-
-        Args:
-            job: what to capture; its data and store are not used.
-            start: starts the engine, in the thread that steps it.
-        """
+        """Start the engine in the thread that steps it, and wait until it is ready."""
         self._job, self._start = job, start
         self._numbers = itertools.count(1)
         self._queue: deque[tuple[_Call, Record]] = deque()

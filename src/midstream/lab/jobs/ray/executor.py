@@ -1,11 +1,7 @@
 """Executor of a job on a Ray cluster: a Ray Data pipeline of chunk numbers and outcomes.
 
-    lines -> ChunkCoordinator -> chunk numbers -> map_batches(EngineActor), a pool -> outcomes
-
-The job reads its data itself, in order, as without Ray; so standard input works, and changed data
-is rejected. The number of unfinished lines is bounded (`window`), which provides back-pressure. The
-actors write rows into the store and return outcomes only. Ray Data restarts an actor whose process
-has died and repeats its chunks; the coordinator and `Worker` ensure that no row is stored twice.
+Ray Data restarts an actor whose process has died and repeats its chunks; the coordinator and
+`Worker` ensure that no row is stored twice.
 """
 
 from __future__ import annotations
@@ -55,12 +51,8 @@ class RayExecutor:
     def __init__(
         self, job: Job, spread: Placement, lines: int | None, start: Callable[[Job], Engine]
     ) -> None:
-        """Start the pipeline and wait until the first engine has started.
-
-        Args:
-            spread: number of engines and their resources.
-            lines: number of lines to capture; None if unknown.
-            start: starts an engine; pickled by reference and sent to the actors.
+        """Start the pipeline for this many lines, if known; wait until the first engine has
+        started.
         """
         self.stored = 0
         self._partial: list[tuple[str, Record]] = []

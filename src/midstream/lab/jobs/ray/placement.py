@@ -8,7 +8,7 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.lab.jobs.job import Job
-from midstream.validation import is_int, kind, show
+from midstream.validation import at, is_int, read_count, show
 
 AUTO = "auto"
 LOCAL = "local"
@@ -54,10 +54,8 @@ class Placement:
                 "cluster and pass the address as host:port",
             )
         if self.engines is not None:
-            if not is_int(self.engines):
-                raise SpecError("ray.engines", f"expected `int`, got {kind(self.engines)}")
-            if self.engines < 1:
-                raise SpecError("ray.engines", f"expected at least 1, got {self.engines}")
+            with at("ray.engines"):
+                read_count(self.engines)
         for name in ("cpus", "gpus"):
             value = getattr(self, name)
             if value is None and name == "gpus":
@@ -102,11 +100,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """Number and resources of a job's engines.
-
-    Attributes:
-        engines: number of engines.
-    """
+    """Number and resources of a job's engines."""
 
     engines: int
     cpus: float
@@ -119,7 +113,6 @@ class EngineLayout:
         return min(_CHUNK, max(1, -(-lines // (_CHUNKS_EACH * self.engines))))
 
     def chunks_each(self, job: Job, chunk_lines: int) -> int:
-        """Return the number of unfinished chunks per engine."""
         sequences = job.engine_args.get("max_num_seqs") or _SEQUENCES
         return max(2, -(-_WINDOW_BATCHES * int(sequences) // chunk_lines))
 

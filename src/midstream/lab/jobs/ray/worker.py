@@ -1,8 +1,4 @@
-"""Worker that captures chunks with one engine, in its own thread and with its own store writer.
-
-Lines of all its chunks run together, so that the engine stays busy between chunks. A chunk is
-finished when each of its lines is in the store or has failed.
-"""
+"""Worker that captures chunks with one engine, in its own thread and with its own store writer."""
 
 from __future__ import annotations
 
@@ -32,20 +28,13 @@ _POLL_SECONDS = 0.01
 
 @dataclass(slots=True)
 class _Chunk:
-    """An unfinished chunk.
-
-    Attributes:
-        number: number of the chunk.
-        open: lines that the engine has not finished, including those not yet added to it.
-        put: for lines delivered to the store writer, their count in order of delivery, from 1.
-        captured: these lines, and those that were in the store before.
-    """
+    """An unfinished chunk."""
 
     number: int
     attempt: ChunkAttempt
     result: Future[Outcome]
-    open: set[int]
-    put: dict[int, int] = field(default_factory=dict)
+    open: set[int]  # lines that the engine has not finished, or not yet got
+    put: dict[int, int] = field(default_factory=dict)  # line: its place in the delivery, from 1
     captured: dict[int, CapturedLine] = field(default_factory=dict)
     failed: list[Failed] = field(default_factory=list)
 
@@ -62,11 +51,7 @@ class _Chunk:
 
 
 class Worker:
-    """Runs an engine in a thread.
-
-    If the engine breaks, `on_broken` is called in that thread after the captured rows were written.
-    An exception of midstream ends the job instead.
-    """
+    """Runs an engine in a thread, and the lines of all its chunks together."""
 
     def __init__(
         self,
@@ -77,11 +62,9 @@ class Worker:
     ) -> None:
         """Start the thread and the engine in it.
 
-        Args:
-            start: starts the engine, in the thread that steps it.
-            on_alone: called with a chunk's number and the line that is run alone next, and with
-                None after the last one.
-            on_broken: called with the exception of the engine.
+        `on_alone` is called with a chunk's number and the line that is run alone next, and with
+        None after the last one; `on_broken` with the engine's exception, after the captured rows
+        were written. An exception of midstream ends the job instead.
         """
         self._job, self._start = job, start
         self._on_alone, self._on_broken = on_alone, on_broken
@@ -100,7 +83,6 @@ class Worker:
         threading.Thread(target=self._run, name="midstream engine", daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until the engine has started."""
         self._ready.result()
 
     def submit(self, number: int, attempt: ChunkAttempt) -> Future[Outcome]:
@@ -156,7 +138,6 @@ class Worker:
         self._return_chunks(broken)
 
     def _return_chunks(self, broken: BaseException | None) -> None:
-        """Resolve all chunks with their current outcome."""
         if isinstance(broken, MidstreamError):
             self._error = broken
         elif broken is not None and not self._halted:
@@ -218,7 +199,6 @@ class Worker:
         self._finish_chunks(is_starved and any(not chunk.open for chunk in self._chunks.values()))
 
     def _run_carefully(self, chunk: _Chunk) -> None:
-        """Run the lines of a chunk one at a time."""
         for request, record in chunk.attempt.lines:
             if record.line not in chunk.open or self._halted:
                 continue
@@ -249,11 +229,7 @@ class Worker:
         chunk.open.remove(failed.line)
 
     def _finish_chunks(self, drain: bool) -> None:
-        """Resolve the finished chunks.
-
-        Args:
-            drain: write captured rows now, instead of collecting more for a larger shard.
-        """
+        """Resolve finished chunks; with `drain`, write rows now instead of in a larger shard."""
         self._writer.check()
         stored = self._writer.stored
         for chunk in [chunk for chunk in self._chunks.values() if chunk.is_finished(stored)]:

@@ -53,7 +53,6 @@ def check_supported(path: Path) -> None:
 
 
 def draw(norms: NormSample, path: Path) -> None:
-    """Draw norms by layer and by position into a PNG or SVG file."""
     check_supported(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure

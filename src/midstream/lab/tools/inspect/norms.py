@@ -25,48 +25,27 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles of norms along layers or positions.
-
-    Attributes:
-        x: float64 [n], layers or positions, ascending.
-        percentiles: float64 [n, 5]; see `PERCENTILES`.
-    """
+    """Percentiles of norms along layers or positions."""
 
     name: str
-    x: Floats
-    percentiles: Floats
+    x: Floats  # layers or positions, ascending, [n]
+    percentiles: Floats  # [n, 5]; see `PERCENTILES`
 
 
 @dataclass(frozen=True, slots=True)
 class NormSample:
-    """Norms of a sample of a store's rows.
-
-    Attributes:
-        codec: codec of the rows. Norms are those of the decoded rows: with `rp8` estimates, with
-            `topk8` slightly too small.
-        by_position: spreads of the first, middle and last layer of one site, without layers that
-            have no finite rows.
-        site: the site of `by_position`.
-        rows: number of sampled rows with a finite norm.
-        not_finite: number of sampled rows with a NaN or infinity, which are left out.
-        request: the request that the rows are of; empty: all.
-    """
+    """Norms of a sample of a store's decoded rows: with `rp8` estimates, with `topk8` too small."""
 
     codec: str
     by_layer: tuple[Spread, ...]
-    by_position: tuple[Spread, ...]
+    by_position: tuple[Spread, ...]  # of the first, middle and last layer of `site`
     site: str
-    rows: int
-    not_finite: int
-    request: str = ""
+    rows: int  # sampled, with a finite norm
+    not_finite: int  # sampled, with a NaN or infinity, and left out
+    request: str = ""  # empty: all
 
     @staticmethod
     def of(store: Store, seed: int = 0, request: str = "") -> NormSample:
-        """Compute norms of a random sample of the rows of each site and layer.
-
-        Args:
-            request: the request whose rows are meant; empty: all requests.
-        """
         if not store.sites:
             raise StoreError(f"{store.root}: there are no rows to draw")
         (codec, *others) = store.codecs

@@ -13,44 +13,27 @@ from midstream.store import Header, Store, StoredRequest
 
 @dataclass(frozen=True, slots=True)
 class SiteCount:
-    """Number of rows of one site.
-
-    Attributes:
-        rows: number of rows of all these layers.
-        widths: the distinct widths of their vectors before encoding, ascending.
-    """
+    """Number of rows of one site."""
 
     site: str
     layers: tuple[int, ...]
-    rows: int
-    widths: tuple[int, ...]
+    rows: int  # of all these layers
+    widths: tuple[int, ...]  # distinct ones before encoding, ascending
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Summary of a store.
-
-    Attributes:
-        root: directory or URL of the store.
-        shards: number of shards.
-        requests: number of completions.
-        rows: number of rows.
-        nbytes: size on disk in bytes.
-        headers: distinct headers of the shards, without `widths`; usually one.
-        sites: rows by site, in the order of the forward pass.
-        tags: number of completions by tag; "" for those without a tag.
-        prompt_tokens: minimum, median and maximum prompt length; None: there are no requests.
-    """
+    """Summary of a store."""
 
     root: str
     shards: int
-    requests: int
+    requests: int  # number of completions
     rows: int
-    nbytes: int
-    headers: tuple[Header, ...]
-    sites: tuple[SiteCount, ...]
-    tags: dict[str, int]
-    prompt_tokens: tuple[int, float, int] | None
+    nbytes: int  # on disk
+    headers: tuple[Header, ...]  # distinct, without `widths`; usually one
+    sites: tuple[SiteCount, ...]  # in the order of the forward pass
+    tags: dict[str, int]  # number of completions by tag; "": without a tag
+    prompt_tokens: tuple[int, float, int] | None  # minimum, median, maximum
 
     @staticmethod
     def of(store: Store) -> Overview:
@@ -87,12 +70,10 @@ class Overview:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the summary as JSON values."""
         return asdict(self) | {"headers": [header.to_dict() for header in self.headers]}
 
 
 def plain_request(stored_request: StoredRequest) -> dict[str, Any]:
-    """Return one completion as JSON values, without its rows."""
     activations = stored_request.activations()
     return {
         "request": stored_request.request,

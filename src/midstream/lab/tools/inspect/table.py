@@ -17,7 +17,6 @@ _MOST_TAGS = 20
 
 
 def render(overview: Overview) -> RenderableType:
-    """Return the tables of a whole store."""
     parts: list[RenderableType] = [Text(_title(overview), style="bold")]
     for header in overview.headers:
         revision = f" at {header.revision}" if header.revision else ""
@@ -48,7 +47,6 @@ def render(overview: Overview) -> RenderableType:
 
 
 def render_request(requests: Sequence[StoredRequest]) -> RenderableType:
-    """Return the tables of every completion of a request."""
     return Group(*(part for stored_request in requests for part in _completion(stored_request)))
 
 
