@@ -60,7 +60,14 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
         suffix = os.path.splitext(name)[1].lower()
         _check_kind(suffix)
         _check_size(name)
-        return _place(_READERS[suffix](name))
+        arrays = _READERS[suffix](name)
+        if not arrays:
+            raise SpecError("", "the file contains no vectors")
+        if set(arrays) == {LONE_KEY}:
+            return arrays[LONE_KEY]
+        placed = [Placed(_name(key), *read_key(key), vector) for key, vector in arrays.items()]
+        check_distinct(placed)
+        return tuple(placed)
     except SpecError as error:
         where = f"{name}: {error.path}" if error.path else name
         raise SpecError("", f"{where}: {error.problem}") from None
@@ -129,16 +136,6 @@ def _check_size(name: str) -> None:
     most = MAX_MATRIX_BYTES if name.lower().endswith(".safetensors") else MAX_FILE_BYTES
     if file_stat.st_size > most:
         raise SpecError("", f"file of {file_stat.st_size} bytes; expected at most {most}")
-
-
-def _place(arrays: dict[str, Vector]) -> tuple[Placed, ...] | Vector:
-    if not arrays:
-        raise SpecError("", "the file contains no vectors")
-    if set(arrays) == {LONE_KEY}:
-        return arrays[LONE_KEY]
-    placed = [Placed(_name(key), *read_key(key), vector) for key, vector in arrays.items()]
-    check_distinct(placed)
-    return tuple(placed)
 
 
 def _check_keys(keys: list[str]) -> None:

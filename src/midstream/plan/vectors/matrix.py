@@ -156,7 +156,9 @@ def _read(
     value: object, most: int, read: Callable[[object], Vector | Named]
 ) -> tuple[Vector | Named, ...]:
     if isinstance(value, Mapping) and "shape" in value:
-        return _from_base64(value, most)
+        data, width = _read_shaped(value, lambda shape: _check_count(shape[0], most))
+        rows = [data[start : start + 4 * width] for start in range(0, len(data), 4 * width)]
+        return read_each("", rows, Vector)
     if is_matrix(value):
         return _from_list(_rows_of(value), most, read)
     return (read(value),)
@@ -206,12 +208,6 @@ def _from_list(
                     )
             vectors.append(row)
     return tuple(vectors)
-
-
-def _from_base64(value: Mapping[Any, Any], most: int) -> tuple[Vector, ...]:
-    data, width = _read_shaped(value, lambda shape: _check_count(shape[0], most))
-    rows = [data[start : start + 4 * width] for start in range(0, len(data), 4 * width)]
-    return read_each("", rows, Vector)
 
 
 def _read_shaped(

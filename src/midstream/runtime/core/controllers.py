@@ -103,7 +103,7 @@ class RunningController:
             try:
                 return _answered(self, answer)
             except Exception as error:  # noqa: BLE001 - also what an answer's own methods raise
-                problem = _words(error)
+                problem = str(error) if isinstance(error, ValueError) else type(error).__name__
         return _failed(self, problem)
 
 
@@ -194,10 +194,6 @@ def _answered(running: RunningController, answer: object) -> Decision:
     read_float32(scale)
     scales = sorted({choice.scale for choice in choices})
     raise ValueError(f"the scale {scale:g} is none of those that it has: {scales}")
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else type(error).__name__
 
 
 def _failed(running: RunningController, problem: str) -> Decision:

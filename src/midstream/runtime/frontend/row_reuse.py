@@ -227,7 +227,12 @@ class RowReuse:
         also: Sequence[Capture],
     ) -> ReusedRows | None:
         """Return the rows that a request may have from earlier ones; None: all are computed."""
-        captures = reusing(plan, own, also)
+        own_captures = () if own is None else own.captures
+        captures = frozenset(
+            index
+            for index, capture in enumerate(plan.captures)
+            if (also[capture.source] if capture.source < 0 else own_captures[capture.source]).reuse
+        )
         for index in captures:
             source = plan.captures[index].source
             written = also[source] if source < 0 else own.captures[source] if own else None
@@ -262,16 +267,6 @@ def origin_of(request: Any) -> bytes | None:
     names = ("lora_name", "lora_int_id", "lora_path")
     adapter_key = None if adapter is None else [getattr(adapter, name, None) for name in names]
     return hashlib.sha256(json.dumps([adapter_key, request.cache_salt]).encode()).digest()
-
-
-def reusing(plan: ResolvedPlan, own: Plan | None, also: Sequence[Capture]) -> frozenset[int]:
-    """Return the indices of a resolved plan's captures that have `reuse`."""
-    own_captures = () if own is None else own.captures
-    return frozenset(
-        index
-        for index, capture in enumerate(plan.captures)
-        if (also[capture.source] if capture.source < 0 else own_captures[capture.source]).reuse
-    )
 
 
 def _selected(plan: ResolvedPlan, captures: Sequence[int], length: int) -> Ints:

@@ -154,7 +154,16 @@ class StepRecorder:
             for lost in self._record_rows(prepared, alone, again):
                 self._slots.drop(plan.runs, lost.runs)
         if plan.scored:
-            self._record_scores(prepared, shipment)
+            runs = plan.runs
+            scored = runs.scored > 0
+            self.scores.record(
+                Scores(shipment),
+                self._slots.serials(runs.slot[scored]),
+                in_flight.positions_of(prepared, scored),
+                runs.length[scored],
+                runs.row[scored],
+                np.full(int(scored.sum()), self._score_kind),
+            )
         self.reported = reported_scores(prepared, shipment, self._slots)
 
     def _row_bytes(self, codec: int) -> int:
@@ -193,18 +202,6 @@ class StepRecorder:
                 batch.kind,
             )
         return missing
-
-    def _record_scores(self, prepared: in_flight.PreparedStep, shipment: Shipment) -> None:
-        runs = prepared.plan.runs
-        scored = runs.scored > 0
-        self.scores.record(
-            Scores(shipment),
-            self._slots.serials(runs.slot[scored]),
-            in_flight.positions_of(prepared, scored),
-            runs.length[scored],
-            runs.row[scored],
-            np.full(int(scored.sum()), self._score_kind),
-        )
 
     @property
     def settled(self) -> int:

@@ -223,7 +223,13 @@ class PlanChanges(RunningPlans):
         own_edits = history.given if edits is None else self._read(edits)
         if edits is None and not own_edits[0]:
             raise SpecError("scale", "the request has no edits of its own; give `edits`")
-        prepared = self._prepare(history, with_strength(own_edits[0], factor), own_edits[1])
+        prepared = self._resolver.resolve(
+            history.with_edits(with_strength(own_edits[0], factor), own_edits[1]),
+            history.before,
+            history.also,
+            self._lookup,
+            history.prompt,
+        )
         check_same_reads(history.first, prepared.plan)
         return _ValidChange(uid, history, own_edits, factor, prepared)
 
@@ -266,17 +272,6 @@ class PlanChanges(RunningPlans):
         assert plan is not None
         plan = plan.bind(self._lookup, self._num_layers)
         return plan.edits, plan.origins
-
-    def _prepare(
-        self, history: PlanHistory, edits: tuple[Edit, ...], origins: tuple[int, ...]
-    ) -> PreparedPlan:
-        return self._resolver.resolve(
-            history.with_edits(edits, origins),
-            history.before,
-            history.also,
-            self._lookup,
-            history.prompt,
-        )
 
 
 async def _fetch(directions: DirectionCache | None, edit_lists: Sequence[object]) -> None:
