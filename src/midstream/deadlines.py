@@ -28,9 +28,7 @@ T = TypeVar("T")
 async def within(
     seconds: float, work: Awaitable[T], undo: Callable[[T], object] | None = None
 ) -> T:
-    """Return what an awaitable returns. It runs as a task of its own, and is cancelled if it takes
-    longer, or if the caller is, who does not get its result then: `undo` does.
-    """
+    """Return an awaitable's result in time; else, or with the caller, it is cancelled or undone."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait((task,), timeout=seconds)

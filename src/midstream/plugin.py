@@ -43,9 +43,7 @@ runtime.INSTALLERS.append(install_server)
 
 
 def _command_line_enables() -> bool:
-    """Return whether `sys.argv` has `--additional-config '{"midstream": …}'`, in one word or two, a
-    part of it, or midstream's class as `--worker-cls`; or names a `--config FILE` that has one.
-    """
+    """Return whether `sys.argv` enables midstream, in an option or in `--config`'s file."""
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         name, _, value = word.partition("=")
         option, value = name.replace("_", "-"), value or following

@@ -1,6 +1,4 @@
-"""Worker class for `vllm.LLM(model, worker_cls="midstream.worker.CaptureWorker")`, by its name or
-as the class itself, configured by the environment variables of `midstream.compat.act_environment`.
-"""
+"""Worker class configured by the variables of `midstream.compat.act_environment`."""
 
 from __future__ import annotations
 

@@ -203,7 +203,6 @@ class AsyncEngineCall:
                 request.add(last)
 
     async def _compute(self, wanted: LastTokenRequest, request_id: str) -> RequestOutput:
-        """Return the output of a request that computes a last token's row."""
         alone = AsyncEngineCall(self._llm, only_front(self._front), CallArguments())
         vllm_args = {"lora_request": wanted.lora_request}
         outputs = alone.outputs(wanted.prompt, wanted.params, request_id, vllm_args)

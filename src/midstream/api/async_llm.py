@@ -1,6 +1,4 @@
-"""`midstream.AsyncLLM`: a `vllm.v1.engine.async_llm.AsyncLLM` whose `generate` also captures, edits
-and probes.
-"""
+"""`midstream.AsyncLLM`: vLLM's `AsyncLLM`, whose `generate` also captures, edits and probes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Controllers with `mode="async"` beside an asynchronous engine.
-
-An answer becomes an update when it is ready, and holds from the next position that is not scheduled
-yet. Neither the engine nor another request ever waits for it.
+"""Controllers with `mode="async"` beside an asynchronous engine. An answer becomes an update when
+it is ready; neither the engine nor another request waits for it.
 """
 
 from __future__ import annotations

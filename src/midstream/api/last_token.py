@@ -1,7 +1,5 @@
-"""The row of a completion's last token, which is sampled and never computed on.
-
-One more request computes it: the prompt and the generated tokens are its prompt, and the edits are
-those of the first request. So the completion itself is what it is without this.
+"""The row of a completion's last token, which is sampled and never computed on: one more request,
+with the same edits, computes it.
 """
 
 from __future__ import annotations

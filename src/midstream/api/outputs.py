@@ -1,7 +1,5 @@
-"""Types of the outputs of `generate` and `chat`: vLLM's own objects, with midstream's attributes.
-
-An attribute is None where the call did not ask for it; the types leave that out, because a caller
-knows what the call asked for.
+"""Types of the outputs of `generate` and `chat`: vLLM's own objects, with midstream's attributes,
+whose None where the call did not ask for them the types leave out.
 """
 
 from __future__ import annotations

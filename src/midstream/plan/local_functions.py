@@ -15,10 +15,8 @@ from midstream.errors import SpecError
 
 
 class LocalFunction:
-    """One function. As long as this exists, its key leads to the function in this process.
-
-    Edits by functions with other keys never share KV. `path` is `module:name` by which other
-    processes can import it; empty: they cannot.
+    """One function; as long as this exists, its key leads to the function here, and tells edits
+    apart. `path` is `module:name` for other processes; empty: they cannot import it.
     """
 
     __slots__ = ("__weakref__", "fn", "key", "path")

@@ -63,9 +63,8 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEdit:
-    """One edit at one tap; the last of its instructions counts as one edit.
-
-    `source` is the index of the plan's edit; negative: of the server-wide edits, whose last is −1.
+    """One edit at one tap, whose last instruction counts. `source`: index in the plan; −1 the last
+    server-wide.
     """
 
     site: str
@@ -82,9 +81,8 @@ PatternKind = Literal[
 
 
 class LensMap(NamedTuple):
-    """An affine map of the stream in the memory that the workers have for lenses.
-
-    Matrix and bias are numbers of first elements; −1: none. With `adds` the stream is added.
+    """An affine map of the stream: first elements in the workers' memory, −1: none. `adds`: the
+    stream is added.
     """
 
     matrix: int = -1
@@ -271,9 +269,8 @@ class ResolvedBias:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedFunction:
-    """One `Local` at one tap, which the plan has as an edit too: that counts the tokens.
-
-    For key and path see `midstream.plan.local_functions`. No position depends on what is generated.
+    """One `Local` at one tap, beside its edit, which counts the tokens. No position depends on the
+    output.
     """
 
     site: str

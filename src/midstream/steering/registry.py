@@ -179,7 +179,6 @@ class VectorRegistry:
         return self.list()._repr_html_()
 
     def _current(self) -> Mapping[str, NamedEntry]:
-        """Return what the names stand for now."""
         self.changes.refresh()
         return self.entries
 
@@ -215,7 +214,6 @@ class VectorRegistry:
         raise SpecError("", f"expected an edit by value, got the name {show(name)}")
 
     def _read(self, vectors: object, lookup: Lookup | None = None) -> Registered | NamedEdits:
-        """Read what `register` takes; names in it are those of `lookup`, or else registered."""
         if isinstance(vectors, (str, os.PathLike)) and is_json_file(vectors):
             vectors = read_json_file(vectors)
         if names_edits(vectors):
@@ -303,7 +301,6 @@ def _no_sae(name: str) -> FeatureSource:
 
 
 def _nbytes(edit: Edit) -> int:
-    """Return the size of the vectors that an edit holds, in bytes."""
     if isinstance(edit, Gate):
         direction = edit.probe.direction
         read = direction if isinstance(direction, tuple) else (direction,)

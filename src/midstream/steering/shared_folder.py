@@ -127,7 +127,6 @@ class SharedFolder(Changes):
             self._counter[0] = self._read
 
     def _load(self) -> None:
-        """Take over what the folder has."""
         tried = None
         while True:
             try:
@@ -169,7 +168,6 @@ class SharedFolder(Changes):
         self._read = index["version"]
 
     def _publish(self) -> None:
-        """Write what this process has."""
         version = self._read + 1
         files = {}
         for name, entry in self._vectors.entries.items():

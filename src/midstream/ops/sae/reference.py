@@ -74,8 +74,6 @@ def reconstruct(h: Tensor, description: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Sae(NamedTuple):
-    """An SAE in the memory; see `midstream.ops.sae.layout`."""
-
     w_enc: Tensor
     b_enc: Tensor
     threshold: Tensor

@@ -99,7 +99,6 @@ def _read(
 
 
 def _applies(words: Ints, lists: Ints, ids: Ints) -> NDArray[np.bool_]:
-    """Return whether the instruction of each row applies to its token id."""
     mask = np.ones(len(words), np.bool_)
     for row in np.flatnonzero(words[:, layout.IDS_COUNT]):
         start, count = words[row, layout.IDS_START], words[row, layout.IDS_COUNT]

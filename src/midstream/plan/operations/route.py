@@ -130,7 +130,6 @@ class Route(Operation):
         return one_edit(steps, in_turn=True)
 
     def _check(self, size: VectorSize) -> None:
-        """Check the experts against a layer's router."""
         biased = tuple(expert for expert, _ in self.bias)
         for field in ("activate", "deactivate", "bias"):
             experts = biased if field == "bias" else getattr(self, field)

@@ -1,7 +1,5 @@
-"""Resolved plans as bytes, for the workers: one msgpack message, read strictly. Never pickle.
-
-The message holds each distinct vector once, as little-endian float32 or as the digest of a vector
-that the reader has, and each distinct list of instructions once; others refer to them by index.
+"""Resolved plans as bytes for workers: one msgpack message, read strictly, with each distinct
+vector, as little-endian float32 or its digest, and each list of instructions once.
 """
 
 from __future__ import annotations

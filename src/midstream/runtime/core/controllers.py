@@ -66,9 +66,7 @@ class RunningController:
         return bool(self.unseen)
 
     def passes(self, scores: ScoresOfStep, row: int, position: int) -> bool:
-        """Take the scores of one position if a `Threshold` answers to them with the scale that
-        holds, and keeps its state; return whether that is so. Otherwise nothing is taken.
-        """
+        """Take a position's scores if a `Threshold` keeps its scale and state; return whether."""
         if self.slot is None or position < self.reached:
             return False
         # At a position that the probe does not read, it answers what it answered last.

@@ -1,9 +1,5 @@
-"""Sessions of streaming input: one request whose prompt grows while it runs.
-
-vLLM computes an input, generates, and continues from there with the next input. Generated tokens
-become part of the prompt, except for the last token of each turn, which is sampled and never
-computed on. Positions therefore count over the whole session. If a step ran ahead on such a token,
-its row is computed again on the token that replaces it.
+"""Sessions of streaming input: one request whose prompt grows. vLLM makes each turn's tokens part
+of it but for the last, never computed on, whose row is computed again on what replaces it.
 """
 
 from __future__ import annotations
@@ -119,9 +115,7 @@ def as_one_request(
 def _used(
     inputs: list[list[int]], generated: list[int], prompt: list[int], turns: list[int]
 ) -> int | None:
-    """Return how many generated tokens belong to turns before the last; None if prompt and turns,
-    the lengths of the prompt when each began to generate, do not match inputs and generated tokens.
-    """
+    """Return how many generated tokens are of turns before the last; None: they contradict it."""
     if len(turns) != len(inputs) or prompt[: turns[0]] != inputs[0] or len(prompt) != turns[-1]:
         return None
     used = 0

@@ -1,7 +1,5 @@
-"""Rows of a request that are taken from earlier requests in place of computing them.
-
-The front end decides before it sends a request which rows it has, and keeps them until the request
-has ended. The engine core limits hits in the prefix cache to positions whose rows are there.
+"""Rows taken from earlier requests. The front end decides before it sends a request, and keeps them
+until its end; the engine core limits prefix-cache hits to their positions.
 """
 
 from __future__ import annotations
@@ -122,7 +120,6 @@ class ReusedRows:
         return missing_blocks
 
     def _blocks(self, taps: Sequence[Tap], positions: Ints) -> list[ResultBlock]:
-        """Return the rows of some taps at some positions that were found."""
         blocks = []
         for (there, rank), sets in self._found.items():
             mine = [tap for tap in taps if tap in there]
@@ -172,8 +169,6 @@ class ReusedRows:
 
 
 class _BlockRows:
-    """The rows of a block at some taps, by chunk of tokens."""
-
     def __init__(self, block: ResultBlock, wanted: frozenset[Tap], chunks: int) -> None:
         self.taps = tuple(tap for tap in block.taps if tap in wanted)
         self.rank = block.rank

@@ -70,9 +70,7 @@ class RegisteredSae:
 
 
 class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
-    """The registered SAEs of an engine. The workers have their encoders in float32, and where the
-    setting `reconstruct` says so their decoders; whole SAEs stay here, for edits of their features.
-    """
+    """The registered SAEs, whole; workers have encoders, by `reconstruct` decoders too, float32."""
 
     kind = "sae"
     word = "SAE"

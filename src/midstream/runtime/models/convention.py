@@ -63,11 +63,8 @@ UNKNOWN = Lack("midstream does not know where that is in this class of layer")
 
 @dataclass(frozen=True, slots=True)
 class LayerConvention:
-    """What one class of decoder layer takes and returns.
-
-    Wherever the stream is one tensor, that very object is the one kept for the skip connection, so
-    an in-place edit is seen by both branches. Layers where it is a copy have no `mid`, or are
-    refused. A mixer that is no attention does not count as one.
+    """What one class of decoder layer takes and returns. Where the stream is one tensor, it is the
+    object kept for the skip connection, so both branches see an in-place edit; else no `mid`.
     """
 
     returns: Returns  # a PAIR's residual may still be None in the first layers (`nemotron_nas`)
@@ -196,9 +193,7 @@ def single(
     mlp_out: Output | Lack | str | None = None,
     **rest: Any,
 ) -> LayerConvention:
-    """Return the convention of a layer that takes and returns the stream. Arguments are as in
-    `pair`; `attn` and `mlp_out` are by default outputs of what `attention` and `mlp` name.
-    """
+    """Return the convention of a layer that takes and returns the stream; see `pair`."""
     mlp = Input(mlp) if isinstance(mlp, str) else mlp
     if attn is None:
         assert not isinstance(attention, Output), "say which module returns what attention adds"

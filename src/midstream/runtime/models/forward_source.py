@@ -186,7 +186,6 @@ def _calls(tree: ast.AST, name: str) -> bool:
 
 
 def _uses_method(tree: ast.AST, name: str) -> bool:
-    """Whether a function calls a method of `self.<name>`."""
     return any(
         isinstance(node, ast.Call) and (path_of(node.func) or "").startswith(f"{name}.")
         for node in ast.walk(tree)

@@ -314,9 +314,7 @@ class WorkerResult:
 
 
 def split(answers: WorkerAnswers, num_completions: int) -> dict[int, list[WorkerResult]]:
-    """Return the results of each completion, by its index: vLLM runs each of several as a request
-    of its own, whose id begins with the index and an underscore.
-    """
+    """Return the results by completion; of several, vLLM's id begins with its index and "_"."""
     completions: dict[int, list[WorkerResult]] = {}
     for answer in answers:
         view, offset = memoryview(answer.data), 0

@@ -147,7 +147,6 @@ class PlanTable:
         release_segments(plan.segments, self._tables)
 
     def __len__(self) -> int:
-        """Return the number of plans that requests use."""
         return len(self._plans) - len(self._unused)
 
     def _parse_and_cut(self, packed: bytes) -> tuple[ResolvedPlan, list[PlanSegment]]:

@@ -175,7 +175,6 @@ class RequestTable:
         self._remove_settled()
 
     def __len__(self) -> int:
-        """Return the number of requests that are not settled."""
         return len(self._slots)
 
     def all(self) -> Iterable[RequestState]:

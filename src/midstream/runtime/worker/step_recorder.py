@@ -57,9 +57,8 @@ class RankMemory:
 
 
 class StepRecorder:
-    """Owner of the armed tokens, the steps in flight, and the index of captured rows. If the arena
-    lacks room for a step, its requests are stored alone, oldest first; of one without room, no
-    later rows are.
+    """Owner of the armed tokens, the steps in flight, and the row index. Where the arena lacks
+    room, requests are stored alone, oldest first; one without has no later rows.
     """
 
     def __init__(

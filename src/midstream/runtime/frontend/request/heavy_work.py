@@ -1,6 +1,5 @@
-"""Threads for parsing and resolving large plans, which would hold an event loop.
-
-They are few: they compete with the loop for the interpreter, which each gets for 5 ms at a time.
+"""Threads for parsing and resolving large plans, which would hold an event loop; few, as they
+compete with it for the interpreter.
 """
 
 from __future__ import annotations

@@ -39,8 +39,6 @@ Complete = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class _ValidChange:
-    """A validated change of a request's plan."""
-
     uid: str
     history: PlanHistory
     given: tuple[tuple[Edit, ...], tuple[int, ...]]  # to be multiplied by `factor`
@@ -247,9 +245,7 @@ class PlanChanges(RunningPlans):
         return PendingChange(history, replica, message, change.need.vectors)
 
     def _completed(self, change: PendingChange, message: object = None) -> UpdatePlan:
-        """Return the message of a change with what the workers lack of its vectors. It must be
-        queued at once: a request with the same vectors that overtakes it would not bring them.
-        """
+        """Return a change's message with the vectors that workers lack; queue it before others."""
         uid = change.message.uid
         if self._admission.is_running(uid):
             change.lacked = self._sent_vectors[change.replica].take(uid, change.vectors)

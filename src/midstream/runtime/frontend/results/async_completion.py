@@ -133,7 +133,6 @@ class AsyncCompletion:
             reporter.report([output])
 
     def _count(self, call: GenerateCall, output: Any) -> None:
-        """Add a call's receipts to the totals and to vLLM's spans."""
         assert call.admitted is not None
         receipts = [completion.receipt for completion in output.outputs]
         plan = call.admitted.plan

@@ -72,11 +72,8 @@ PER_COMPLETION = (
 
 
 class SeveralCompletions(RequestOutput):  # type: ignore[misc]
-    """vLLM's output of a request with n > 1.
-
-    `activations`, `probes`, `receipt` and the like are on each of its `outputs`. Reading one of
-    them here raises an AttributeError that says so; `hasattr` is False, and `getattr` with a
-    default gives the default.
+    """vLLM's output of a request with n > 1, whose `outputs` have the results: here their names
+    raise an AttributeError that says so.
     """
 
     @staticmethod
@@ -325,7 +322,6 @@ def _set_results(
 
 
 def _ranks_of(blocks: Sequence[ResultBlock]) -> dict[Tap, tuple[int, ...]]:
-    """Return the ranks that transferred the rows of each tap."""
     ranks_by_tap: dict[Tap, set[int]] = {}
     for block in blocks:
         if block.positions.size:

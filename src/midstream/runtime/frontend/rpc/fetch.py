@@ -1,7 +1,5 @@
-"""Exchanges with the workers that fetch results, at a request's end and while it runs.
-
-An exchange is a generator: it yields an RPC request and is sent the workers' answers. Front ends
-that wait for answers drive it, and front ends that are called back do.
+"""Exchanges with the workers that fetch results: generators that yield an RPC request and are sent
+the answers, driven by front ends that wait and those that are called back.
 """
 
 from __future__ import annotations
@@ -111,7 +109,6 @@ def _fetch(
 
 
 def _read(name: str, answers: WorkerAnswers) -> Exchange[WorkerAnswers]:
-    """Fetch data that was too large to be inline, in parts."""
     parts: list[list[bytes]] = [[answer.data] for answer in answers]
     longest = max(answer.header.nbytes for answer in answers)
     is_missing = [not answer.data for answer in answers]

@@ -113,7 +113,6 @@ def scale_of(attention: Any, of: str) -> float:
 
 
 def _format_of(attention: Any, cache: Tensor) -> torch.dtype:
-    """Return the format of the numbers in the cache of a layer."""
     name = attention.kv_cache_dtype
     dtype = _QUANTISED.get(name)
     if dtype is not None and cache.dtype in (torch.uint8, dtype):

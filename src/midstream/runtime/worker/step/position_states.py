@@ -81,7 +81,6 @@ class PositionStates:
             begin += len(part)
 
     def _bytes_of(self, slot: int, position: int, length: int) -> memoryview:
-        """Return the bytes of the states of some positions of a slot."""
         size, begin = self._states.itemsize, slot * self._states.shape[1] + position
         return self._bytes[begin * size : (begin + length) * size]
 

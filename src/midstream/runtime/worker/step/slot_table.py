@@ -40,7 +40,6 @@ class SlotTable:
         self._latest: tuple[list[str], Ints] | None = None  # result of the last `slots_of`
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self._requests)
 
     def get(self, request_id: str) -> RequestState | None:

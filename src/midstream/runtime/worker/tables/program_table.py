@@ -1,6 +1,4 @@
-"""Programs (sets of edits) and capture groups (sets of captures): stored once, with a use count,
-and written to the device. Unused ones stay until their room is needed, for later requests.
-"""
+"""Programs and capture groups, stored once, with use counts; unused ones stay for a while."""
 
 from __future__ import annotations
 
@@ -190,7 +188,6 @@ class ProgramTable:
 
 
 def _kind(edits: Sequence[TapProgramStep]) -> int:
-    """Return the kind of a program at the tap of these edits."""
     plain = all(
         layout.is_plain(step.op, step.flags, bool(edit.ids), step.mask is not None)
         for edit in edits
