@@ -51,7 +51,6 @@ def read_controllers(value: object) -> dict[str, DeclaredController]:
 
 
 def plain_controllers(value: object) -> dict[str, dict[str, Any]]:
-    """Return the setting `controllers` as JSON values."""
     return {
         name: {
             "path": controller.path,

@@ -144,7 +144,6 @@ def _factor(op, x, param):
 
 @triton.jit
 def is_infinite(x):
-    """Return whether x is infinite or NaN."""
     return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
 
 

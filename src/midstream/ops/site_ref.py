@@ -228,7 +228,6 @@ class _Work:
         return values if chosen is None else torch.where(chosen, values, 0.0)
 
     def _read(self, rows: Index, words: Ints) -> Tensor:
-        """Return ⟨h, read⟩, [n]."""
         return (self._seen(rows, words) * self._device.vectors(words[:, layout.READ])).sum(1)
 
     def _store(self, at: Rows, words: Ints, a: Tensor) -> None:

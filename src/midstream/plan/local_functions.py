@@ -44,7 +44,6 @@ _BY_ID: WeakValueDictionary[int, LocalFunction] = WeakValueDictionary()
 
 
 def function_of(fn: object) -> LocalFunction:
-    """Return the function with its key."""
     if isinstance(fn, LocalFunction):
         return fn
     if not callable(fn):

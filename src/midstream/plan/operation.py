@@ -270,7 +270,6 @@ def refreshed(steps: list[Instruction]) -> list[Instruction]:
 
 
 def one_or_all(value: object) -> object:
-    """Return the only item of a list, or the list."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

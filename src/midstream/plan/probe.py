@@ -277,7 +277,6 @@ class Probe(Operation):
 
 
 def _check_layers(probe: Probe) -> None:
-    """Check that there is one layer, or one direction for each."""
     if isinstance(probe.direction, tuple):
         check_per_layer("direction", len(probe.direction), probe.layers)
         return

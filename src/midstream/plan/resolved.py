@@ -190,7 +190,6 @@ class ResolvedProbe:
 
     @property
     def slot(self) -> int:
-        """Column of the scores."""
         if self.attention is not None:
             return self.attention.slot
         slot = self.steps.instructions[-1].slot

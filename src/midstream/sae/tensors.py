@@ -32,7 +32,6 @@ _THRESHOLDS = ("threshold", "topk_threshold")
 
 
 def has_threshold(architecture: str) -> bool:
-    """Return whether activations must exceed a threshold."""
     return architecture.startswith("jumprelu") or architecture.endswith("batchtopk")
 
 

@@ -76,7 +76,6 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
 
 
 def is_json_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path has the suffix `.json`."""
     return os.path.splitext(os.fspath(path))[1].lower() == _JSON
 
 

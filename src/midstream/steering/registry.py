@@ -77,7 +77,6 @@ class VectorRegistry:
 
     @property
     def shape(self) -> ModelShape:
-        """Shape of the engine's model."""
         return self._shape
 
     def register(self, name: str, vectors: object, room: int | None = None) -> Description:

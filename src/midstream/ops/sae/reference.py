@@ -87,7 +87,6 @@ class _Sae(NamedTuple):
 
     @staticmethod
     def at(place: int, width: int, weights: Tensor) -> _Sae:
-        """Return the SAE at a place."""
         begin = place * layout.ALIGN
         header = [int(number) for number in weights[begin : begin + layout.ALIGN].tolist()]
         count = header[layout.FEATURES]

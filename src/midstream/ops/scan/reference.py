@@ -143,7 +143,6 @@ class _State:
         return float(self.left > 0) if step else float(self.smoothed)
 
     def keep(self, position: int) -> None:
-        """Store the state after a position."""
         self.at = (self.at + 1) % len(self.kept)
         bits = np.float32(self.smoothed).view(np.int32)
         self.kept[self.at] = (1 + position, bits, self.left)

@@ -72,7 +72,6 @@ def unscaled(
 
 
 def steps_of(classifier: Any) -> list[Any]:
-    """Return the steps of a pipeline, or the classifier alone."""
     if name_of(classifier) != _PIPELINE:
         return [classifier]
     steps = [step for _, step in classifier.steps if step not in (None, "passthrough")]

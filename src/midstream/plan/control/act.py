@@ -201,7 +201,6 @@ _ACTS: dict[str, type[Act]] = {act.word: act for act in (Stop, Flag, Switch)}
 
 
 def read_act(value: object) -> Act:
-    """Read an act or its JSON form."""
     if isinstance(value, Act):
         return value
     if not isinstance(value, Mapping) or len(value) != 1:

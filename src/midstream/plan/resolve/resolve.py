@@ -226,7 +226,6 @@ class _Resolver:
         return [*_reads_elsewhere(edit, taps, where, source, self._shape), *resolved]
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
-        """Group taps by the size of their vectors, and what these are of."""
         shape = self._shape
         if not (shape.widths or shape.heads or shape.routing):
             return [(shape.size(taps[0]), taps)]

@@ -33,7 +33,6 @@ class Matrix(Vector):
 
     @property
     def width(self) -> int:
-        """The number of rows, and of columns."""
         return math.isqrt(self.size)
 
     @property
@@ -117,7 +116,6 @@ def _from_square(value: Any) -> Matrix:
 
 
 def check_square(shape: tuple[int, ...]) -> None:
-    """Check the shape of a matrix."""
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise SpecError("", f"expected a square matrix [width, width], got shape {list(shape)}")
     if shape[0] > MAX_WIDTH:

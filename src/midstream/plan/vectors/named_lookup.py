@@ -68,7 +68,6 @@ _SHOWN = 8
 
 
 def vectors_of(name: str, lookup: Lookup) -> Registered:
-    """Return the vectors of a name."""
     registered = lookup(name)
     if isinstance(registered, NamedEdits):
         raise SpecError(

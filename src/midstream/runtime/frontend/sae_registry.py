@@ -63,7 +63,6 @@ class RegisteredSae:
         return feature_weights
 
     def reconstructs(self) -> SaeCode:
-        """Return how the workers reconstruct vectors with it."""
         if self.code is None:
             raise SpecError("", f"the SAE `{self.name}` cannot reconstruct: {self.reason}")
         return self.code._replace(name=self.name)

@@ -23,7 +23,6 @@ class Refusal:
     reason: str
 
     def resolve(self, layer: object) -> Refusal:
-        """Return itself: no setting of the layer changes it."""
         return self
 
 
@@ -117,7 +116,6 @@ class LayerConvention:
         return {"resid_pre": self.no_pre, "resid_mid": self.no_mid}.get(site) or None
 
     def resolve(self, layer: object) -> LayerConvention:
-        """Return itself: nothing depends on the layer's settings."""
         return self
 
 
@@ -133,7 +131,6 @@ class Choice:
     equals: str | None = None
 
     def resolve(self, layer: object) -> LayerConvention | Refusal:
-        """Return the convention of one layer."""
         path = self.attribute.removesuffix("?")
         value = layer
         for name in path.split("."):

@@ -128,7 +128,6 @@ def reads_quantised(owner: nn.Module, name: str) -> bool:
 
 @functools.cache
 def tree_of(function: Any) -> ast.FunctionDef:
-    """Return the source of a function."""
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError) as error:

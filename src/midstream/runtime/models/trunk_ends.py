@@ -205,7 +205,6 @@ class _Walk:
         }
 
     def _is_over_layers(self, node: ast.For | ast.While) -> bool:
-        """Return whether a loop is over the layers, or over their numbers."""
         over = node.iter if isinstance(node, ast.For) else node.test
         if any(
             path_of(child) == self._list for child in ast.walk(over) if isinstance(child, ast.expr)

@@ -94,7 +94,6 @@ def check_steering(settings: Settings) -> None:
 
 
 def controllers_of(vllm_config: Any) -> dict[str, DeclaredController]:
-    """Return the declared controllers of an engine, by name."""
     section = (vllm_config.additional_config or {}).get(KEY)
     return read_controllers(section.controllers if isinstance(section, Settings) else {})
 

@@ -103,7 +103,6 @@ class GateStates:
             self._clear()
 
     def _clear(self) -> None:
-        """Let no state have a row."""
         self._runs = None
         if self._has_rows:
             self._has_rows = False

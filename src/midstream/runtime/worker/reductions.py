@@ -47,7 +47,6 @@ class Reductions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
         return self._table.nbytes + self._counts.nbytes
 
     def __len__(self) -> int:

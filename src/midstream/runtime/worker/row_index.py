@@ -289,7 +289,6 @@ def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
 
 
 def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, RowBlock[R]]]:
-    """Return the blocks of one kind, each with the serial number of its request."""
     taps, codec, rows = key
     mine = runs.table[_KIND] == kind
     if not mine.any():

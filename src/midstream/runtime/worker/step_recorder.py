@@ -204,7 +204,6 @@ class StepRecorder:
 
     @property
     def settled(self) -> int:
-        """Number of the step up to which all steps are settled."""
         return self._in_flight[0].number - 1 if self._in_flight else self.counts.steps
 
     def settle(self) -> None:

@@ -35,7 +35,6 @@ class RequestPlans:
     _ahead: dict[CallPlan, tuple[tuple[Any, ...], PreparedPlan]] = field(default_factory=dict)
 
     def resolve(self, request: Any, call_plan: CallPlan, *others: Any) -> PreparedPlan:
-        """Return the plan of a request, which has what `PlanResolver.resolve` reads."""
         ahead = self._ahead.pop(call_plan, None)
         if ahead is not None and ahead[0] == _key_of(request, others):
             return ahead[1]

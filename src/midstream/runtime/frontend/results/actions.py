@@ -76,7 +76,6 @@ def actions_of(
     probes: Probes | None,
     held: Sequence[HeldPlan],
 ) -> tuple[Action, ...]:
-    """Return what the probes of a completion did, in the order of the plan."""
     stopped = probe_that_stopped(plan, completion)
     starts = {version.later.source: version.start for version in held if version.later is not None}
     actions = []

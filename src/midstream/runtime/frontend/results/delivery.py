@@ -224,7 +224,6 @@ def _puts(finished: FinishedRequest, share: SinkShare) -> Puts[Sequence[Future[C
 
 
 def shares_of(finished: FinishedRequest) -> list[SinkShare]:
-    """Return the rows of each completion for each sink."""
     admitted, output, shape = finished.admitted, finished.output, finished.shape
     sizes = row_sizes(admitted.plan, shape) if admitted.routes else {}
     partial = finished.partial_rows

@@ -375,7 +375,6 @@ class ReceiptReporter:
         self._receipts: list[Receipt] = []
 
     def add(self, output: Any) -> None:
-        """Add the receipts of an output's completions."""
         self._receipts += [
             completion.receipt for completion in output.outputs if completion.receipt.problems
         ]

@@ -149,7 +149,6 @@ def scores_by_uid(
 
 
 def check_traces(workers: Sequence[WorkerInfo], checksums: Sequence[list[StepChecksum]]) -> None:
-    """Compare the workers' checksums, if all workers keep them."""
     traces = [
         {checksum.step: checksum for checksum in worker_checksums} for worker_checksums in checksums
     ]

@@ -93,7 +93,6 @@ def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
 
 
 def cache_of(attention: Any) -> Tensor:
-    """Return the KV cache of a layer."""
     kv_cache = attention.kv_cache
     cache: Tensor = kv_cache[0] if isinstance(kv_cache, (list, tuple)) else kv_cache
     return cache

@@ -47,11 +47,9 @@ class SlotTable:
         return self._requests.get(request_id)
 
     def all(self) -> Iterable[RequestState]:
-        """Return every request that was not removed."""
         return self._requests.values()
 
     def by_slot(self, slot: int) -> RequestState | None:
-        """Return the request in a slot."""
         return self._by_slot[slot]
 
     def ids_of(self, slots: Ints) -> list[str]:

@@ -37,7 +37,6 @@ class PatternColumns:
 
     @property
     def of_logits(self) -> bool:
-        """Whether the row has logits."""
         return self.kind == "lens" or self.kind.startswith("logits")
 
 
@@ -50,7 +49,6 @@ class PatternEncoding(RowEncoding):
 
     @property
     def has_scores(self) -> bool:
-        """Whether scores are made of a record."""
         return any(pattern.slot is not None for pattern in self.patterns)
 
     @property

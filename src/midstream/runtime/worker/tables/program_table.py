@@ -58,7 +58,6 @@ class ProgramTable:
         return program.index
 
     def release_program(self, edits: Edits) -> None:
-        """Release one use of the program of these edits."""
         if edits:
             self._programs[edits].users -= 1
             if not self._programs[edits].users:
@@ -76,7 +75,6 @@ class ProgramTable:
 
     @property
     def in_use(self) -> int:
-        """Number of programs that requests use."""
         return len(self._programs) - len(self._unused)
 
     def edits_of(self, index: int) -> Edits:
@@ -107,7 +105,6 @@ class ProgramTable:
         return group.index
 
     def release_group(self, taps: tuple[int, ...]) -> None:
-        """Release one use of the group of these taps."""
         if taps:
             self._groups[taps].users -= 1
             if not self._groups[taps].users:

@@ -164,7 +164,6 @@ def _why_one_model(copies: TappedCopies, vllm_config: Any, config: Config) -> st
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether vLLM compiles a module."""
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
     return isinstance(module, TorchCompileWithNoGuardsWrapper) and not module.do_not_compile

@@ -200,7 +200,6 @@ def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
 
 
 def _add_columns(module: Any, place: InnerPlace, table: Tensor, copies: bool) -> None:
-    """Add the tap of an inner site to a module."""
     by_head = place.heads > 0
     if place.at == "output":
         module.midstream_given += (_Columns(table, place.start, by_head),)
