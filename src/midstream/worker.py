@@ -8,10 +8,7 @@ from midstream.errors import UnsupportedError
 
 
 class CaptureWorker:
-    """Placeholder class whose name enables captures by environment variables.
-
-    The front end replaces it with vLLM's own worker for the platform, and taps that worker's model.
-    """
+    """Placeholder, in place of which the front end has vLLM's own worker and taps its model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(

@@ -60,9 +60,8 @@ class CallArguments:
         return PromptArguments(self.capture, self.steer, self.edits, self.probes, self.controller)
 
     def explain(self, error: SpecError, prompt_index: int | None = None) -> SpecError:
-        """Return an error of a prompt's plan with the path of the caller's argument: of a list per
-        prompt with its index, as `steer[3][0].layer`; of one value for all the message names the
-        prompt.
+        """Return an error of a prompt's plan with the path of the caller's argument, as
+        `steer[3][0].layer`; of one value for all, the message names the prompt.
         """
         argument_path = self._path(error.path, prompt_index)
         if argument_path is None:
@@ -213,10 +212,8 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """Return the value of an argument for each prompt. For several, a list has one entry per
-    prompt. A flat list of several `steer`, `edits` or `probes` can mean one each or all of them
-    each, and is rejected; one of a single entry is for all prompts. For one prompt a flat list is
-    that prompt's.
+    """Return an argument's value for each prompt: of several, a list has one entry each, and a flat
+    list of several edits or probes, which can mean two things, is rejected.
     """
     if not isinstance(value, (list, tuple)):
         return [value] * count

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
     from midstream.results.receipt import CaptureResult, Receipt
 
     class GenerateCompletion(OutputReadOuts, CompletionOutput):
-        """One completion of an output.
-
-        Attributes:
-            activations, probes, receipt, capture_results, and those of `OutputReadOuts`: of this
-                completion, if n > 1; else None.
-        """
+        """One completion of an output; its results are of this completion, if n > 1, else None."""
 
         activations: Activations
         probes: Probes

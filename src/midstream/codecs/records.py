@@ -48,24 +48,12 @@ class RowEncoding:
         return RowEncoding(codec, parts, numbers // unit)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of an encoded row.
-
-        Args:
-            dtype: dtype of the vectors.
-
-        Raises:
-            SpecError: the codec does not support vectors this short.
-        """
+        """Return the bytes of an encoded row; SpecError: vectors too short for the codec."""
         return sum(self.codec.row_bytes(width, dtype) * count for width, count in self.parts)
 
     def encode(self, units: Tensor) -> Tensor:
-        """Encode whole rows.
-
-        Args:
-            units: [n, U], contiguous; n is a multiple of `units`.
-
-        Returns:
-            uint8 [n / `units`, row_bytes] on the device of `units`; may share its memory.
+        """Encode whole rows, contiguous [n, U], to uint8 [n / `units`, row_bytes] on their device,
+        maybe in their memory.
         """
         rows = units.view(-1, self.units * units.shape[1])
         if len(self.parts) == 1:

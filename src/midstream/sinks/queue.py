@@ -155,10 +155,9 @@ class SinkQueue:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write and flush all queued deliveries and close the sink. Blocks until done, or for the
-        time that the queue has for it: what is left then fails, and the log says how much.
-
-        Does nothing in a forked process, because the queue belongs to its parent.
+        """Write and flush all queued deliveries and close the sink, within the queue's time for it:
+        what is left then fails, and the log says how much. Nothing in a fork, whose parent has the
+        queue.
         """
         if os.getpid() != self._process:
             return

@@ -1,10 +1,7 @@
-"""Reader of vector files: safetensors, npz and GGUF control vectors, none of which can run code.
-
-A key names the tap of its vector; a file whose only key is `vector` has one without a tap. A GGUF
-control vector is llama.cpp's and repeng's format: the tensor `direction.N`, N ≥ 1, is added to the
-output of layer N, counted from 0 (https://github.com/ggml-org/llama.cpp,
-https://github.com/vgel/repeng): our `resid_post` of layer N, `output_hidden_states[N + 1]` of
-transformers. llama.cpp rejects `direction.0`, and so does this reader.
+"""Reader of vector files: safetensors, npz and GGUF, none of which can run code. A key names its
+vector's tap; a sole `vector` has none. A GGUF control vector is llama.cpp's and repeng's:
+`direction.N`, N ≥ 1, is added to the output of layer N, counted from 0: our `resid_post` of layer
+N.
 """
 
 from __future__ import annotations

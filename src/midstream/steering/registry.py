@@ -59,10 +59,8 @@ class NamedEntry:
 
 
 class VectorRegistry:
-    """Named vectors and named whole edits of one engine's front end. Thread-safe.
-
-    A name is replaced atomically: a lookup returns either what it stood for or what it stands for
-    now. Requests get vectors and edits by value at admission, so running requests keep theirs.
+    """Named vectors and named whole edits of one engine's front end. Thread-safe. A name is
+    replaced atomically; running requests keep what they got by value at admission.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -132,10 +130,8 @@ class VectorRegistry:
     @overload
     def lookup(self, name: SaeName) -> FeatureSource: ...
     def lookup(self, name: str | SaeName) -> Registered | NamedEdits | FeatureSource:
-        """Return the vectors of a name, read-only, by (canonical site, layer from 0), or its edits;
-        or the SAE of a name.
-
-        The only key is None for a vector without a tap.
+        """Return a name's vectors, read-only, by (canonical site, layer from 0), or None if without
+        a tap; or its edits, or SAE.
         """
         return self.saes(name.name) if isinstance(name, SaeName) else self.show(name)[1]
 

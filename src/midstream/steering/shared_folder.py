@@ -1,9 +1,7 @@
-"""Named vectors and server-wide edits of several processes on one machine, by a shared folder: a
-file for each name, an index that names these files and has the tiers, and a counter of changes,
-which every process maps into its memory. A change holds a lock of the folder, which the kernel
-frees however its process ends, writes new files, replaces the index by a rename, and raises the
-counter, which every read compares. So a change holds in all processes before the call returns, and
-none waits for another's answer.
+"""Named vectors and server-wide edits of several processes on a machine, by a shared folder: a file
+for each name, an index with the tiers, and a counter that every process maps and every read
+compares. A change holds a lock, which the kernel frees, writes files, replaces the index by a
+rename, and raises the counter: it holds in all processes before the call returns.
 """
 
 from __future__ import annotations

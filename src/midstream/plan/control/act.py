@@ -221,11 +221,8 @@ def read_act(value: object) -> Act:
 
 
 class Progress(NamedTuple):
-    """How far a condition is after some scores.
-
-    Attributes:
-        run: number of tokens in a row, up to the last, whose pooled score is beyond the threshold.
-        pooled: of "max" and "ema" the last pooled score; None: there is none.
+    """How far a condition is: the number of tokens in a row whose pooled score is beyond the
+    threshold, and the last pooled score of "max" and "ema"; None: there is none.
     """
 
     run: int = 0

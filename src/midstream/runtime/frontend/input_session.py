@@ -88,11 +88,10 @@ def as_one_request(
     plan: ResolvedPlan,
     answers: WorkerAnswers,
 ) -> tuple[Any, ResolvedPlan]:
-    """Return a session's last output and plan as those of one request.
-
-    Its prompt is all that was computed before the last turn generated, so that it has P + G − 1
-    rows. `generated` has tokens too that were never computed on. A prompt in `answers` that does
-    not consist of the inputs and generated tokens is recorded there as a problem.
+    """Return a session's last output and plan as those of one request, whose prompt is all computed
+    before the last turn generated: it has P + G − 1 rows. `generated` has tokens too that were
+    never computed on. A prompt in `answers` that does not consist of inputs and generated tokens is
+    a problem there.
     """
     entries = [request for answer in answers for request in answer.header.requests]
     prompt, turns = list(inputs[0]), [len(inputs[0])]

@@ -1,10 +1,7 @@
-"""Results of requests, from a worker to the front end: headers, and data that they describe.
-
-The data of one name is, for each of its vLLM requests: the states of its positions, uint16; its
-captured rows; its probe scores. Rows are in blocks, one per set of taps: [positions, bytes of a
-record], where a record has an encoded row of each tap. Scores are float32 [positions, slots]. If
-the results have a lease, rows stay in the worker's arena, and each block has in their place int64
-[runs, 3]: segment, offset in it, number of records.
+"""Results of requests, from a worker to the front end. The data of one name is, for each of its
+vLLM requests: the states of its positions, uint16; captured rows in blocks, one per set of taps:
+[positions, bytes of a record of all taps]; scores, float32 [positions, slots]. With a lease, rows
+stay in the arena, and blocks are int64 [runs, 3]: segment, offset in it, number of records.
 """
 
 from __future__ import annotations

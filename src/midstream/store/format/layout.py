@@ -1,7 +1,4 @@
-"""Shard layout and header; `docs/store-format.md` specifies every byte.
-
-The header is canonical: a reader parses a header, serializes the result and compares.
-"""
+"""Shard layout and header; `docs/store-format.md` specifies every byte, which a reader compares."""
 
 from __future__ import annotations
 

@@ -174,9 +174,8 @@ class PlanChanges(RunningPlans):
         source: str = "update",
         checked: Sequence[_ValidChange] = (),
     ) -> list[PendingChange]:
-        """Validate a change of requests, of an id or a plan each, and take capacity for it until
-        they end. `edits` are those from now on; None: those given last. `checked`: what `_check`
-        returned.
+        """Validate a change of requests, and take capacity for it until they end. `edits` are those
+        from now on, None: those given last; `checked`: what `_check` returned.
         """
         changes = checked or [self._check(name, edits, scale) for name in names]
         self._admission.extend({change.uid: change.need for change in changes})

@@ -74,16 +74,9 @@ def check_model(
     taps: Mapping[Tap, int],
     run: Callable[[], object],
 ) -> None:
-    """Check in trial runs that each tap fires once, and that the sums hold which layers claim.
-
-    Args:
-        buffers: the rank's buffers; no token has a program before and after.
-        taps: taps of this rank, with their indices in `buffers.table`.
-        run: runs the tapped model on at least one row.
-
-    Raises:
-        TapError: a tap did not fire once.
-        UnsupportedError: a sum does not hold.
+    """Check in trial runs that each tap fires once (else TapError), and that the sums which layers
+    claim hold (else UnsupportedError). `run` runs the tapped model on at least one row; no token
+    has a program before and after.
     """
     check_taps(buffers, taps, run)
     sums = claimed_sums(layers, taps)
