@@ -32,13 +32,7 @@ class RowEncoding:
 
     @staticmethod
     def of(codec: Codec, widths: Sequence[int], unit: int) -> RowEncoding:
-        """Return the encoding of records.
-
-        Args:
-            codec: the codec.
-            widths: width of each vector of a record, in order.
-            unit: numbers of a unit, of which every width is a multiple.
-        """
+        """Return the encoding of records of vectors of these widths, multiples of `unit`."""
         if isinstance(codec, Raw):
             return RowEncoding(codec, ((unit, 1),), 1)
         parts = tuple((width, len(list(same))) for width, same in groupby(widths))
