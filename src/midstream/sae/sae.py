@@ -261,18 +261,7 @@ class SAE:
         Raises:
             SpecError: there is no such feature, or it cannot be changed by itself.
         """
-        why = ""
-        if self.is_transcoder:
-            why = "a transcoder's features are decoded to another vector than they are read from"
-        elif self.top_k and mode != "add":
-            why = (
-                "which features of a TopK SAE are active depends on all of them; the mode "
-                '"add" does not depend on it'
-            )
-        elif self.normalize != "none":
-            why = f"its input is normalised ({self.normalize})"
-        if why:
-            raise SpecError("", f"a feature cannot be changed by itself: {why}")
+        _check_edits(self, mode)
         for feature in ids:
             if not 0 <= feature < self.num_features:
                 raise SpecError("index", f"expected 0 to {self.num_features - 1}, got {feature}")
@@ -323,6 +312,22 @@ def _normalized(sae: SAE, h: Tensor) -> Tensor:
     elif sae.normalize == "layer_norm":
         h = h / (h.std(-1, keepdim=True) + _EPSILON)
     return h
+
+
+def _check_edits(sae: SAE, mode: str) -> None:
+    """Check that features of an SAE can be changed by themselves."""
+    why = ""
+    if sae.is_transcoder:
+        why = "a transcoder's features are decoded to another vector than they are read from"
+    elif sae.top_k and mode != "add":
+        why = (
+            "which features of a TopK SAE are active depends on all of them; the mode "
+            '"add" does not depend on it'
+        )
+    elif sae.normalize != "none":
+        why = f"its input is normalised ({sae.normalize})"
+    if why:
+        raise SpecError("", f"a feature cannot be changed by itself: {why}")
 
 
 def _place(sae: SAE, layer: Any, site: Any) -> dict[str, Any]:

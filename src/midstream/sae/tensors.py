@@ -76,7 +76,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], is_transcoder: bool) -> 
 
 
 def reduced(tensors: Arrays, rescales: bool, scale: float) -> Arrays:
-    """Return W_enc, b_enc, W_dec, b_dec, W_skip and threshold as of a JumpReLU SAE. A gated SAE's
+    """Return W_enc, b_enc, W_dec, b_dec, W_skip and threshold of a JumpReLU SAE. A gated SAE's
     magnitudes are m = e^r · x W_enc + b_mag, and its gate is open where m > b_mag − e^r · b_gate
     (arXiv:2404.16014).
     """

@@ -13,7 +13,7 @@ _RETRY_SECONDS = 1
 
 class EngineUse:
     """Lets one thread use an engine, from its call until its requests have ended: vLLM's offline
-    engine returns what ends to whoever runs its loop.
+    engine returns what ends to the caller that runs its loop.
     """
 
     def __init__(self, has_unfinished: Callable[[], bool]) -> None:

@@ -51,7 +51,7 @@ class Endpoints:
         if settings is None:
             return
         fingerprint.install()
-        has_key = any(args.api_key or [key_of_environment()])
+        has_key = _has_key(args)
         guard = app.state.midstream_guard = Guard(
             allowed=settings.admin,
             admin_key=admin_key(),
@@ -85,3 +85,7 @@ class Endpoints:
         await self._server.start(engine_client, template)
         if self._server.peers is not None and self._app is not None:
             self._server.peers.listen(self._app)
+
+
+def _has_key(args: Namespace) -> bool:
+    return any(args.api_key or [key_of_environment()])
