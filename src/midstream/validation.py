@@ -1,6 +1,4 @@
-"""Strict readers of single values. An error's path is relative to the value, in what the caller
-wrote; `at` prepends the enclosing field's name.
-"""
+"""Strict readers of single values, whose errors have paths in what the caller wrote."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Controllers with `mode="async"` beside an asynchronous engine. An answer becomes an update when
-it is ready; neither the engine nor another request waits for it.
-"""
+"""Controllers with `mode="async"` beside an asynchronous engine: answers become updates."""
 
 from __future__ import annotations
 

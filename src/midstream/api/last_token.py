@@ -1,6 +1,4 @@
-"""The row of a completion's last token, which is sampled and never computed on: one more request,
-with the same edits, computes it.
-"""
+"""The row of a completion's last token, never computed on: one more request computes it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Types of the outputs of `generate` and `chat`: vLLM's own objects, with midstream's attributes,
-whose None where the call did not ask for them the types leave out.
-"""
+"""Types of the outputs of `generate` and `chat`: vLLM's own, with midstream's attributes."""
 
 from __future__ import annotations
 

@@ -37,9 +37,7 @@ class Full8PerDim:
         return encode_affine(columns)
 
     def decode(self, data: Tensor) -> Tensor:
-        """Decode uint8 [hidden, 8 + n] to float32 [n, hidden]; CodecError: `encode` cannot have
-        returned it.
-        """
+        """Decode uint8 [hidden, 8 + n] of `encode` to float32 [n, hidden]."""
         if data.dtype != torch.uint8 or data.ndim != 2 or data.shape[1] < HEADER_BYTES:
             got = f"{str(data.dtype).removeprefix('torch.')} {list(data.shape)}"
             raise CodecError(f"{self.spec}: expected uint8 [hidden, 8 + rows], got {got}")

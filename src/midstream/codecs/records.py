@@ -46,9 +46,7 @@ class RowEncoding:
         return sum(self.codec.row_bytes(width, dtype) * count for width, count in self.parts)
 
     def encode(self, units: Tensor) -> Tensor:
-        """Encode whole rows, contiguous [n, U], to uint8 [n / `units`, row_bytes] on their device,
-        maybe in their memory.
-        """
+        """Encode contiguous [n, U] to uint8 [n / `units`, row_bytes]; may share memory."""
         rows = units.view(-1, self.units * units.shape[1])
         if len(self.parts) == 1:
             return self.codec.encode(rows)

@@ -1,6 +1,4 @@
-"""Parser of the form of the settings `vectors`, `steering`, `lenses` and `saes`; files are read,
-and names and layers looked up, where the engine starts.
-"""
+"""Parser of the form of the settings `vectors`, `steering`, `lenses` and `saes`."""
 
 from __future__ import annotations
 

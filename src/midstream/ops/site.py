@@ -26,9 +26,7 @@ Before = Callable[[int, Tensor, Tensor | None], None]
 
 @dataclass(eq=False, kw_only=True)
 class SiteBuffers:
-    """Tensors of the op that do not move, see `midstream.ops.layout`. `bank` and `ring` have units
-    of U numbers: W / U of them in a vector of width W.
-    """
+    """Tensors of the op that do not move; `bank` and `ring` have units of U numbers."""
 
     tokens: Tensor  # int32 [T, 4], program, group, record and position of each row
     ids: Tensor  # int32 [T], token ids; set in steps in which an instruction reads them

@@ -63,9 +63,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEdit:
-    """One edit at one tap, whose last instruction counts. `source`: index in the plan; −1 the last
-    server-wide.
-    """
+    """One edit at one tap; its last instruction counts. `source` is negative if server-wide."""
 
     site: str
     layer: int
@@ -81,9 +79,7 @@ PatternKind = Literal[
 
 
 class LensMap(NamedTuple):
-    """An affine map of the stream: first elements in the workers' memory, −1: none. `adds`: the
-    stream is added.
-    """
+    """An affine map of the stream: first elements in the workers' memory; −1: none."""
 
     matrix: int = -1
     bias: int = -1
@@ -268,9 +264,7 @@ class ResolvedBias:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedFunction:
-    """One `Local` at one tap, beside its edit, which counts the tokens. No position depends on the
-    output.
-    """
+    """One `Local` at one tap, beside its edit, which counts the tokens."""
 
     site: str
     layer: int

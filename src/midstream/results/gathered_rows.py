@@ -33,9 +33,7 @@ class Block(Protocol):
 
 
 class RowGroup:
-    """Rows of taps captured at the same positions: `chosen` ones of the blocks, or all; `nothing`:
-    an empty block.
-    """
+    """Rows of taps of the same positions, `chosen` or all; `nothing`: an empty block."""
 
     __slots__ = ("_positions", "blocks", "chosen", "nothing", "taps")
 

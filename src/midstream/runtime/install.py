@@ -1,6 +1,4 @@
-"""Installation of midstream's hooks in vLLM, by the first engine that enables midstream; they do
-nothing for others.
-"""
+"""Installation of midstream's hooks in vLLM, by the first engine that enables midstream."""
 
 from __future__ import annotations
 

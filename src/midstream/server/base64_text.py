@@ -1,6 +1,4 @@
-"""Bytes in JSON, as base64 that is copied once, into the response: a copy takes longer than
-encoding.
-"""
+"""Bytes in JSON, as base64 that is copied once, as a copy takes longer than encoding."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The HTTP requests with the field `midstream`, found by an id in `vllm_xargs`: the context
-variables of a connection's next request may be the same.
-"""
+"""The HTTP requests with the field `midstream`, found by an id that is in `vllm_xargs`."""
 
 from __future__ import annotations
 

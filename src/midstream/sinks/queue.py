@@ -93,9 +93,7 @@ class ByteBudget:
 
 
 class SinkQueue:
-    """Queue of one sink, written in order and flushed in groups: when the first's patience has
-    passed, the budget is full, or the queue is drained.
-    """
+    """Queue of one sink; written in order, flushed in groups by patience, budget or drain."""
 
     def __init__(
         self, name: str, sink: Sink, most_bytes: int, times: QueueTimes | None = None

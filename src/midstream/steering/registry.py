@@ -130,9 +130,7 @@ class VectorRegistry:
     @overload
     def lookup(self, name: SaeName) -> FeatureSource: ...
     def lookup(self, name: str | SaeName) -> Registered | NamedEdits | FeatureSource:
-        """Return a name's vectors, read-only, by (canonical site, layer from 0), or None if without
-        a tap; or its edits, or SAE.
-        """
+        """Return a name's vectors by (canonical site, layer) or None, or its edits, or SAE."""
         return self.saes(name.name) if isinstance(name, SaeName) else self.show(name)[1]
 
     def show(self, name: str) -> tuple[Description, Registered | NamedEdits]:

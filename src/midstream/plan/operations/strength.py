@@ -27,9 +27,7 @@ _FIELDS: dict[type, str] = {
 
 
 def with_strength(edits: Sequence[Edit], factor: float) -> tuple[Edit, ...]:
-    """Return edits with a multiple of their strength. Of factor 0 none are left but Gates with
-    memory.
-    """
+    """Return edits with a multiple of their strength; of factor 0 only Gates with memory."""
     if factor == 0 and not any(isinstance(edit, Gate) and edit.memory.emit() for edit in edits):
         return ()
     if factor == 1:

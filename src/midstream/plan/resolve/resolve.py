@@ -318,9 +318,7 @@ def weighed(plan: ResolvedPlan) -> list[tuple[Ranges, int]]:
 
 
 def _memory_first(edits: Sequence[Edit]) -> list[int]:
-    """Return the indices of edits, gates with memory first: their columns are then those of all
-    versions.
-    """
+    """Return the indices of edits, gates with memory first: their columns stay the same."""
     remembers = [isinstance(edit, Gate) and bool(edit.memory) for edit in edits]
     return sorted(range(len(edits)), key=lambda index: not remembers[index])
 

@@ -1,6 +1,4 @@
-"""Resolved plans as bytes for workers: one msgpack message, read strictly, with each distinct
-vector, as little-endian float32 or its digest, and each list of instructions once.
-"""
+"""Resolved plans as bytes: one msgpack message, read strictly; equal parts occur once."""
 
 from __future__ import annotations
 

@@ -232,9 +232,7 @@ def _top_keys(
     name: Callable[[int], str],
     most: int | None,
 ) -> viz.Picture:
-    """Draw a line for each query and head, at most so many, of [queries, heads, k]; a key of −1 is
-    none.
-    """
+    """Draw a line for each query and head, of [queries, heads, k]; a key of −1 is none."""
     lines = [f"{query}, head {head}" for query in names[0] for head in names[1]]
     count = keys.shape[2]
     texts = [

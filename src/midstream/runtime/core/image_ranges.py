@@ -1,6 +1,4 @@
-"""Ranges of a request's images and videos, whose tokens attend to each other both ways in vLLM's
-mm-prefix models (Gemma 3, PaliGemma, Molmo 2, …): edits there change the KV and rows of all.
-"""
+"""Ranges of images and videos in a request, whose tokens attend to each other both ways."""
 
 from __future__ import annotations
 

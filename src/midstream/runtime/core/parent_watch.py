@@ -1,6 +1,4 @@
-"""End of a process whose parent has ended: a front end that is killed sends vLLM's engine no
-message.
-"""
+"""End of a process whose parent has ended, of which vLLM's engine gets no message."""
 
 from __future__ import annotations
 

@@ -60,9 +60,7 @@ class Watched:
     each: tuple[Progress | None, ...]
 
     def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
-        """Take a step's scores if they are of one position and change nothing, as nearly always,
-        and return whether; `advance` would take several times as long.
-        """
+        """Take a step's scores if they are of one position and change nothing; return whether."""
         position = scores.first[index]
         if self.ranges is None or scores.length[index] != 1 or position >= request.num_tokens:
             return False

@@ -1,6 +1,4 @@
-"""Changes of the workers' vectors: they arrive with a request, and leave by an RPC queued before
-its first step, whose message has only digests. Nobody waits for the answers.
-"""
+"""Changes of the workers' vectors, sent ahead of the first step whose plans name them."""
 
 from __future__ import annotations
 

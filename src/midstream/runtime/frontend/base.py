@@ -167,9 +167,7 @@ class BaseFrontEnd:
         """Check that a request without a plan does not have the id of a running one with a plan."""
 
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
-        """Validate a request's plan and set its payload; server-wide edits come first, such
-        captures last. None: nothing applies.
-        """
+        """Validate a request's plan and set its payload; None: nothing applies to it."""
         call_plan = plan if isinstance(plan, CallPlan) else CallPlan(plan)
         own = call_plan.plan
         if own is not None:

@@ -1,6 +1,4 @@
-"""Errors for those who wait for an engine that has ended: vLLM's offline client waits forever for a
-killed process, and `AsyncLLM.shutdown` often cancels the task that tells requests.
-"""
+"""Errors for those who wait for an engine that has ended, as vLLM may leave them waiting."""
 
 from __future__ import annotations
 

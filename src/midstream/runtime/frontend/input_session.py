@@ -1,6 +1,4 @@
-"""Sessions of streaming input: one request whose prompt grows. vLLM makes each turn's tokens part
-of it but for the last, never computed on, whose row is computed again on what replaces it.
-"""
+"""Sessions of streaming input: one request, whose prompt grows by inputs and answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rows taken from earlier requests. The front end decides before it sends a request, and keeps them
-until its end; the engine core limits prefix-cache hits to their positions.
-"""
+"""Rows taken from earlier requests, decided on before a request is sent."""
 
 from __future__ import annotations
 

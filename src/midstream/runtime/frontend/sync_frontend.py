@@ -137,9 +137,7 @@ class FrontEnd(BaseFrontEnd):
         self._submit(request, send_now)
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
-        """Return a step's outputs, with results on finished ones: maybe some steps later, but no
-        later than the last step before the engine is idle.
-        """
+        """Return a step's outputs; results may come later, before the engine is idle."""
         ended: list[str] = []
         for output in outputs:
             set_nothing(output)

@@ -1,6 +1,4 @@
-"""Receipts in vLLM's tracing spans, which are made later, with the same end time: vLLM makes them
-with the last token, before the receipt exists.
-"""
+"""Receipts in vLLM's tracing spans, which are made later, once the receipt exists."""
 
 from __future__ import annotations
 

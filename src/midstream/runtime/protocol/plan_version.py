@@ -1,6 +1,4 @@
-"""Versions of a running request's plan. Each holds from an unscheduled position that the engine
-core picks until the next one begins; 0 is the plan as sent.
-"""
+"""Versions of a running request's plan, each from a position that the engine core picks."""
 
 from __future__ import annotations
 

@@ -55,9 +55,7 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
 
 
 def payload_of(sampling_params: Any) -> RequestPayload | None:
-    """Return a request's payload, None if it asks for nothing; a process's first call reads it from
-    vLLM's msgpack, and puts it back into `extra_args`.
-    """
+    """Return a request's payload, or None; a process's first call converts vLLM's plain values."""
     extra_args: dict[str, Any] | None = getattr(sampling_params, "extra_args", None)
     if not extra_args or extra_args.get(KEY) is None:
         return None

@@ -180,9 +180,7 @@ class _Part:
 
 
 def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[PlanSegment]:
-    """Cut a plan into segments over [0, FOREVER) for one rank's taps and share, with positions that
-    are those of all ranks.
-    """
+    """Cut a plan into segments over [0, FOREVER), at positions that are those of all ranks."""
     parts = _parts(plan, taps, share)
     pieces = []
     known: dict[tuple[int, ...], PlanSegment] = {}

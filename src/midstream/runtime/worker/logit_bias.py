@@ -86,9 +86,7 @@ class LogitBias:
         self._pending = None
 
     def attach(self, model: Any) -> None:
-        """Wrap `compute_logits`, whose first call after a forward pass is of the sampled rows;
-        later ones, of prompts' log probabilities, have no bias.
-        """
+        """Wrap `compute_logits`: its first call after a forward pass is of the sampled rows."""
         compute_logits: Any = model.compute_logits
 
         def compute_logits_biased(*args: Any, **kwargs: Any) -> Any:

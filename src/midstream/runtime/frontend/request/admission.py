@@ -1,6 +1,4 @@
-"""Admission of requests with a plan: each waits, in order, until an engine has capacity, the least
-busy one with data parallelism.
-"""
+"""Admission of requests with a plan: each waits, in order, until an engine has capacity."""
 
 from __future__ import annotations
 

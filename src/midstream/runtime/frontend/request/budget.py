@@ -1,6 +1,4 @@
-"""Capacity of the workers that running requests take. With `overflow="block"` a request is sent
-only when there is memory for all its rows: no step waits for a reader.
-"""
+"""Capacity of the workers that running requests take: with "block" no step waits for room."""
 
 from __future__ import annotations
 

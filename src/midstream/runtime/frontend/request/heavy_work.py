@@ -1,6 +1,4 @@
-"""Threads for parsing and resolving large plans, which would hold an event loop; few, as they
-compete with it for the interpreter.
-"""
+"""A few threads for parsing and resolving large plans, which would hold an event loop."""
 
 from __future__ import annotations
 

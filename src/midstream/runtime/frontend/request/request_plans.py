@@ -1,6 +1,4 @@
-"""Plans of requests, resolved with them on the event loop, or before in a thread if it may take
-long.
-"""
+"""Plans of requests, resolved on the event loop, or before in a thread if that takes long."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Vectors that one engine's workers store. The first request that names one by digest brings it; it
-stays while a request names it, and then as one of those used last.
-"""
+"""Vectors that an engine's workers store, sent once: those in use, and the last ones used."""
 
 from __future__ import annotations
 

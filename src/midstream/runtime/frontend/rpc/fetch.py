@@ -1,6 +1,4 @@
-"""Exchanges with the workers that fetch results: generators that yield an RPC request and are sent
-the answers, driven by front ends that wait and those that are called back.
-"""
+"""Exchanges that fetch results: generators that yield an RPC request, and get its answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""RPCs of an asynchronous engine, one at a time; what is requested during one goes into the next,
-so that their number follows the steps, not the requests.
-"""
+"""RPCs of an asynchronous engine, one at a time: the next has what is requested meanwhile."""
 
 from __future__ import annotations
 

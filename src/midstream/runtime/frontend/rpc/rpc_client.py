@@ -1,6 +1,4 @@
-"""RPCs for which a synchronous engine does not wait: answers arrive between two steps, and a wait
-would delay the outputs of the step meanwhile.
-"""
+"""RPCs for which a synchronous engine does not wait: it goes on with its steps meanwhile."""
 
 from __future__ import annotations
 

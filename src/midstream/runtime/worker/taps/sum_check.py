@@ -103,9 +103,7 @@ def _taps_of(claimed: Sum) -> tuple[Tap, ...]:
 def _parts(
     sums: Sequence[Sum], room: int, units: Sequence[int], taps: Mapping[Tap, int]
 ) -> Iterator[list[Sum]]:
-    """Divide the sums into parts whose rows fit in `room` units; `units`: of a row at each tap, by
-    index.
-    """
+    """Divide the sums into parts whose rows fit in `room`; `units`: of a row at each tap."""
     part: list[Sum] = []
     chosen: set[Tap] = set()
     for claimed in sums:
