@@ -1,7 +1,5 @@
-"""Read and change what a model computes, mid-forward, inside vLLM at full speed.
-
-Names that need vLLM or torch are imported on first use, so that plans (`Capture`, `Steer`, …) can
-be created without either.
+"""Read and change what a model computes, mid-forward, inside vLLM at full speed. Names that need
+vLLM or torch are imported on first use: plans need neither.
 """
 
 from __future__ import annotations

@@ -18,15 +18,10 @@ _ROOM = threading.local()
 
 
 def with_room_for_calls(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that does the same, and has room for the frames of all calls in it.
-
-    CPython keeps the frames of a thread's calls in chunks of 16 KiB. A call whose frame does not
-    fit into the last chunk maps another one, and unmaps it when it returns. If the end of a chunk
-    is where a forward pass launches its kernels, or where the scheduler looks at each request, each
-    of these calls makes two system calls, which take longer than the call.
-
-    The room is mapped at each call, which takes microseconds, unless a function with room is
-    running in the thread. So a loop over steps has it, see `midstream.runtime.install`.
+    """Return a function that does the same, and has room for the frames of all calls in it. CPython
+    keeps frames in chunks of 16 KiB; at the end of one, where a forward pass launches its kernels,
+    each call makes two system calls, which take longer than the call. A loop over steps maps the
+    room once.
     """
 
     def in_room(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -72,11 +72,9 @@ def defaults(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
-    """Yield a console on the real output, a file descriptor; redirect all other output to a log.
-
-    Enter it before vLLM is imported. An exception that leaves the block prints the end of the log
-    first, unless midstream raised it. A midstream error in an engine process is only in the log; it
-    is raised again in place of vLLM's error, which only says that a process failed.
+    """Yield a console on the real output; redirect all other output to a log, whose end is printed
+    on an error. Enter it before vLLM is imported. A midstream error that is only in the log of an
+    engine process is raised again in place of vLLM's.
     """
     from rich.console import Console
 

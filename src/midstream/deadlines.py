@@ -1,9 +1,6 @@
-"""Waits on an event loop that end, and that lose no cancellation on any Python.
-
-`asyncio.wait_for` of Python 3.10 and 3.11 returns a result that is ready in the turn of the loop in
-which its caller is cancelled, and drops the cancellation. Scopes that cancel the waiting task, as
-anyio's do, cannot tell the two cancellations of one turn apart on Python 3.10. `asyncio.wait` has
-neither fault: it cancels nothing, and a cancellation of its caller always leaves it.
+"""Waits on an event loop that end, and lose no cancellation on any Python: `asyncio.wait_for` of
+3.10 and 3.11 drops one in the turn in which a result is ready, and 3.10 cannot tell two of one turn
+apart, as anyio's scopes must. `asyncio.wait` cancels nothing itself.
 """
 
 from __future__ import annotations
@@ -28,9 +25,7 @@ T = TypeVar("T")
 async def within(
     seconds: float, work: Awaitable[T], undo: Callable[[T], object] | None = None
 ) -> T:
-    """Return what an awaitable returns. It runs as a task of its own, and is cancelled if it takes
-    longer, or if the caller is, who does not get its result then: `undo` does.
-    """
+    """Return an awaitable's result in time; else, or with the caller, it is cancelled or undone."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait((task,), timeout=seconds)

@@ -1,7 +1,5 @@
-"""What the package imports by name, when it is used first. No other module imports by a string.
-
-So this is all that the package knows of `midstream.lab`, which stands on the public API: public
-names, sub-commands of the command, and routes of the server.
+"""What the package imports by name, when it is used first, and so all that it knows of
+`midstream.lab`. No other module imports by a string.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Lenses with maps of the stream: tuned lenses and Jacobian lenses, and their published files.
-
-A map belongs to a depth: the number of layers that the stream has passed. `resid_pre` of layer i is
-at depth i, `resid_post` of layer i at depth i + 1.
+"""Tuned lenses and Jacobian lenses, and their published files. A map's depth is the number of
+layers that the stream has passed: i at `resid_pre` of layer i, i + 1 at `resid_post`.
 """
 
 from __future__ import annotations

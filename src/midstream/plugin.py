@@ -1,11 +1,8 @@
-"""The `vllm.general_plugins` entry point: called by vLLM in each of its processes.
-
-vLLM calls `register` once per process, without naming the engine, and an installed plugin must not
-change engines that do not enable midstream. So it reads `sys.argv`, the file of options named
-there, and local variables of its callers, which have the engine's settings:
-`EngineArgs.__post_init__`, `EngineCore.__init__` and `WorkerWrapperBase.init_worker`. If the first
-engine of a process does not enable midstream, the workers reject a later one that names it in
-`additional_config`, unless the process called `midstream.activate()` or made a `midstream.LLM`.
+"""The `vllm.general_plugins` entry point. vLLM calls `register` once per process without naming the
+engine, and engines that do not enable midstream must not change. So it reads `sys.argv` with its
+file of options, and local variables of its callers, which have the engine's settings. If the first
+engine of a process does not enable midstream, the workers reject a later one that does in
+`additional_config`, unless `midstream.activate()` was called or a `midstream.LLM` made.
 """
 
 from __future__ import annotations
@@ -43,9 +40,7 @@ runtime.INSTALLERS.append(install_server)
 
 
 def _command_line_enables() -> bool:
-    """Return whether `sys.argv` has `--additional-config '{"midstream": …}'`, in one word or two, a
-    part of it, or midstream's class as `--worker-cls`; or names a `--config FILE` that has one.
-    """
+    """Return whether `sys.argv` enables midstream, in an option or in `--config`'s file."""
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         name, _, value = word.partition("=")
         option, value = name.replace("_", "-"), value or following

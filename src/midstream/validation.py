@@ -1,8 +1,4 @@
-"""Strict readers of single values, with error paths.
-
-An error's path is relative to the value that is read; `at` prepends the enclosing field's name.
-Schema libraries report paths of their own model; these are paths in what the caller wrote.
-"""
+"""Strict readers of single values, whose errors have paths in what the caller wrote."""
 
 from __future__ import annotations
 
@@ -64,9 +60,7 @@ S = TypeVar("S", bound="Struct")
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
-    """Return what is known of a file that is about to be read, after checking that it is one: to
-    open a named pipe waits for a writer, and a device may have no end.
-    """
+    """Return a regular file's status before it is read: a pipe or a device may not end."""
     file_stat = os.stat(path)
     if stat.S_ISDIR(file_stat.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
@@ -249,9 +243,7 @@ def read_json(text: str | bytes) -> object:
 
 
 def read_json_members(data: bytes) -> tuple[object, str, Mapping[str, tuple[int, int]]]:
-    """Parse a JSON text as `read_json` does, member by member: other threads run between them.
-    Return the value, the text, and where in it the value of each member is.
-    """
+    """Parse as `read_json`, member by member, as threads run; return value, text and places."""
     try:
         text = _text_of(data)
         members, places = _members(text)

@@ -1,6 +1,4 @@
-"""Worker class for `vllm.LLM(model, worker_cls="midstream.worker.CaptureWorker")`, by its name or
-as the class itself, configured by the environment variables of `midstream.compat.act_environment`.
-"""
+"""Worker class configured by the variables of `midstream.compat.act_environment`."""
 
 from __future__ import annotations
 
@@ -10,10 +8,7 @@ from midstream.errors import UnsupportedError
 
 
 class CaptureWorker:
-    """Placeholder class whose name enables captures by environment variables.
-
-    The front end replaces it with vLLM's own worker for the platform, and taps that worker's model.
-    """
+    """Placeholder, in place of which the front end has vLLM's own worker and taps its model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(

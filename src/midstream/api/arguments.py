@@ -60,9 +60,8 @@ class CallArguments:
         return PromptArguments(self.capture, self.steer, self.edits, self.probes, self.controller)
 
     def explain(self, error: SpecError, prompt_index: int | None = None) -> SpecError:
-        """Return an error of a prompt's plan with the path of the caller's argument: of a list per
-        prompt with its index, as `steer[3][0].layer`; of one value for all the message names the
-        prompt.
+        """Return an error of a prompt's plan with the path of the caller's argument, as
+        `steer[3][0].layer`; of one value for all, the message names the prompt.
         """
         argument_path = self._path(error.path, prompt_index)
         if argument_path is None:
@@ -140,7 +139,16 @@ class PromptArguments:
         cached = _PLANS.get(self.key)
         if cached is not None:
             return cached[1]
-        plan = _plan(self)
+        edits: Any = self.edits
+        if self.steer is not None:
+            named = [
+                {"op": "steer", **edit} if isinstance(edit, Mapping) else edit
+                for edit in _as_list(self.steer)
+            ]
+            if not named:
+                raise SpecError("edits", "the list is empty; leave it out to ask for none")
+            edits = named if edits is None else [*named, *_as_list(edits)]
+        plan = Plan.make(self.capture, edits, self.probes, self.controller)
         if all(isinstance(part, _IMMUTABLE) for part in self._parts):
             if len(_PLANS) >= _CACHED_PLANS:
                 _PLANS.clear()
@@ -157,16 +165,6 @@ class PromptArguments:
     @property
     def _parts(self) -> tuple[Any, ...]:
         return self.capture, self.steer, self.edits, self.probes, self.controller
-
-
-def _plan(arguments: PromptArguments) -> Plan | None:
-    edits: Any = arguments.edits
-    if arguments.steer is not None:
-        named = [_named(edit) for edit in _as_list(arguments.steer)]
-        if not named:
-            raise SpecError("edits", "the list is empty; leave it out to ask for none")
-        edits = named if edits is None else [*named, *_as_list(edits)]
-    return Plan.make(arguments.capture, edits, arguments.probes, arguments.controller)
 
 
 # Arguments of other tools and near misses, and what to write instead.
@@ -214,10 +212,8 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """Return the value of an argument for each prompt. For several, a list has one entry per
-    prompt. A flat list of several `steer`, `edits` or `probes` can mean one each or all of them
-    each, and is rejected; one of a single entry is for all prompts. For one prompt a flat list is
-    that prompt's.
+    """Return an argument's value for each prompt: of several, a list has one entry each, and a flat
+    list of several edits or probes, which can mean two things, is rejected.
     """
     if not isinstance(value, (list, tuple)):
         return [value] * count
@@ -241,11 +237,6 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
         prompts = "1 prompt" if count == 1 else f"{count} prompts"
         raise SpecError(name, f"{len(value)} entries for {prompts}; give one, or one each")
     return list(value)
-
-
-def _named(steer: Any) -> Any:
-    """Return an edit of `steer`, whose dicts need no `op`, as an edit of a plan."""
-    return {"op": "steer", **steer} if isinstance(steer, Mapping) else steer
 
 
 def _as_list(value: Any) -> list[Any]:

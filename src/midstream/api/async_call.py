@@ -144,7 +144,20 @@ class AsyncEngineCall:
         asked = None if self._arguments.nothing else self._arguments.alone().plan()
         plan = merged_plan(asked, sampling_params)
         if self._default is not None:
-            plan = self._with_default(self._default, plan, prompt, sampling_params)
+            if isinstance(prompt, AsyncGenerator):
+                raise SpecError(
+                    "prompt",
+                    "a session of streaming input cannot capture for AsyncLLM(layers=…); call "
+                    "remove_hooks() first, and give the session a capture of its own",
+                )
+            self._default.check(self._front.info.shape)
+            check_prompts(self._default, [prompt])
+            own = plan.plan if isinstance(plan, CallPlan) else plan
+            check(self._default, own, self._front)
+            # Only calls with one completion, and with outputs before the last, may stream.
+            stream = sampling_params.n == 1 and sampling_params.output_kind.name != "FINAL_ONLY"
+            joined = self._default.join(own, sampling_params.max_tokens, stream)
+            plan = replace(plan, plan=joined) if isinstance(plan, CallPlan) else joined
         return plan
 
     def _is_plain(self, prompt: Any, sampling_params: SamplingParams) -> bool:
@@ -170,28 +183,6 @@ class AsyncEngineCall:
         call_plan = CallPlan(plan)
         return self._front.begin(call_plan, session), with_plan(sampling_params, call_plan)
 
-    def _with_default(
-        self,
-        default: DefaultCapture,
-        plan: Plan | CallPlan | None,
-        prompt: Any,
-        params: SamplingParams,
-    ) -> Plan | CallPlan | None:
-        if isinstance(prompt, AsyncGenerator):
-            raise SpecError(
-                "prompt",
-                "a session of streaming input cannot capture for AsyncLLM(layers=…); call "
-                "remove_hooks() first, and give the session a capture of its own",
-            )
-        default.check(self._front.info.shape)
-        check_prompts(default, [prompt])
-        own = plan.plan if isinstance(plan, CallPlan) else plan
-        check(default, own, self._front)
-        # Only calls with one completion, and with outputs before the last, may stream.
-        stream = params.n == 1 and params.output_kind.name != "FINAL_ONLY"
-        joined = default.join(own, params.max_tokens, stream)
-        return replace(plan, plan=joined) if isinstance(plan, CallPlan) else joined
-
     async def _attach_default(
         self, call: GenerateCall, output: Any, prompt: Any, params: SamplingParams, epoch: int
     ) -> None:
@@ -212,7 +203,6 @@ class AsyncEngineCall:
                 request.add(last)
 
     async def _compute(self, wanted: LastTokenRequest, request_id: str) -> RequestOutput:
-        """Return the output of a request that computes a last token's row."""
         alone = AsyncEngineCall(self._llm, only_front(self._front), CallArguments())
         vllm_args = {"lora_request": wanted.lora_request}
         outputs = alone.outputs(wanted.prompt, wanted.params, request_id, vllm_args)

@@ -1,6 +1,4 @@
-"""`midstream.AsyncLLM`: a `vllm.v1.engine.async_llm.AsyncLLM` whose `generate` also captures, edits
-and probes.
-"""
+"""`midstream.AsyncLLM`: vLLM's `AsyncLLM`, whose `generate` also captures, edits and probes."""
 
 from __future__ import annotations
 
@@ -347,11 +345,8 @@ def _of_engine_args(
 
 
 def _close(front: AsyncFrontEnd | None, timeout: float | None) -> float | None:
-    """Close a front end, and return what is left of the timeout.
-
-    Calls with a plan may end within the timeout, as vLLM lets those without one: the engine rejects
-    RPCs once it shuts down itself, so their results are fetched before. On the event loop's own
-    thread nothing can end while this waits, so this does not.
+    """Close a front end; return what is left of the timeout. Calls with a plan may end within it,
+    before the engine rejects RPCs, unless this blocks the event loop's own thread.
     """
     if front is None:
         return timeout

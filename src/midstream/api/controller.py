@@ -1,8 +1,4 @@
-"""Controllers with `mode="async"` beside an asynchronous engine.
-
-An answer becomes an update when it is ready, and holds from the next position that is not scheduled
-yet. Neither the engine nor another request ever waits for it.
-"""
+"""Controllers with `mode="async"` beside an asynchronous engine: answers become updates."""
 
 from __future__ import annotations
 

@@ -77,9 +77,8 @@ class DefaultCapture:
         return Capture(layers=self.layers, sites=_SITE, positions=positions, stream=stream)
 
     def attach(self, output: Any, num_layers: int, prompt_len: int = 0) -> None:
-        """Set `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, without layers
-        of the request's own capture, on each completion, and on an output of one. `prompt_len` is
-        for an output without a receipt.
+        """Set `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on completions,
+        and on an output of one; `prompt_len`: for an output without a receipt.
         """
         for completion in output.outputs:
             receipt = getattr(completion, "receipt", None)

@@ -1,8 +1,4 @@
-"""The row of a completion's last token, which is sampled and never computed on.
-
-One more request computes it: the prompt and the generated tokens are its prompt, and the edits are
-those of the first request. So the completion itself is what it is without this.
-"""
+"""The row of a completion's last token, never computed on: one more request computes it."""
 
 from __future__ import annotations
 

@@ -120,7 +120,6 @@ class OfflineCall:
     def _attach_default(
         self, outputs: Sequence[RequestOutput], params: Sequence[SamplingParams]
     ) -> None:
-        """Set `hidden_states` on outputs, with the last tokens' rows if wanted."""
         if self._default is None:
             return
         limits = EngineLimits.of(self._llm, self._front_end)

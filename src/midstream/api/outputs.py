@@ -1,8 +1,4 @@
-"""Types of the outputs of `generate` and `chat`: vLLM's own objects, with midstream's attributes.
-
-An attribute is None where the call did not ask for it; the types leave that out, because a caller
-knows what the call asked for.
-"""
+"""Types of the outputs of `generate` and `chat`: vLLM's own, with midstream's attributes."""
 
 from __future__ import annotations
 
@@ -21,12 +17,7 @@ if TYPE_CHECKING:
     from midstream.results.receipt import CaptureResult, Receipt
 
     class GenerateCompletion(OutputReadOuts, CompletionOutput):
-        """One completion of an output.
-
-        Attributes:
-            activations, probes, receipt, capture_results, and those of `OutputReadOuts`: of this
-                completion, if n > 1; else None.
-        """
+        """One completion of an output; its results are of this completion, if n > 1, else None."""
 
         activations: Activations
         probes: Probes

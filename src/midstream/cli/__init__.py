@@ -1,7 +1,5 @@
-"""The command `midstream`; each sub-command is a module, here or in the lab.
-
-Sub-commands import heavy packages only when they run: `--help` stays fast, and the environment
-variables that vLLM reads at import can be set first.
+"""The command `midstream`; each sub-command is a module, here or in the lab. They import heavy
+packages only when they run, as vLLM reads environment variables at import.
 """
 
 from __future__ import annotations

@@ -114,12 +114,6 @@ def server_command(
     # By default vLLM starts a front end per replica, and each would have its part of the capacity.
     count = ["--api-server-count", "1"] if _has(given, _REPLICAS) and not is_explicit else []
     rest = [*words, *count]
-    _enable_plugin()
-    return [sys.executable, "-m", *_server(model, rest), *rest]
-
-
-def _enable_plugin() -> None:
-    """Check that vLLM can load midstream's plugin, and add it to `VLLM_PLUGINS` if set."""
     if not entry_points(group=GROUP, name=KEY):
         raise refuse(
             "midstream is not installed as a package, so vLLM cannot load it; pip install it in "
@@ -129,6 +123,7 @@ def _enable_plugin() -> None:
     named = os.environ.get(PLUGINS)
     if named is not None and KEY not in named.split(","):
         os.environ[PLUGINS] = ",".join(filter(None, [*named.split(","), KEY]))
+    return [sys.executable, "-m", *_server(model, rest), *rest]
 
 
 def _has(arguments: list[str], option: tuple[str, str, str]) -> bool:

@@ -110,7 +110,6 @@ class AsyncClient:
         await self.close()
 
     async def _bytes_of(self, request: HttpRequest) -> AsyncGenerator[bytes, None]:
-        """Yield the response of a streamed request as it comes."""
         stream = self._http.stream(request.method, request.path, json=request.json)
         with named_failures(self._http):
             async with stream as response:
@@ -120,7 +119,6 @@ class AsyncClient:
                     yield data
 
     async def _run(self, exchange: Exchange[T]) -> T:
-        """Return the result of an exchange."""
         try:
             request = next(exchange)
             while True:

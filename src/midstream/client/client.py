@@ -174,7 +174,6 @@ class Client:
         self.close()
 
     def _bytes_of(self, request: HttpRequest) -> Iterator[bytes]:
-        """Yield the response of a streamed request as it comes."""
         stream = self._http.stream(request.method, request.path, json=request.json)
         with named_failures(self._http), stream as response:
             if response.status_code >= 400:
@@ -182,7 +181,6 @@ class Client:
             yield from response.iter_bytes()
 
     def _run(self, exchange: Exchange[T]) -> T:
-        """Return the result of an exchange."""
         try:
             request = next(exchange)
             while True:

@@ -127,7 +127,13 @@ class Reader:
             completion.finish_reason = choice.get("finish_reason") or completion.finish_reason
             self._add_results(completion, choice.get(KEY), fetched)
         if value.get("object") == "response":
-            self._choice(0).text = _responses_text(value)
+            self._choice(0).text = "".join(
+                part["text"]
+                for item in value.get("output") or ()
+                if item.get("type") == "message"
+                for part in item.get("content") or ()
+                if part.get("type") == "output_text"
+            )
         for index, results in enumerate(_calls(value)):
             self._add_results(self._choice(index), results, fetched)
         return self.output
@@ -234,17 +240,6 @@ def _calls(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if results_field is None:
         return []
     return list(results_field["turns"]) if "turns" in results_field else [results_field]
-
-
-def _responses_text(value: Mapping[str, Any]) -> str:
-    """Return the text of a Responses API body, which has no choices."""
-    return "".join(
-        part["text"]
-        for item in value.get("output") or ()
-        if item.get("type") == "message"
-        for part in item.get("content") or ()
-        if part.get("type") == "output_text"
-    )
 
 
 def _text(choice: Mapping[str, Any]) -> str:

@@ -30,28 +30,14 @@ class Full8PerDim:
         return "full8:per=dim"
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Encode a block.
-
-        Args:
-            rows: [n, hidden] float32, bfloat16 or float16, n ≥ 0.
-
-        Returns:
-            uint8 [hidden, 8 + n].
-
-        Raises:
-            CodecError: another shape or dtype.
-        """
+        """Encode a block [n, hidden], float32, bfloat16 or float16, to uint8 [hidden, 8 + n]."""
         columns = checked_rows(rows).T.contiguous()
         if not columns.shape[1]:
             return torch.zeros(len(columns), HEADER_BYTES, dtype=torch.uint8, device=rows.device)
         return encode_affine(columns)
 
     def decode(self, data: Tensor) -> Tensor:
-        """Decode uint8 [hidden, 8 + n] to float32 [n, hidden].
-
-        Raises:
-            CodecError: `encode` cannot have returned `data`.
-        """
+        """Decode uint8 [hidden, 8 + n] of `encode` to float32 [n, hidden]."""
         if data.dtype != torch.uint8 or data.ndim != 2 or data.shape[1] < HEADER_BYTES:
             got = f"{str(data.dtype).removeprefix('torch.')} {list(data.shape)}"
             raise CodecError(f"{self.spec}: expected uint8 [hidden, 8 + rows], got {got}")

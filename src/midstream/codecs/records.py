@@ -32,13 +32,7 @@ class RowEncoding:
 
     @staticmethod
     def of(codec: Codec, widths: Sequence[int], unit: int) -> RowEncoding:
-        """Return the encoding of records.
-
-        Args:
-            codec: the codec.
-            widths: width of each vector of a record, in order.
-            unit: numbers of a unit, of which every width is a multiple.
-        """
+        """Return the encoding of records of vectors of these widths, multiples of `unit`."""
         if isinstance(codec, Raw):
             return RowEncoding(codec, ((unit, 1),), 1)
         parts = tuple((width, len(list(same))) for width, same in groupby(widths))
@@ -48,25 +42,11 @@ class RowEncoding:
         return RowEncoding(codec, parts, numbers // unit)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of an encoded row.
-
-        Args:
-            dtype: dtype of the vectors.
-
-        Raises:
-            SpecError: the codec does not support vectors this short.
-        """
+        """Return the bytes of an encoded row; SpecError: vectors too short for the codec."""
         return sum(self.codec.row_bytes(width, dtype) * count for width, count in self.parts)
 
     def encode(self, units: Tensor) -> Tensor:
-        """Encode whole rows.
-
-        Args:
-            units: [n, U], contiguous; n is a multiple of `units`.
-
-        Returns:
-            uint8 [n / `units`, row_bytes] on the device of `units`; may share its memory.
-        """
+        """Encode contiguous [n, U] to uint8 [n / `units`, row_bytes]; may share memory."""
         rows = units.view(-1, self.units * units.shape[1])
         if len(self.parts) == 1:
             return self.codec.encode(rows)

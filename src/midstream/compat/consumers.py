@@ -1,7 +1,5 @@
-"""Capture requests by sink as dataclasses: `SamplingParams(capture={"filesystem": …})`.
-
-A consumer is a sink (see `midstream.sinks`). Every sink accepts a dict with these fields; the
-classes here are typed forms of it.
+"""Capture requests by sink as dataclasses, typed forms of the dict that every sink accepts:
+`SamplingParams(capture={"filesystem": …})`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,6 @@ def read_plan(fields: Mapping[str, object]) -> Plan:
 
 
 def _read_vector(value: object) -> Iterator[tuple[int, Edit]]:
-    """Yield the edits of one vector, each with its layer."""
     fields = read_fields(value, required=("apply",), optional=_OPTIONAL)
     with at("algorithm"):
         algorithm = read_word(fields.get("algorithm", "direct"), _ALGORITHMS)
@@ -199,7 +198,6 @@ def _whole(phases: object, fields: Mapping[str, object]) -> dict[str, str]:
 
 
 def _items(fields: Mapping[str, object], phase: str, exclude: str) -> list[Item]:
-    """Return the items of a phase's selectors."""
     items: list[Item] = []
     generated = phase == "generation"
     name = f"{exclude}{phase}_tokens"

@@ -1,6 +1,4 @@
-"""Fields of other tools, and misspelt or misplaced names of midstream's own fields, which vLLM
-would ignore: a request must not be answered as if it had asked for nothing.
-"""
+"""Fields of other tools, and misspelt or misplaced ones of ours, which vLLM would ignore."""
 
 from __future__ import annotations
 
@@ -55,13 +53,11 @@ class ForeignField(NamedTuple):
 
 
 def _call(kind: type, *values: str, **named: str) -> str:
-    """Return a call as it is written, such as `Capture(layers=[…])`."""
     arguments = [*values, *(f"{name}={value}" for name, value in named.items())]
     return f"{kind.__name__}({', '.join(arguments)})"
 
 
 def _sites(*names: str) -> str:
-    """Return a list of sites as it is written."""
     return f"[{', '.join(json.dumps(BY_NAME[name].name) for name in names)}]"
 
 

@@ -94,7 +94,6 @@ def _decompressed(data: bytes, size: int) -> bytes:
 
 
 def _zstd() -> tuple[Any, Callable[[Any, bytes, int], bytes]]:
-    """Return a zstd library and how to read data with it."""
     # Not pyarrow, whose results end in memory of others if the size is wrong.
     for name, read in (
         ("compression.zstd", _read_python),

@@ -31,7 +31,13 @@ def translate(fields: Mapping[str, object], known: Container[str] = ()) -> Plan 
         if tool_fields:
             plan: Plan = module.read_plan(tool_fields)
             plans.append(replace(plan, coming_from=tuple((name, tool) for name in tool_fields)))
-    return _joined(plans)
+    if len(plans) <= 1:
+        return plans[0] if plans else None
+    return Plan(
+        tuple(capture for plan in plans for capture in plan.captures),
+        tuple(edit for plan in plans for edit in plan.edits),
+        coming_from=tuple(field for plan in plans for field in plan.coming_from),
+    )
 
 
 def is_translated(name: str, value: object) -> bool:
@@ -52,13 +58,3 @@ def rename_path(error: SpecError, path_of: Callable[[str], str]) -> SpecError:
     if match is None:
         return error
     return SpecError(path_of(match[1]) + match[2], error.problem)
-
-
-def _joined(plans: list[Plan]) -> Plan | None:
-    if len(plans) <= 1:
-        return plans[0] if plans else None
-    return Plan(
-        tuple(capture for plan in plans for capture in plan.captures),
-        tuple(edit for plan in plans for edit in plan.edits),
-        coming_from=tuple(field for plan in plans for field in plan.coming_from),
-    )

@@ -80,7 +80,6 @@ def read_plan(fields: Mapping[str, object]) -> Plan:
 
 
 def _meet(capture: ReadOut, edit: Edit) -> bool:
-    """Return whether an edit may apply where a capture reads."""
     if getattr(edit, "names", tuple)():
         return True  # a name may have any site and layer
     first, second = capture.layers.indices, edit.layers.indices

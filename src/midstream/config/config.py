@@ -1,8 +1,5 @@
-"""midstream's settings, their defaults, and their sources.
-
-vLLM's `additional_config` holds the settings under the key `midstream`. It is part of the hash
-under which vLLM caches compiled graphs, so a graph compiled without taps is never loaded with taps,
-or the reverse. Those of the environment variable `MIDSTREAM` are copied there first.
+"""midstream's settings, their defaults and sources. They are in vLLM's `additional_config`, which
+is hashed with compiled graphs: none without taps is loaded with taps, or the reverse.
 """
 
 from __future__ import annotations

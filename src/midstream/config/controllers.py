@@ -1,7 +1,4 @@
-"""Parser of the setting `controllers`: Python code that requests may have as their controller.
-
-Only its form is checked here; `load` imports the code where the engine starts.
-"""
+"""Parser of the form of the setting `controllers`; `load` imports its code as the engine starts."""
 
 from __future__ import annotations
 
@@ -54,7 +51,6 @@ def read_controllers(value: object) -> dict[str, DeclaredController]:
 
 
 def plain_controllers(value: object) -> dict[str, dict[str, Any]]:
-    """Return the setting `controllers` as JSON values."""
     return {
         name: {
             "path": controller.path,

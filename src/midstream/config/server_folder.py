@@ -1,6 +1,4 @@
-"""Private folder of a server with several API server processes: their sockets, and the vectors and
-edits that they share. Their parent makes and removes it; they inherit its environment variable.
-"""
+"""Private folder of a server's several API processes, whose parent makes and removes it."""
 
 from __future__ import annotations
 

@@ -143,7 +143,6 @@ def _token(instance: object) -> str:
 
 
 def _from_value(value: object) -> object:
-    """Convert Capture and path objects for JSON."""
     if isinstance(value, Capture):
         return value.to_dict()
     if hasattr(value, "__fspath__"):

@@ -1,8 +1,4 @@
-"""Parser of the settings `vectors`, `steering`, `lenses` and `saes`.
-
-Only their form is checked here. Files are read, and names and layers looked up, where the engine
-starts: see `midstream.runtime.frontend.base`.
-"""
+"""Parser of the form of the settings `vectors`, `steering`, `lenses` and `saes`."""
 
 from __future__ import annotations
 
@@ -61,7 +57,6 @@ def plain_steering(value: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Return the JSON form of an edit, a name or a vector."""
     if isinstance(value, Edit):
         return value.to_dict()
     if isinstance(value, Named):

@@ -37,9 +37,7 @@ def map_kernel(
     depth: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Write the products of rows whose program has a MAP to `mapped`: each program of the grid some
-    columns of some rows, once for each matrix. Most exit after three loads.
-    """
+    """Write the products of rows whose program has a MAP to `mapped`; most programs have none."""
     rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     program = tl.load(tokens + rows * _TOKENS, mask=rows < num_rows, other=0)
     entry = table + program * _TABLE

@@ -58,9 +58,7 @@ def is_entered(row, value, other, has_residual: tl.constexpr):
 
 @triton.jit
 def store_row(row, lost, same, value, other, half, rest, inside, has_residual: tl.constexpr):
-    """Store a row as a high and a low part, or in one tensor; components that are as they were keep
-    their bits. Return what `half` and `rest` have then.
-    """
+    """Store a row whole or as two parts; equal components keep their bits. Return the parts."""
     high = tl.where(same, widened(other), row).to(other.dtype)
     low = high
     if has_residual:

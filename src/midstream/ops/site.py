@@ -1,6 +1,4 @@
-"""`torch.ops.midstream.site`: the op that edits, probes and captures the tokens at one site. It is
-opaque to compilers, declares its mutations, and takes few tensors, as each takes time: see `bind`.
-"""
+"""`torch.ops.midstream.site`: edits, probes and captures the tokens of a site."""
 
 from __future__ import annotations
 
@@ -28,11 +26,7 @@ Before = Callable[[int, Tensor, Tensor | None], None]
 
 @dataclass(eq=False, kw_only=True)
 class SiteBuffers:
-    """Tensors of the op that do not move; see `midstream.ops.layout` for the columns.
-
-    Vectors of different widths share `bank` and `ring`, which are made of units of U numbers: a
-    vector of width W, a multiple of U, has W / U units in a row.
-    """
+    """Tensors of the op that do not move; `bank` and `ring` have units of U numbers."""
 
     tokens: Tensor  # int32 [T, 4], program, group, record and position of each row
     ids: Tensor  # int32 [T], token ids; set in steps in which an instruction reads them

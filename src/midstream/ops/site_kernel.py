@@ -118,7 +118,6 @@ def _is_chosen(mask, bank, columns, inside, unit: tl.constexpr):
 
 @triton.jit
 def _is_reading(op, slot, flags):
-    """Return whether an instruction reads ⟨h, read⟩."""
     gate = (op == _GATE) & ((slot == 0) | ((flags & _ADDS) != 0))
     probe = (op == _PROBE) & ((flags & _UNITS) == 0)
     return ((op >= _CLIP) & (op <= _FEATURE)) | gate | probe | (op == _UNIT)
@@ -145,7 +144,6 @@ def _factor(op, x, param):
 
 @triton.jit
 def is_infinite(x):
-    """Return whether x is infinite or NaN."""
     return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
 
 

@@ -199,7 +199,6 @@ class _Work:
         return mask
 
     def _execute(self, op: Op, at: Rows, which: Ints, words: Ints) -> None:
-        """Execute one operation on rows `at`."""
         a, b, c, d = self._device.params[torch.from_numpy(which.astype(np.int64))].unbind(1)
         if op is Op.GATE:
             self._set_gates(at, words, a, b, c)
@@ -229,11 +228,9 @@ class _Work:
         return values if chosen is None else torch.where(chosen, values, 0.0)
 
     def _read(self, rows: Index, words: Ints) -> Tensor:
-        """Return ⟨h, read⟩, [n]."""
         return (self._seen(rows, words) * self._device.vectors(words[:, layout.READ])).sum(1)
 
     def _store(self, at: Rows, words: Ints, a: Tensor) -> None:
-        """Store the scores that PROBEs read of rows `at`."""
         place = self._places(at, words[:, layout.SLOT])
         adds = torch.from_numpy((words[:, layout.FLAGS] & _ADDS) != 0)
         summed = (words[:, layout.FLAGS] & _UNITS) != 0
@@ -325,7 +322,6 @@ class _Work:
         return torch.where(is_all[:, None], vectors, mixed)
 
     def _code(self, at: Rows, words: Ints) -> None:
-        """Store what the SAEs make of rows `at`."""
         sae, unit = self._sae, self._device.bank.shape[1] // self._device.units
         for start in np.unique(words[:, layout.READ]):
             mine = at[words[:, layout.READ] == start]

@@ -45,10 +45,9 @@ REGISTERS, REGISTERS_OF_MANY = 64, 128
 
 @dataclass(frozen=True, slots=True)
 class Relaunch:
-    """Launches a compiled kernel again, for another stream and the same other tensors, of which it
-    knows the addresses. Triton itself looks a kernel up by each argument, compares each global
-    variable, and asks the driver about each tensor at each launch. That takes several times as long
-    as the launch, and a forward pass without a CUDA graph waits for it at each site.
+    """Launches a compiled kernel again, for another stream and the same other tensors. Triton's own
+    launch takes several times as long, for which a forward pass without a CUDA graph waits at each
+    site.
     """
 
     kernel: Any
@@ -113,9 +112,7 @@ def site_triton(
     sae: SaeBuffers | None = None,
     encodes: bool = False,
 ) -> Relaunch | None:
-    """Launch the kernels; see `site_ref`. Return what launches the kernel again for a stream of the
-    same kind; None if that takes more than one kernel, or an unaligned one.
-    """
+    """Launch the kernels; return what launches them again, or None. See `site_ref`."""
     num_rows, width = hidden.shape
     unit = bank.shape[1]
     if width > MAX_WIDTH:
@@ -190,9 +187,7 @@ def _launch_maps(
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Return how products are computed for a stream of a dtype. Three products of 11 bits each have
-    an error of about 2⁻²², far below half precision, and run on tensor cores.
-    """
+    """Return how products are computed: three of 11 bits have errors of 2⁻²², on tensor cores."""
     return "tf32x3" if dtype.itemsize == 2 and torch.version.hip is None else "ieee"
 
 

@@ -71,7 +71,6 @@ class CapturedRows(FrozenFields):
 
 
 def is_captured(value: object) -> TypeGuard[CapturedRows | Mapping[str, object]]:
-    """Return whether `value` is a form of CapturedRows."""
     return isinstance(value, CapturedRows) or (isinstance(value, Mapping) and "captured" in value)
 
 

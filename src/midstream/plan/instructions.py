@@ -78,5 +78,4 @@ class Instruction:
         return max(factor, abs(fixed)) * longest
 
     def with_flags(self, flags: Flags) -> Instruction:
-        """Return a copy with additional flags."""
         return replace(self, flags=self.flags | flags)

@@ -15,10 +15,8 @@ from midstream.errors import SpecError
 
 
 class LocalFunction:
-    """One function. As long as this exists, its key leads to the function in this process.
-
-    Edits by functions with other keys never share KV. `path` is `module:name` by which other
-    processes can import it; empty: they cannot.
+    """One function; as long as this exists, its key leads to the function here, and tells edits
+    apart. `path` is `module:name` for other processes; empty: they cannot import it.
     """
 
     __slots__ = ("__weakref__", "fn", "key", "path")
@@ -46,7 +44,6 @@ _BY_ID: WeakValueDictionary[int, LocalFunction] = WeakValueDictionary()
 
 
 def function_of(fn: object) -> LocalFunction:
-    """Return the function with its key."""
     if isinstance(fn, LocalFunction):
         return fn
     if not callable(fn):

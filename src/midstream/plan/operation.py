@@ -247,10 +247,8 @@ def read_norm(value: object) -> str | None:
 def one_edit(
     steps: list[Instruction], norm: str | None = None, in_turn: bool = False
 ) -> tuple[Instruction, ...]:
-    """Return one edit's instructions with its flags: all read the same h, and count as one edit.
-
-    With `norm` "keep" the vector is rescaled to the norm of h at the end. With `in_turn` each
-    instruction reads what those before it made of h instead.
+    """Return one edit's instructions with its flags: all read the same h, or with `in_turn` what
+    those before made of it. With `norm` "keep" the last rescales to the norm of h.
     """
     if norm == "keep":
         steps[-1] = steps[-1].with_flags(Flags.KEEP)
@@ -272,7 +270,6 @@ def refreshed(steps: list[Instruction]) -> list[Instruction]:
 
 
 def one_or_all(value: object) -> object:
-    """Return the only item of a list, or the list."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

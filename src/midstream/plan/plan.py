@@ -76,7 +76,20 @@ class Plan:
             if len(parts) > MAX_PARTS:
                 raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(parts)}")
         if self.controller is not None:
-            _check_controller(self, self.controller)
+            names = [probe.name for probe in self.probes]
+            if not names:
+                raise SpecError("controller", "it reads scores: give the request `probes`")
+            check_law(self, self.controller)
+            if self.switches:
+                raise SpecError(
+                    "controller", "the probes of the request switch its edits (Switch) already"
+                )
+            law = self.controller.law
+            if law is not None and law.probe not in names:
+                raise SpecError(
+                    f"controller.{law.word}.probe",
+                    f"the request has no probe {show(law.probe)}; it has {listed(names)}",
+                )
         first: dict[ReadOut, int] = {}
         for index, capture in enumerate(self.captures):
             if first.setdefault(capture, index) != index:
@@ -250,22 +263,6 @@ def has_token(edit: Edit) -> bool:
     """Return whether an edit, or that of a gate, has a token in place of its vector."""
     steer = edit.edit if isinstance(edit, Gate) else edit
     return isinstance(steer, Steer) and steer.token is not None
-
-
-def _check_controller(plan: Plan, controller: Controller) -> None:
-    """Check that a controller has scores to read, and edits to change, and alone changes them."""
-    names = [probe.name for probe in plan.probes]
-    if not names:
-        raise SpecError("controller", "it reads scores: give the request `probes`")
-    check_law(plan, controller)
-    if plan.switches:
-        raise SpecError("controller", "the probes of the request switch its edits (Switch) already")
-    law = controller.law
-    if law is not None and law.probe not in names:
-        raise SpecError(
-            f"controller.{law.word}.probe",
-            f"the request has no probe {show(law.probe)}; it has {listed(names)}",
-        )
 
 
 def check_law(plan: Plan, controller: Controller) -> None:

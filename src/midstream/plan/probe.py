@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
@@ -27,10 +27,6 @@ from midstream.plan.vectors.named_vector import Named, read_direction
 from midstream.plan.vectors.row_per_layer import check_per_layer, is_by_layer, read_per_layer
 from midstream.plan.vectors.vector import Vector
 from midstream.validation import at, float32, kind, listed, show
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
@@ -188,7 +184,13 @@ class Probe(Operation):
                 mlp, bias = read_network(classifier)
                 return Probe(mlp=mlp, bias=bias, **place, **where)
             weights, bias = read_linear(classifier)
-            rows = _per_layer(weights, layer)
+            layers = Layers("all") if layer is None else Layers.parse(layer)
+            count = 1 if layers.indices == "all" else len(layers.indices)
+            if weights.size % count:
+                raise SpecError(
+                    "", f"it has {weights.size} weights, which {count} layers cannot share"
+                )
+            rows = weights if count == 1 else weights.reshape(count, -1)
         return Probe(rows, bias=bias, **place, **where)
 
     @staticmethod
@@ -275,7 +277,6 @@ class Probe(Operation):
 
 
 def _check_layers(probe: Probe) -> None:
-    """Check that there is one layer, or one direction for each."""
     if isinstance(probe.direction, tuple):
         check_per_layer("direction", len(probe.direction), probe.layers)
         return
@@ -309,15 +310,6 @@ def _joined(probe: Probe, probes: tuple[Probe, ...]) -> Probe:
     rows = tuple(part.direction for part in probes)
     layers = [part.layers.indices[0] for part in probes]
     return probe.replace(direction=rows, layer=layers, site=probes[0].sites)
-
-
-def _per_layer(weights: NDArray[np.float64], layer: forms.LayersLike | None) -> NDArray[np.float64]:
-    """Return [layers, width] weights of joined vectors; [width] for one layer."""
-    layers = Layers("all") if layer is None else Layers.parse(layer)
-    count = 1 if layers.indices == "all" else len(layers.indices)
-    if weights.size % count:
-        raise SpecError("", f"it has {weights.size} weights, which {count} layers cannot share")
-    return weights if count == 1 else weights.reshape(count, -1)
 
 
 def _read_attention(value: object) -> Mass | Entropy:

@@ -63,10 +63,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEdit:
-    """One edit at one tap; the last of its instructions counts as one edit.
-
-    `source` is the index of the plan's edit; negative: of the server-wide edits, whose last is −1.
-    """
+    """One edit at one tap; its last instruction counts. `source` is negative if server-wide."""
 
     site: str
     layer: int
@@ -82,10 +79,7 @@ PatternKind = Literal[
 
 
 class LensMap(NamedTuple):
-    """An affine map of the stream in the memory that the workers have for lenses.
-
-    Matrix and bias are numbers of first elements; −1: none. With `adds` the stream is added.
-    """
+    """An affine map of the stream: first elements in the workers' memory; −1: none."""
 
     matrix: int = -1
     bias: int = -1
@@ -192,7 +186,6 @@ class ResolvedProbe:
 
     @property
     def slot(self) -> int:
-        """Column of the scores."""
         if self.attention is not None:
             return self.attention.slot
         slot = self.steps.instructions[-1].slot
@@ -271,10 +264,7 @@ class ResolvedBias:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedFunction:
-    """One `Local` at one tap, which the plan has as an edit too: that counts the tokens.
-
-    For key and path see `midstream.plan.local_functions`. No position depends on what is generated.
-    """
+    """One `Local` at one tap, beside its edit, which counts the tokens."""
 
     site: str
     layer: int

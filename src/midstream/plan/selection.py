@@ -51,11 +51,9 @@ def _read_name(value: object) -> Name:
 def read_taps(
     layers: object, sites: object, layers_field: str, sites_field: str
 ) -> tuple[Layers | None, Sites | None]:
-    """Read the layers and sites of a capture or an operation; None if not given.
-
-    Names of sites may have the layers, as `blocks.10.hook_resid_post` does; the layers are then
-    omitted. Several such names must be every combination of their layers and sites. Sites that have
-    no layer may be among the others, whose layers these are; alone, they have "all".
+    """Read layers and sites; None if not given. Names of sites may have the layers, as
+    `blocks.10.hook_resid_post`: several are every combination. Sites without a layer alone have
+    "all".
     """
     names: list[Name] = []
     if isinstance(sites, (str, list, tuple)):

@@ -101,5 +101,4 @@ class ModelShape:
         return self._reason_of.get(tap)
 
     def tapped_layers(self, site: str) -> list[int]:
-        """Return the layers at which a site is tapped, ascending."""
         return sorted(layer for name, layer in self.taps if name == site)

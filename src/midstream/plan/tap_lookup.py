@@ -73,7 +73,6 @@ def size_of(parts: Iterable[Any], num_layers: int) -> int:
 
 
 def find_layer(index: int, shape: ModelShape) -> int:
-    """Return a layer's index counted from 0."""
     count = shape.num_layers
     if not -count <= index < count:
         raise SpecError(
@@ -85,7 +84,6 @@ def find_layer(index: int, shape: ModelShape) -> int:
 
 
 def check_tapped(tap: Tap, shape: ModelShape, site_path: str, layer_path: str) -> None:
-    """Check that a tap exists."""
     if tap in shape.taps:
         return
     site, layer = tap

@@ -29,7 +29,6 @@ def read_token(value: object) -> Token:
 
 
 def read_tokens(value: Any, most: int) -> tuple[Token, ...]:
-    """Read a token, or a list of at most `most` of them, each once."""
     values = [value] if isinstance(value, str) or is_int(value) else as_list(value)
     if not isinstance(values, (list, tuple, range)):
         raise SpecError("", f"expected token ids, or texts of tokens, got {kind(value)}")
@@ -61,7 +60,6 @@ def ids_of(tokens: Sequence[Token], id_of: Callable[[str], int]) -> list[int]:
 
 
 def known_ids(tokens: Sequence[Token]) -> list[int]:
-    """Return tokens that have ids."""
     for index, token in enumerate(tokens):
         if isinstance(token, str):
             raise SpecError(f"tokens[{index}]", "expected a token id here, got a text")

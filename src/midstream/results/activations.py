@@ -232,7 +232,20 @@ class Activations:
             SpecError: another codec.
             UnsupportedError: a codec is given, and torch is not installed.
         """
-        return _save(self, Path(path), codec)
+        target = Path(path)
+        rows: dict[str, Any] = {}
+        indices: dict[str, Any] = {}
+        for (site, layer), value in with_heads(self, {}).items():
+            rows[f"{site}.{layer}"] = value
+            indices[f"{site}.{layer}.{POSITIONS}"] = self.positions_of(site, layer)
+            indices[f"{site}.{layer}.{TOKENS}"] = self.token_ids_of(site, layer)
+        metadata = header_of(self.num_layers)
+        if codec is not None:
+            rows, encoding = encode_blocks(rows, codec)
+            widths = {name: len(block) for name, block in rows.items()}
+            metadata |= encoding | widths_of(widths, int(encoding.get("hidden", 0)))
+        save_tensors(rows, indices, target, metadata | heads_of(self.heads))
+        return target
 
     @staticmethod
     def load(path: str | Path) -> Activations:
@@ -355,22 +368,6 @@ def _explain(rows: Activations, key: Any, tap: Tap | None) -> str:
     if isinstance(site, str) and sites.canonical(site) in sites.ENDS:
         return f"{problem}; {site} has no layer, its name alone is its key"
     return f'{problem}; a key is (site, layer), as ["resid_post", 3]; a site alone has all layers'
-
-
-def _save(activations: Activations, target: Path, codec: str | None) -> Path:
-    rows: dict[str, Any] = {}
-    indices: dict[str, Any] = {}
-    for (site, layer), value in with_heads(activations, {}).items():
-        rows[f"{site}.{layer}"] = value
-        indices[f"{site}.{layer}.{POSITIONS}"] = activations.positions_of(site, layer)
-        indices[f"{site}.{layer}.{TOKENS}"] = activations.token_ids_of(site, layer)
-    metadata = header_of(activations.num_layers)
-    if codec is not None:
-        rows, encoding = encode_blocks(rows, codec)
-        widths = {name: len(block) for name, block in rows.items()}
-        metadata |= encoding | widths_of(widths, int(encoding.get("hidden", 0)))
-    save_tensors(rows, indices, target, metadata | heads_of(activations.heads))
-    return target
 
 
 def _sizes(acts: Activations) -> list[str]:

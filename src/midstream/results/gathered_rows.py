@@ -33,10 +33,7 @@ class Block(Protocol):
 
 
 class RowGroup:
-    """Rows of taps that were captured at the same positions.
-
-    `chosen` are indices into the blocks' rows; None: all. `nothing` are encoded rows without any.
-    """
+    """Rows of taps of the same positions, `chosen` or all; `nothing`: an empty block."""
 
     __slots__ = ("_positions", "blocks", "chosen", "nothing", "taps")
 

@@ -127,7 +127,6 @@ class _OneTap:
 
 
 def _group_of(tap: Tap, rows: Rows, positions: Tensor) -> RowGroup:
-    """Return the rows of one tap as a group."""
     block = _OneTap((tap,), (rows.encoded()[:, None],))
     nothing = replace(rows, chunks=(), places=(), chosen=None)
     return RowGroup((tap,), positions, (block,), None, nothing)

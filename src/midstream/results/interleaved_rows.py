@@ -10,10 +10,7 @@ from torch import Tensor
 
 
 class InterleavedRows(Tensor):
-    """A view of some rows that leaves the process as a copy of these rows alone.
-
-    torch saves and shares the whole storage of a view, which has the rows of all captured taps.
-    """
+    """A view of some rows that leaves the process as a copy of these alone."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 

@@ -146,7 +146,6 @@ def _heads(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Heads
 
 
 def _checked_heads(name: str, rows: Any, heads: Heads) -> Heads:
-    """Return the heads of a tensor of rows, or of encoded rows."""
     is_sketch = False
     if isinstance(rows, Rows):
         from midstream.codecs import Rp8
@@ -229,7 +228,6 @@ def _sized(name: str, tensor: Any, dtype: torch.dtype | None, width: int) -> Any
 
 
 def _taps(tensors: Mapping[str, Any]) -> list[Tap]:
-    """Return the (site, layer) pairs of a file's tensors."""
     taps = []
     for name in tensors:
         match = _TAP.fullmatch(name)

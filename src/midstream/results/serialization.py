@@ -91,10 +91,7 @@ def _header_of(
     dtype: torch.dtype,
     heads: Sequence[tuple[Tap, Heads]],
 ) -> tuple[bytes, int]:
-    """Return the header of a file, and the number of bytes after it; see `PackedRows`.
-
-    Positions and token ids are first: after a header of a multiple of 8 bytes, they are aligned.
-    """
+    """Return the header, and the bytes after it. Positions and token ids are first: aligned."""
     widths = {
         f"{site}.{layer}": nothing.hidden for taps, _, nothing in forms for site, layer in taps
     }

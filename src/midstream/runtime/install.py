@@ -1,8 +1,4 @@
-"""Installation of midstream's hooks in vLLM, in this process.
-
-The first engine that enables midstream installs them. They do nothing for engines whose
-`additional_config` does not name midstream.
-"""
+"""Installation of midstream's hooks in vLLM, by the first engine that enables midstream."""
 
 from __future__ import annotations
 
@@ -145,10 +141,7 @@ def _unchanged(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: A
 
 
 def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Complete midstream's settings, and check the engine settings.
-
-    Defaults and the version are filled in first, so that the hash of compiled graphs includes them.
-    """
+    """Complete midstream's settings, hashed with compiled graphs, and check the engine's."""
     settings = settings_of(args)
     is_marked = is_capture_worker(args.worker_cls)
     kept = args.additional_config, args.worker_cls, args.enforce_eager
@@ -238,10 +231,8 @@ def _engine_abort(
 
 
 def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> Any:
-    """Prepare the engine core, and end its process with its parent, even if it never receives a
-    request.
-
-    The engine core's constructor loads midstream, so it cannot be wrapped itself.
+    """Prepare the engine core, and end its process with its parent. The core's constructor loads
+    midstream, so it cannot be wrapped itself.
     """
     if is_enabled(vllm_config.additional_config):
         vector_updates.prepare(engine)
@@ -251,9 +242,7 @@ def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> A
 
 
 def _core_receive(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
-    """Reject a request that bypassed request validation, and take the workers' vectors out of
-    others.
-    """
+    """Reject requests that bypassed validation; take the workers' vectors out of others."""
     if vector_updates.is_prepared(engine):
         payload = payload_of(request.sampling_params)
         if payload is not None:

@@ -169,7 +169,15 @@ def _without_config(tensors: Arrays, subtract: bool | None, scale: float | None)
 
 
 def _made(config: SaeConfig, tensors: Arrays, scale: float | None) -> dict[str, Any]:
-    _check(config, tensors)
+    jumps = has_threshold(config.architecture)
+    if jumps != any(name in tensors for name in ("threshold", "topk_threshold")):
+        has = "there is no tensor" if jumps else "there is a tensor"
+        raise SpecError("architecture", f"`{config.architecture}`, but {has} `threshold`")
+    width, features = tensors["W_enc"].shape
+    sizes = (("d_in", config.width, width), ("d_sae", config.features, features))
+    for name, declared, size in sizes:
+        if declared is not None and declared != size:
+            raise SpecError(name, f"{declared}, but W_enc has shape {[width, features]}")
     if config.normalize == AVERAGE and scale is None:
         raise SpecError(
             "normalize_activations",
@@ -192,18 +200,6 @@ def _made(config: SaeConfig, tensors: Arrays, scale: float | None) -> dict[str, 
         "hook_name_out": config.hook_name_out,
         "w_skip": arrays.get("W_skip"),
     }
-
-
-def _check(config: SaeConfig, tensors: Arrays) -> None:
-    jumps = has_threshold(config.architecture)
-    if jumps != any(name in tensors for name in ("threshold", "topk_threshold")):
-        has = "there is no tensor" if jumps else "there is a tensor"
-        raise SpecError("architecture", f"`{config.architecture}`, but {has} `threshold`")
-    width, features = tensors["W_enc"].shape
-    sizes = (("d_in", config.width, width), ("d_sae", config.features, features))
-    for name, declared, size in sizes:
-        if declared is not None and declared != size:
-            raise SpecError(name, f"{declared}, but W_enc has shape {[width, features]}")
 
 
 def _not_safetensors(path: Path) -> str:

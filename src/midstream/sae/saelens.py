@@ -64,7 +64,6 @@ class SaeConfig:
 
 
 def read_config(path: Path) -> SaeConfig:
-    """Read a `cfg.json`."""
     if check_regular(path).st_size > _MAX_CONFIG_BYTES:
         raise SpecError("", f"not a SAELens configuration: more than {_MAX_CONFIG_BYTES} bytes")
     return config_of(read_json(path.read_bytes()))

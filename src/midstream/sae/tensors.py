@@ -32,7 +32,6 @@ _THRESHOLDS = ("threshold", "topk_threshold")
 
 
 def has_threshold(architecture: str) -> bool:
-    """Return whether activations must exceed a threshold."""
     return architecture.startswith("jumprelu") or architecture.endswith("batchtopk")
 
 
@@ -77,12 +76,9 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], is_transcoder: bool) -> 
 
 
 def reduced(tensors: Arrays, rescales: bool, scale: float) -> Arrays:
-    """Return W_enc, b_enc, W_dec, b_dec, and W_skip and threshold if there are any, with which any
-    architecture computes its features as a JumpReLU SAE does.
-
-    A gated SAE's magnitudes are m = e^r · x W_enc + b_mag, and its gate is open where x W_enc +
-    b_gate > 0, that is where m > b_mag − e^r · b_gate (Rajamanoharan et al. 2024,
-    arXiv:2404.16014).
+    """Return W_enc, b_enc, W_dec, b_dec, W_skip and threshold of a JumpReLU SAE. A gated SAE's
+    magnitudes are m = e^r · x W_enc + b_mag, and its gate is open where m > b_mag − e^r · b_gate
+    (arXiv:2404.16014).
     """
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     if "b_gate" in weights:

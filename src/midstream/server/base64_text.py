@@ -1,7 +1,4 @@
-"""Bytes in JSON, as base64 that is copied only once, into the response.
-
-A copy of some hundred kilobytes takes longer than their encoding: its memory is new.
-"""
+"""Bytes in JSON, as base64 that is copied once, as a copy takes longer than encoding."""
 
 from __future__ import annotations
 

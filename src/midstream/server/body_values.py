@@ -37,7 +37,6 @@ def check_values(body: bytes, param: str | None = None) -> None:
 
 
 def check_fields(fields: Mapping[str, Any], known: Sequence[str], required: Sequence[str]) -> None:
-    """Check that an object has known fields only, and all those that are required."""
     for name in fields:
         if name not in known:
             raise SpecError(name, f"unknown field{hint(name, known)}; known: {listed(known)}")

@@ -1,8 +1,4 @@
-"""The HTTP requests with the field `midstream`, found by what their engine calls carry.
-
-A body carries an id in `vllm_xargs`, which vLLM hands on to the request's calls as `extra_args`. A
-context variable would not do: the next request of a connection may start in the same context.
-"""
+"""The HTTP requests with the field `midstream`, found by an id that is in `vllm_xargs`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The API server processes of one server: a client may ask any of them for what one of them has.
-
-They ask each other, and change the server-wide captures of all, by HTTP on sockets in the server's
-private folder. They send the client's own headers, so that each process checks them itself.
+"""The API server processes of one server, which ask each other by HTTP on sockets in its private
+folder, with the client's own headers, so that each checks them itself.
 """
 
 from __future__ import annotations

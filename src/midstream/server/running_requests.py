@@ -22,7 +22,6 @@ class RunningCall:
     is_numbered: bool = True  # whether `request_id` is the response's with a number after it
 
     def is_of(self, request_id: str) -> bool:
-        """Return whether this is a call of the request with this id in its response."""
         if not self.is_numbered:
             return self.request_id == request_id
         number = self.request_id.removeprefix(request_id)

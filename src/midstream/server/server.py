@@ -234,7 +234,14 @@ class Server:
     ) -> AsyncGenerator[Any, None]:
         context = self.open_requests.find(params)
         if context is None:
-            _check_plain(params)
+            asked = plan_of(params)
+            if asked is not None:
+                foreign = asked.coming_from if isinstance(asked, Plan) else ()
+                raise SpecError(
+                    f"extra_args.{foreign[0][0] if foreign else KEY}",
+                    f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's "
+                    f"field {KEY}",
+                )
             stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
             return stream
         plan = context.request_field.plan
@@ -249,18 +256,6 @@ class Server:
             running = self.running.running(call)
             params = with_plan(params, own)
         return context.track(generate(prompt, params, request_id, **named), params.n, running)
-
-
-def _check_plain(params: Any) -> None:
-    """Check that an engine call which belongs to no open request asks nothing of midstream."""
-    asked = plan_of(params)
-    if asked is not None:
-        foreign = asked.coming_from if isinstance(asked, Plan) else ()
-        raise SpecError(
-            f"extra_args.{foreign[0][0] if foreign else KEY}",
-            f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's field "
-            f"{KEY}",
-        )
 
 
 def _num_prompts(body: Mapping[str, Any]) -> int:

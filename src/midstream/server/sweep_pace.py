@@ -51,12 +51,9 @@ class SweepPace:
     async def turn(
         self, traffic: Callable[[], Traffic], by_priority: bool
     ) -> AsyncIterator[Mapping[str, Any]]:
-        """Wait until a run may start, and count it within the context.
-
-        None starts while requests wait for capacity, or ordinary ones would take all seats. Without
-        a scheduler of priorities sweeps have a quarter of the seats, and no run starts while an
-        ordinary request has no token. After `wait_seconds` it starts once no other is under way.
-        Yields arguments of vLLM's `generate`.
+        """Wait until a run may start, and count it; yields arguments for `generate`. Ordinary
+        requests go first: without priorities sweeps have a quarter of the seats. After
+        `wait_seconds` a run starts alone.
         """
         async with self._first:
             until = time.monotonic() + self.wait_seconds

@@ -1,7 +1,5 @@
-"""Sinks `npz` and `filesystem`: npz files and JSON manifests, in one of three layouts.
-
-`docs/sinks.md` describes the layouts. A folder appears atomically by a rename, after its files were
-synced to disk. Existing files are never overwritten. Names `.*.part` are unfinished.
+"""Sinks `npz` and `filesystem`, see `docs/sinks.md`. A folder appears by a rename, after its files
+were synced; nothing is overwritten; `.*.part` are unfinished.
 """
 
 from __future__ import annotations
@@ -221,7 +219,6 @@ class FileSink(Sink):
         return files, every
 
     def _taps(self, delivery: Delivery) -> Iterator[tuple[dict[str, Any], Arrays]]:
-        """Yield the description and the arrays of each tap, and then of each read-out."""
         for site, layer in delivery.activations:
             origin = self._described_origin
             width = origin.width((site, layer))

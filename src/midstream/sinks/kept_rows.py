@@ -24,8 +24,6 @@ class Collected(tuple[Delivery, ...]):
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept for one tag; the sizes are in bytes."""
-
     deliveries: deque[tuple[Delivery, int]] = field(default_factory=deque)
     nbytes: int = 0
     dropped: int = 0

@@ -33,10 +33,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class NameClaims:
-    """The taken names of one sink, for all processes that write to the same place. Thread-safe.
-
-    A name is a locked byte of a file, which the kernel unlocks with the process. A thread of its
-    own locks and unlocks, as the file system may not answer.
+    """The taken names of one sink, for all processes: locked bytes of a file, which the kernel
+    unlocks. Locked in a thread of its own, as the file system may not answer. Thread-safe.
     """
 
     def __init__(self, path: str) -> None:

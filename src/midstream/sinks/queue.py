@@ -1,7 +1,5 @@
-"""Delivery queue of one sink, with a thread that writes, flushes and reports results.
-
-Any call of a sink may never return. After a time limit all that it was given ends with an error,
-and so does what comes until the call returns.
+"""Delivery queue of one sink, whose thread writes, flushes and reports. A call may never return:
+after a time limit all that it was given, and that comes before it returns, fails.
 """
 
 from __future__ import annotations
@@ -35,8 +33,6 @@ _LOOK_SECONDS = 0.1  # interval of looks at a sink that is being closed
 
 @dataclass(slots=True)
 class _Entry:
-    """One pending delivery."""
-
     delivery: Delivery | None  # None once it is written, to free its rows
     size: int  # bytes that it uses of the budget
     patience: float  # seconds after the write by which it must be flushed
@@ -97,11 +93,7 @@ class ByteBudget:
 
 
 class SinkQueue:
-    """Queue of one sink. Deliveries are written in order and flushed in groups.
-
-    A group is flushed when the patience of its first delivery has passed, when the budget is full,
-    or when the queue is drained.
-    """
+    """Queue of one sink; written in order, flushed in groups by patience, budget or drain."""
 
     def __init__(
         self, name: str, sink: Sink, most_bytes: int, times: QueueTimes | None = None
@@ -161,10 +153,9 @@ class SinkQueue:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write and flush all queued deliveries and close the sink. Blocks until done, or for the
-        time that the queue has for it: what is left then fails, and the log says how much.
-
-        Does nothing in a forked process, because the queue belongs to its parent.
+        """Write and flush all queued deliveries and close the sink, within the queue's time for it:
+        what is left then fails, and the log says how much. Nothing in a fork, whose parent has the
+        queue.
         """
         if os.getpid() != self._process:
             return

@@ -174,7 +174,6 @@ class ServerCaptures:
         return name
 
     def _read(self, name: str, value: object, sink: str | None) -> tuple[Capture, ...]:
-        """Return the captures with their sinks, checked against the model and the sinks."""
         several = isinstance(value, (list, tuple))
         values: Sequence[object] = value if isinstance(value, (list, tuple)) else [value]
         if not values:

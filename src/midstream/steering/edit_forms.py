@@ -76,10 +76,8 @@ def names_edits(value: object) -> TypeGuard[Mapping[object, object]]:
 
 
 def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
-    """Parse the whole edits of a name, `{"base": …, "prompt": …, "generated": …, "edits": …}`, in
-    the order of application. Tiers have the forms of `read_tier`; `prefill` and `decode` are
-    `prompt` and `generated`. `edits` is an edit or its dict, or a list of these, with phases of
-    their own; they come last.
+    """Parse a name's whole edits, `{"base": …, "prompt": …, "generated": …, "edits": …}`, in order;
+    the first three, also `prefill` and `decode`, are tiers, and `edits` have phases of their own.
     """
     fields = read_fields(value, required=(), optional=(*_NAMED_KEYS, _EDITS))
     tiers: dict[str, str] = {}
@@ -136,7 +134,6 @@ def narrowed(edit: Edit, phase: str | None) -> Edit:
 
 
 def _narrowed_probe(probe: Probe, phase: str | None) -> Probe:
-    """Return the probe restricted likewise."""
     if isinstance(probe.act, Switch):
         raise SpecError(
             "act", "a Switch changes the edits of one request; give the probe with that request"

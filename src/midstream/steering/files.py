@@ -1,10 +1,7 @@
-"""Reader of vector files: safetensors, npz and GGUF control vectors, none of which can run code.
-
-A key names the tap of its vector; a file whose only key is `vector` has one without a tap. A GGUF
-control vector is llama.cpp's and repeng's format: the tensor `direction.N`, N ≥ 1, is added to the
-output of layer N, counted from 0 (https://github.com/ggml-org/llama.cpp,
-https://github.com/vgel/repeng): our `resid_post` of layer N, `output_hidden_states[N + 1]` of
-transformers. llama.cpp rejects `direction.0`, and so does this reader.
+"""Reader of vector files: safetensors, npz and GGUF, none of which can run code. A key names its
+vector's tap; a sole `vector` has none. A GGUF control vector is llama.cpp's and repeng's:
+`direction.N`, N ≥ 1, is added to the output of layer N, counted from 0: our `resid_post` of layer
+N.
 """
 
 from __future__ import annotations
@@ -60,7 +57,14 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
         suffix = os.path.splitext(name)[1].lower()
         _check_kind(suffix)
         _check_size(name)
-        return _place(_READERS[suffix](name))
+        arrays = _READERS[suffix](name)
+        if not arrays:
+            raise SpecError("", "the file contains no vectors")
+        if set(arrays) == {LONE_KEY}:
+            return arrays[LONE_KEY]
+        placed = [Placed(_name(key), *read_key(key), vector) for key, vector in arrays.items()]
+        check_distinct(placed)
+        return tuple(placed)
     except SpecError as error:
         where = f"{name}: {error.path}" if error.path else name
         raise SpecError("", f"{where}: {error.problem}") from None
@@ -69,7 +73,6 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
 
 
 def is_json_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path has the suffix `.json`."""
     return os.path.splitext(os.fspath(path))[1].lower() == _JSON
 
 
@@ -129,16 +132,6 @@ def _check_size(name: str) -> None:
     most = MAX_MATRIX_BYTES if name.lower().endswith(".safetensors") else MAX_FILE_BYTES
     if file_stat.st_size > most:
         raise SpecError("", f"file of {file_stat.st_size} bytes; expected at most {most}")
-
-
-def _place(arrays: dict[str, Vector]) -> tuple[Placed, ...] | Vector:
-    if not arrays:
-        raise SpecError("", "the file contains no vectors")
-    if set(arrays) == {LONE_KEY}:
-        return arrays[LONE_KEY]
-    placed = [Placed(_name(key), *read_key(key), vector) for key, vector in arrays.items()]
-    check_distinct(placed)
-    return tuple(placed)
 
 
 def _check_keys(keys: list[str]) -> None:

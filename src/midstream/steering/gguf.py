@@ -1,9 +1,7 @@
-"""Reader of GGUF files: metadata, and F32 and F16 tensors as float32. Files are untrusted: every
-count, size and offset is checked before it is used, and every error is a `ModelError`.
-
-The layout, little-endian: magic, version, tensor count, key count; the keys, each a string, a kind
-and a value; per tensor a name, a shape (fastest dimension first), a GGML type and an offset;
-padding up to the alignment; the tensors' blocks.
+"""Reader of GGUF files: metadata, and F32 and F16 tensors as float32. Every count, size and offset
+is checked before it is used; every error is a `ModelError`. The layout, little-endian: magic,
+version, tensor and key counts; keys, each a string, a kind and a value; per tensor a name, shape
+(fastest first), GGML type and offset; padding; the tensors' blocks.
 """
 
 from __future__ import annotations

@@ -94,7 +94,6 @@ def _unknown(site: str) -> str:
 
 
 def _read_name(key: str) -> tuple[str, int]:
-    """Return (canonical site, layer) of another tool's name of both."""
     pair = parse(key)
     # As for other keys, a number has no leading zero.
     if pair is None or _LEADING_ZERO.search(key):

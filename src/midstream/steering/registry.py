@@ -59,10 +59,8 @@ class NamedEntry:
 
 
 class VectorRegistry:
-    """Named vectors and named whole edits of one engine's front end. Thread-safe.
-
-    A name is replaced atomically: a lookup returns either what it stood for or what it stands for
-    now. Requests get vectors and edits by value at admission, so running requests keep theirs.
+    """Named vectors and named whole edits of one engine's front end. Thread-safe. A name is
+    replaced atomically; running requests keep what they got by value at admission.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -77,7 +75,6 @@ class VectorRegistry:
 
     @property
     def shape(self) -> ModelShape:
-        """Shape of the engine's model."""
         return self._shape
 
     def register(self, name: str, vectors: object, room: int | None = None) -> Description:
@@ -133,11 +130,7 @@ class VectorRegistry:
     @overload
     def lookup(self, name: SaeName) -> FeatureSource: ...
     def lookup(self, name: str | SaeName) -> Registered | NamedEdits | FeatureSource:
-        """Return the vectors of a name, read-only, by (canonical site, layer from 0), or its edits;
-        or the SAE of a name.
-
-        The only key is None for a vector without a tap.
-        """
+        """Return a name's vectors by (canonical site, layer) or None, or its edits, or SAE."""
         return self.saes(name.name) if isinstance(name, SaeName) else self.show(name)[1]
 
     def show(self, name: str) -> tuple[Description, Registered | NamedEdits]:
@@ -179,7 +172,6 @@ class VectorRegistry:
         return self.list()._repr_html_()
 
     def _current(self) -> Mapping[str, NamedEntry]:
-        """Return what the names stand for now."""
         self.changes.refresh()
         return self.entries
 
@@ -215,7 +207,6 @@ class VectorRegistry:
         raise SpecError("", f"expected an edit by value, got the name {show(name)}")
 
     def _read(self, vectors: object, lookup: Lookup | None = None) -> Registered | NamedEdits:
-        """Read what `register` takes; names in it are those of `lookup`, or else registered."""
         if isinstance(vectors, (str, os.PathLike)) and is_json_file(vectors):
             vectors = read_json_file(vectors)
         if names_edits(vectors):
@@ -303,7 +294,6 @@ def _no_sae(name: str) -> FeatureSource:
 
 
 def _nbytes(edit: Edit) -> int:
-    """Return the size of the vectors that an edit holds, in bytes."""
     if isinstance(edit, Gate):
         direction = edit.probe.direction
         read = direction if isinstance(direction, tuple) else (direction,)

@@ -1,9 +1,7 @@
-"""Named vectors and server-wide edits of several processes on one machine, by a shared folder: a
-file for each name, an index that names these files and has the tiers, and a counter of changes,
-which every process maps into its memory. A change holds a lock of the folder, which the kernel
-frees however its process ends, writes new files, replaces the index by a rename, and raises the
-counter, which every read compares. So a change holds in all processes before the call returns, and
-none waits for another's answer.
+"""Named vectors and server-wide edits of several processes on a machine, by a shared folder: a file
+for each name, an index with the tiers, and a counter that every process maps and every read
+compares. A change holds a lock, which the kernel frees, writes files, replaces the index by a
+rename, and raises the counter: it holds in all processes before the call returns.
 """
 
 from __future__ import annotations
@@ -127,7 +125,6 @@ class SharedFolder(Changes):
             self._counter[0] = self._read
 
     def _load(self) -> None:
-        """Take over what the folder has."""
         tried = None
         while True:
             try:
@@ -169,7 +166,6 @@ class SharedFolder(Changes):
         self._read = index["version"]
 
     def _publish(self) -> None:
-        """Write what this process has."""
         version = self._read + 1
         files = {}
         for name, entry in self._vectors.entries.items():

@@ -163,7 +163,6 @@ def _digest(tiers: Mapping[str, tuple[ServerWide, ...]]) -> str:
 
 
 def _cells(edit: ServerWide) -> tuple[str, ...]:
-    """Return the cells of an edit's or a probe's table row, after the tier."""
     if isinstance(edit, Probe):
         what = f"probe: {edit.name}" if edit.act is None else f"{edit.act.word}: {edit.name}"
         return what, _show_taps(edit), "", "", _show_positions(edit.positions)

@@ -97,7 +97,6 @@ def read_filter(shards: Sequence[Shard], arguments: Mapping[str, object]) -> Fil
 
 
 def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
-    """Return the requested values, all of which occur in `known`."""
     is_number = name in ("layer", "child")
     wanted: list[Any] = _numbers(name, value, known) if is_number else _words(name, value)
     if name == "site":

@@ -139,8 +139,6 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The rows of a batch that belong to one segment."""
-
     segment: SelectionSegment
     rows: NDArray[np.int64]  # [n], indices in its group
     where: NDArray[np.int64]  # [n], indices in the batch

@@ -81,7 +81,15 @@ class Arena:
         segment = self._current
         self._filled = start + nbytes
         segment.users += 1
-        self._look_ahead(segment)
+        size = segment.memory.nbytes
+        if (
+            self._maker is not None
+            and self._next is None
+            and not self._free
+            and 2 * self._filled > size
+            and self._memory_bytes + size <= self.budget
+        ):
+            self._next = self._maker.submit(SharedMemory.create, size, True)
         memory = segment.memory.tensor[start : start + nbytes]
         return Extent(segment.number, start, memory, self._pin and not segment.on_disk)
 
@@ -175,18 +183,6 @@ class Arena:
                 return memory
             memory.close()
         return SharedMemory.create(size, self._pin)
-
-    def _look_ahead(self, segment: _Segment) -> None:
-        """Start creating the next segment if none is free."""
-        size = segment.memory.nbytes
-        if (
-            self._maker is not None
-            and self._next is None
-            and not self._free
-            and 2 * self._filled > size
-            and self._memory_bytes + size <= self.budget
-        ):
-            self._next = self._maker.submit(SharedMemory.create, size, True)
 
     def _add(self, memory: SharedMemory, on_disk: bool) -> _Segment:
         segment = _Segment(self._numbers, memory, on_disk)

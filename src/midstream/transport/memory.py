@@ -17,7 +17,6 @@ class SharedMemory:
     """Memory, uint8 `tensor`, that processes can map by `fd` until it is closed."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Map an open file, which this object owns from now on."""
         self.fd = fd
         self._ends = [weakref.finalize(self, os.close, fd)]
         os.ftruncate(fd, nbytes)

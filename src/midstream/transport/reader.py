@@ -28,10 +28,8 @@ class _OpenLease:
 
 
 class MappedArena:
-    """One worker's arena, mapped into this process. Thread-safe.
-
-    A lease ends when its last array is freed and no forked child that inherited it lives: what a
-    child frees ends none.
+    """One worker's arena, mapped into this process. Thread-safe. A lease ends when its last array
+    is freed here and no child forked meanwhile lives.
     """
 
     def __init__(self, address: Address) -> None:

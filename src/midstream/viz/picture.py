@@ -32,7 +32,6 @@ class Picture:
         return self.text
 
     def _repr_html_(self) -> str:
-        """Return the figure with its style sheet and script, for a notebook."""
         return f"<div><style>{style_sheet()}</style>{self.body}<script>{SCRIPT}</script></div>"
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -57,7 +57,6 @@ def _place_of(described, has_code):
 
 @triton.jit
 def _vectors(half, rest, inner, chosen, has_residual: tl.constexpr):
-    """Return some columns of rows of the stream, float32."""
     h = tl.load(half + inner[None, :], mask=chosen, other=0.0).to(tl.float32)
     if has_residual:
         h += tl.load(rest + inner[None, :], mask=chosen, other=0.0).to(tl.float32)

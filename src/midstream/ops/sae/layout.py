@@ -49,7 +49,6 @@ def split_place(place: int) -> tuple[int, int]:
 
 
 def place_of(high: float, low: float) -> int:
-    """Return the place of the numbers HIGH and LOW."""
     return int(high) * _PLACES + int(low)
 
 

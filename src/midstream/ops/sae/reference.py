@@ -74,8 +74,6 @@ def reconstruct(h: Tensor, description: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Sae(NamedTuple):
-    """An SAE in the memory; see `midstream.ops.sae.layout`."""
-
     w_enc: Tensor
     b_enc: Tensor
     threshold: Tensor
@@ -89,7 +87,6 @@ class _Sae(NamedTuple):
 
     @staticmethod
     def at(place: int, width: int, weights: Tensor) -> _Sae:
-        """Return the SAE at a place."""
         begin = place * layout.ALIGN
         header = [int(number) for number in weights[begin : begin + layout.ALIGN].tolist()]
         count = header[layout.FEATURES]

@@ -53,7 +53,6 @@ def scan_triton(
 
 @cache
 def launch_options() -> dict[str, int | bool]:
-    """Return the options of the launch."""
     options: dict[str, int | bool] = {"num_warps": WARPS, "enable_fp_fusion": False}
     if torch.version.hip is None:  # only CUDA devices know it
         options["maxnreg"] = REGISTERS

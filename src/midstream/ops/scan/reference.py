@@ -99,7 +99,6 @@ def _read(
 
 
 def _applies(words: Ints, lists: Ints, ids: Ints) -> NDArray[np.bool_]:
-    """Return whether the instruction of each row applies to its token id."""
     mask = np.ones(len(words), np.bool_)
     for row in np.flatnonzero(words[:, layout.IDS_COUNT]):
         start, count = words[row, layout.IDS_START], words[row, layout.IDS_COUNT]
@@ -144,7 +143,6 @@ class _State:
         return float(self.left > 0) if step else float(self.smoothed)
 
     def keep(self, position: int) -> None:
-        """Store the state after a position."""
         self.at = (self.at + 1) % len(self.kept)
         bits = np.float32(self.smoothed).view(np.int32)
         self.kept[self.at] = (1 + position, bits, self.left)

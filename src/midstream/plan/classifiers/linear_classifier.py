@@ -25,9 +25,8 @@ _SCALER, _PIPELINE = "StandardScaler", "Pipeline"
 
 
 def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
-    """Return float64 weights [width] and intercept of a fitted binary classifier of `CLASSIFIERS`.
-
-    ⟨h, weights⟩ + intercept = `decision_function(h)`; scalers of a `Pipeline` are folded in.
+    """Return float64 [width] and intercept of a fitted binary classifier, with a `Pipeline`'s
+    scalers folded in: ⟨h, weights⟩ + intercept = `decision_function(h)`.
     """
     import numpy as np
 
@@ -73,7 +72,6 @@ def unscaled(
 
 
 def steps_of(classifier: Any) -> list[Any]:
-    """Return the steps of a pipeline, or the classifier alone."""
     if name_of(classifier) != _PIPELINE:
         return [classifier]
     steps = [step for _, step in classifier.steps if step not in (None, "passthrough")]

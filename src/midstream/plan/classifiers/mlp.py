@@ -86,11 +86,7 @@ class MLP(FrozenFields):
         }
 
     def units(self, width: int) -> tuple[Instruction, ...]:
-        """Return the instructions of the hidden units, for vectors of one size.
-
-        Raises:
-            SpecError: `hidden` has another width.
-        """
+        """Return the hidden units' instructions, for vectors of one size, that of `hidden`."""
         rows = rows_by_value("hidden", self.hidden, width)
         biases, weights = self.hidden_bias.numpy().tolist(), self.output.numpy().tolist()
         number = float(ACTIVATIONS.index(self.activation))

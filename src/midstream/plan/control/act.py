@@ -201,7 +201,6 @@ _ACTS: dict[str, type[Act]] = {act.word: act for act in (Stop, Flag, Switch)}
 
 
 def read_act(value: object) -> Act:
-    """Read an act or its JSON form."""
     if isinstance(value, Act):
         return value
     if not isinstance(value, Mapping) or len(value) != 1:
@@ -222,11 +221,8 @@ def read_act(value: object) -> Act:
 
 
 class Progress(NamedTuple):
-    """How far a condition is after some scores.
-
-    Attributes:
-        run: number of tokens in a row, up to the last, whose pooled score is beyond the threshold.
-        pooled: of "max" and "ema" the last pooled score; None: there is none.
+    """How far a condition is: the number of tokens in a row whose pooled score is beyond the
+    threshold, and the last pooled score of "max" and "ema"; None: there is none.
     """
 
     run: int = 0

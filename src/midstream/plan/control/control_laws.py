@@ -57,7 +57,6 @@ class Threshold:
     word: ClassVar[str] = "threshold"
 
     def __post_init__(self) -> None:
-        """Read the parameters."""
         with at("probe"):
             if not isinstance(self.probe, str):
                 raise SpecError("", f"expected the name of a probe, got {kind(self.probe)}")

@@ -199,7 +199,6 @@ class Controller(FrozenFields):
 
 
 def read_seconds(value: object) -> float:
-    """Read a time limit."""
     seconds = read_float32(value)
     if seconds <= 0:
         raise SpecError("", f"expected more than 0 seconds, got {seconds:g}")

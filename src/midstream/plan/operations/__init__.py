@@ -54,7 +54,6 @@ __all__ = [
 
 
 def parse_edit(value: object) -> Edit:
-    """Read an edit, or its dict with `op`."""
     if isinstance(value, Edit):
         return value
     if isinstance(value, Mapping) and value.get("op") == Local.op:

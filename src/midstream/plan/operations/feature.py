@@ -311,7 +311,6 @@ def read_index(value: object) -> tuple[tuple[int, ...], tuple[float, ...] | None
 
 
 def read_sae(value: object) -> str:
-    """Read the name of a registered SAE."""
     if not isinstance(value, str):
         problem = f"expected the name of a registered SAE, `str`, got {kind(value)}"
         if hasattr(value, "features"):

@@ -171,10 +171,8 @@ class Gate(FrozenFields):
     def steps(
         self, size: VectorSize, read: VectorSize | None = None, row: int = 0
     ) -> tuple[Instruction, ...]:
-        """Return a GATE that reads the vector, then the edit's instructions with flag GATED.
-
-        `size` is of the vectors at the edit's tap, `read` of what the gate reads, if elsewhere.
-        `row` is the index of the layer, of several, whose part the GATE reads.
+        """Return a GATE that reads the vector, of the layer `row` of several, then the edit's steps
+        GATED; `size` is that at the edit's tap, `read` that where the gate reads, if elsewhere.
         """
         with at("probe"):
             direction = self.probe.vector(size if read is None else read, row)
@@ -206,10 +204,9 @@ class Gate(FrozenFields):
         return self.edit.is_bound and not isinstance(self.probe.direction, Named)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Gate, ...]:
-        """Return copies with names replaced by vectors: one Gate per edit that binding gives.
-
-        A direction registered for a single tap is read there, unless the probe has a tap. A
-        direction registered for several taps is read at each edit's tap, with its vector there.
+        """Return one Gate per edit that binding gives. A direction registered for one tap is read
+        there, unless the probe has a tap; one for several at each edit's tap, with its vector
+        there.
         """
         with at("edit"):
             edits = self.edit.bind(lookup, num_layers)

@@ -65,7 +65,6 @@ class Memory:
         return not (self.hold is None and self.smooth is None and self.release is None)
 
     def emit(self) -> dict[str, object]:
-        """Return the arguments that are given."""
         every = {"hold": self.hold, "smooth": self.smooth, "release": self.release}
         return {name: value for name, value in every.items() if value is not None}
 

@@ -162,11 +162,7 @@ class Reading(FrozenFields):
         return Reading(direction, self.bias, layer, site, self.head)
 
     def at_layers(self, name: str, registered: Registered, layers: Layers) -> Reading:
-        """Return a copy of several layers with the vectors that a name has there.
-
-        Raises:
-            SpecError: it has none in one of them.
-        """
+        """Return a copy of several layers with the vectors of a name, which must have all."""
         assert self.tap is not None
         assert layers.indices != "all"
         site = self.tap[0]
@@ -174,15 +170,7 @@ class Reading(FrozenFields):
         return Reading(rows, self.bias, None, site, self.head)
 
     def vector(self, size: VectorSize, row: int = 0) -> Vector:
-        """Return the direction for vectors of one size: zero outside of the head.
-
-        Args:
-            size: the size.
-            row: of several layers, the index of one.
-
-        Raises:
-            SpecError: it has another size, or is a name that was not bound.
-        """
+        """Return the direction, of the layer `row`, for vectors of a size: its head's part."""
         direction = self.direction
         direction = direction[row] if isinstance(direction, tuple) else direction
         if self.head is None:

@@ -37,10 +37,8 @@ def expand_edits(
 
 
 def bind_edit(edit: Edit, lookup: Lookup, num_layers: int | None = None) -> tuple[Edit, ...]:
-    """Return the edits that an edit stands for, with names replaced by what is registered.
-
-    The scale of a Steer by a name of whole edits multiplies that of each Steer among them, also in
-    a gate. Other edits do not scale: bounds of a clamp or a replaced value are absolute.
+    """Return the edits of an edit, with names replaced by what is registered. A Steer's scale
+    multiplies those of all Steers in a name's whole edits; others do not scale.
     """
     if isinstance(edit, Steer) and isinstance(edit.vector, Named):
         registered = lookup(edit.vector.name)
@@ -126,7 +124,6 @@ def _fill(edit: PlainEdit, open_rows: OpenRows, shape: ModelShape) -> tuple[Plai
 
 
 def _columns(edit: Replace, size: VectorSize) -> list[int]:
-    """Return the components of an edit's heads, which are those that it replaces."""
     if edit.norm is not None:
         raise SpecError("norm", "unsupported with captured rows of single heads")
     width = head_size(edit.heads, size)

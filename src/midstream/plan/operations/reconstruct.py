@@ -149,12 +149,7 @@ class Reconstruct(Operation):
         return one_edit(instructions, self.norm)
 
     def reads_elsewhere(self, width: int) -> tuple[str, Instruction] | None:
-        """Return the site at which a transcoder reads, and its instruction there; None: it is the
-        site that is written.
-
-        Args:
-            width: size of the vectors.
-        """
+        """Return a transcoder's site that it reads and its step there; None: it is none."""
         if not self._bound().transcodes:
             return None
         return READS, self._code(width).with_flags(Flags.COUNTED)

@@ -81,14 +81,6 @@ class Route(Operation):
             self._set(bias=() if bias is None else _read_bias(bias))
         if not (self.activate or self.deactivate or self.bias):
             raise SpecError("", "give `activate`, `deactivate` or `bias`")
-        self._check_contradictions()
-        self._set_place(layer, ROUTER if site is None else site, positions, phase, exclude)
-        if self.sites.names != (ROUTER,):
-            raise SpecError(
-                "site", f"a Route is at `{ROUTER}` only, got {show(self.sites.names[0])}"
-            )
-
-    def _check_contradictions(self) -> None:
         for expert in self.deactivate:
             if expert in self.activate:
                 raise SpecError("deactivate", f"expert {expert} is in `activate` too")
@@ -100,6 +92,11 @@ class Route(Operation):
                     raise SpecError(
                         "", "the expert is in `activate`: below 0 it might not be chosen"
                     )
+        self._set_place(layer, ROUTER if site is None else site, positions, phase, exclude)
+        if self.sites.names != (ROUTER,):
+            raise SpecError(
+                "site", f"a Route is at `{ROUTER}` only, got {show(self.sites.names[0])}"
+            )
 
     @property
     def forces(self) -> bool:
@@ -133,7 +130,6 @@ class Route(Operation):
         return one_edit(steps, in_turn=True)
 
     def _check(self, size: VectorSize) -> None:
-        """Check the experts against a layer's router."""
         biased = tuple(expert for expert, _ in self.bias)
         for field in ("activate", "deactivate", "bias"):
             experts = biased if field == "bias" else getattr(self, field)

@@ -149,7 +149,6 @@ class Steer(Operation):
             self._read(read_kind, lens=lens)
 
     def _check_token(self) -> None:
-        """Check that a token has a direction at the sites."""
         if self.heads:
             raise SpecError("head", "the direction of a token is of the whole vector")
         for site in self.sites:
@@ -174,7 +173,6 @@ class Steer(Operation):
     def _read_vector(
         self, vector: object, layer: object
     ) -> tuple[Vector | Named | tuple[Vector, ...], Any]:
-        """Return the vector, or one per layer, and the layers."""
         vectors, layer = read_per_layer("vector", vector, layer)
         rows = vectors if isinstance(vectors, tuple) else (vectors,)
         for index, row in enumerate(rows):

@@ -27,10 +27,7 @@ _FIELDS: dict[type, str] = {
 
 
 def with_strength(edits: Sequence[Edit], factor: float) -> tuple[Edit, ...]:
-    """Return edits with a multiple of their `scale`, `strength` or `alpha`, or values of a Bias.
-
-    Of factor 0 none are left, unless one is a Gate with memory, which goes on to read its tokens.
-    """
+    """Return edits with a multiple of their strength; of factor 0 only Gates with memory."""
     if factor == 0 and not any(isinstance(edit, Gate) and edit.memory.emit() for edit in edits):
         return ()
     if factor == 1:

@@ -42,10 +42,8 @@ class Context:
 
 
 class ReadOutEngine(Protocol):
-    """What an engine has for read-outs.
-
-    `last_stage` are the taps of the pipeline stage with the final norm and the head; `parts` the
-    number of parts of a tap's vectors, where the ranks have these in parts.
+    """What an engine has for read-outs: `last_stage`, the taps of the pipeline stage with norm and
+    head; `parts`, the number of parts of a tap's vectors, where ranks have these in parts.
     """
 
     @property

@@ -218,7 +218,6 @@ FIELDS = tuple(name.rstrip("_") for name in parameters_of(Capture)[1])  # of its
 
 
 def bad_capture(value: object) -> SpecError:
-    """Return the error for a value that is no capture."""
     problem = f"expected a `Capture`, or its dict, got {kind(value)}"
     # Layers or sites in place of the capture that selects them.
     is_list = isinstance(value, (list, tuple)) and all(is_int(layer) for layer in value)

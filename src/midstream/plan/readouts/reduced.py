@@ -111,7 +111,6 @@ def check_codec(plan: ResolvedPlan) -> None:
 
 
 def is_reduced(capture: ResolvedCapture) -> bool:
-    """Return whether a capture is that of a `Capture` with `reduce`."""
     return capture.pattern is not None and capture.kind in (*REDUCING, "norm")
 
 

@@ -28,7 +28,6 @@ def bias_of(edit: Edit) -> Bias | None:
 
 
 def check_sampled(where: Where, prompt_len: int) -> None:
-    """Check that a token is sampled from each of the positions."""
     parts = (where.ranges, *(match.ranges for match in where.matches))
     first = min(start for ranges in parts for start, _ in ranges)
     if first < prompt_len - 1:

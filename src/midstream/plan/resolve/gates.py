@@ -60,9 +60,8 @@ def check_order(taps: tuple[Tap, ...], read: Tap | None) -> None:
 def gated_steps(
     steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None, adds: bool
 ) -> list[Steps]:
-    """Return the edit's instructions at each tap, where the gate reads the score in the slot.
-
-    At the tap that the gate reads itself, it adds to that score, if there are layers before.
+    """Return the edit's instructions at each tap; at its own it adds to the score in the slot, if
+    that has parts.
     """
     if slot is None:
         return [Steps(steps)] * len(taps)

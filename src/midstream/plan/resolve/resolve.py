@@ -51,10 +51,8 @@ def resolve(
     before: tuple[ServerWide, ...] = (),
     also: tuple[Capture, ...] = (),
 ) -> ResolvedPlan:
-    """Resolve a plan for one model and one prompt.
-
-    `before` are server-wide edits, applied before the plan's, and probes; `also` such captures.
-    Those that select nothing in this request are skipped. `max_tokens` None: unknown.
+    """Resolve a plan for one model and prompt. Server-wide edits in `before` apply first; those
+    that select nothing are skipped, as such captures in `also`. `max_tokens` None: unknown.
     """
     return _Resolver(shape, prompt, max_tokens).resolve(plan or Plan(), before, also)
 
@@ -228,7 +226,6 @@ class _Resolver:
         return [*_reads_elsewhere(edit, taps, where, source, self._shape), *resolved]
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
-        """Group taps by the size of their vectors, and what these are of."""
         shape = self._shape
         if not (shape.widths or shape.heads or shape.routing):
             return [(shape.size(taps[0]), taps)]
@@ -253,9 +250,8 @@ class _Resolver:
     def _gate_slot(
         self, tap: Tap, taps: tuple[Tap, ...], gate: Instruction, where: Where, slot: int | None
     ) -> int | None:
-        """Return the slot of a gate's score; `slot` is that of its parts in the layers before.
-
-        None: the gate reads and applies at `tap` only.
+        """Return the slot of a gate's score, `slot` for parts in layers before; None: it reads at
+        `tap` only.
         """
         gates.check_order(taps, tap)
         if taps == (tap,):
@@ -322,10 +318,7 @@ def weighed(plan: ResolvedPlan) -> list[tuple[Ranges, int]]:
 
 
 def _memory_first(edits: Sequence[Edit]) -> list[int]:
-    """Return the indices of edits, gates with memory first.
-
-    Their scores have the same columns in all versions of a plan, whatever other gates these have.
-    """
+    """Return the indices of edits, gates with memory first: their columns stay the same."""
     remembers = [isinstance(edit, Gate) and bool(edit.memory) for edit in edits]
     return sorted(range(len(edits)), key=lambda index: not remembers[index])
 

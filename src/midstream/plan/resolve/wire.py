@@ -1,8 +1,4 @@
-"""Resolved plans as bytes, for the workers: one msgpack message, read strictly. Never pickle.
-
-The message holds each distinct vector once, as little-endian float32 or as the digest of a vector
-that the reader has, and each distinct list of instructions once; others refer to them by index.
-"""
+"""Resolved plans as bytes: one msgpack message, read strictly; equal parts occur once."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ def wide(vectors: Sequence[Vector]) -> NDArray[np.float64]:
 
 
 def check_nonzero(vector: Vector, problem: str) -> None:
-    """Check that a vector is not zero."""
     if not vector.numpy().any():
         raise SpecError("", problem)
 

@@ -33,7 +33,6 @@ class Matrix(Vector):
 
     @property
     def width(self) -> int:
-        """The number of rows, and of columns."""
         return math.isqrt(self.size)
 
     @property
@@ -117,7 +116,6 @@ def _from_square(value: Any) -> Matrix:
 
 
 def check_square(shape: tuple[int, ...]) -> None:
-    """Check the shape of a matrix."""
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise SpecError("", f"expected a square matrix [width, width], got shape {list(shape)}")
     if shape[0] > MAX_WIDTH:
@@ -156,7 +154,9 @@ def _read(
     value: object, most: int, read: Callable[[object], Vector | Named]
 ) -> tuple[Vector | Named, ...]:
     if isinstance(value, Mapping) and "shape" in value:
-        return _from_base64(value, most)
+        data, width = _read_shaped(value, lambda shape: _check_count(shape[0], most))
+        rows = [data[start : start + 4 * width] for start in range(0, len(data), 4 * width)]
+        return read_each("", rows, Vector)
     if is_matrix(value):
         return _from_list(_rows_of(value), most, read)
     return (read(value),)
@@ -206,12 +206,6 @@ def _from_list(
                     )
             vectors.append(row)
     return tuple(vectors)
-
-
-def _from_base64(value: Mapping[Any, Any], most: int) -> tuple[Vector, ...]:
-    data, width = _read_shaped(value, lambda shape: _check_count(shape[0], most))
-    rows = [data[start : start + 4 * width] for start in range(0, len(data), 4 * width)]
-    return read_each("", rows, Vector)
 
 
 def _read_shaped(

@@ -30,10 +30,8 @@ class SaeName:
 
 
 class SaeCode(NamedTuple):
-    """A registered SAE that reconstructs vectors on the workers.
-
-    `place` is where it is in their memory, see `midstream.ops.sae.layout`; `digest` the sha256 of
-    its numbers; `transcodes` whether it reads one site and writes another.
+    """An SAE that reconstructs on the workers: its `place` in their memory, the sha256 of its
+    numbers, and whether it reads one site and writes another.
     """
 
     name: str
@@ -70,7 +68,6 @@ _SHOWN = 8
 
 
 def vectors_of(name: str, lookup: Lookup) -> Registered:
-    """Return the vectors of a name."""
     registered = lookup(name)
     if isinstance(registered, NamedEdits):
         raise SpecError(
@@ -117,10 +114,9 @@ def pick(name: str, registered: Registered, tap: Tap) -> Vector:
 def find_taps(
     registered: Mapping[str, Registered], layers: Layers, sites: Sites, left: Sequence[str]
 ) -> tuple[Tap, ...] | None:
-    """Return the taps at which an edit with registered names applies.
-
-    None means the edit's own layers and sites, with the same vectors at all of them: no name is
-    registered with taps. An omitted field, or "all" layers, selects every tap of the names.
+    """Return the taps at which an edit with registered names applies; an omitted field, or "all"
+    layers, selects all of the names'. None: no name has taps, the edit's own layers and sites
+    apply.
     """
     tapped = {name: vectors for name, vectors in registered.items() if not is_plain(vectors)}
     if not tapped:

@@ -14,7 +14,6 @@ _NAME = re.compile(r"[A-Za-z0-9_:-][A-Za-z0-9_.:/-]{0,127}")
 
 
 def read_name(value: object) -> str:
-    """Check the name of a registered vector and return it."""
     if not isinstance(value, str):
         raise SpecError("", f"expected a name, `str`, got {kind(value)}")
     if not _NAME.fullmatch(value):

@@ -60,7 +60,6 @@ def read_per_layer(
 
 
 def check_per_layer(field: str, count: int, layers: Layers) -> None:
-    """Check that there is one vector for each layer."""
     if layers.indices == "all":
         raise SpecError(
             "layer",

@@ -137,7 +137,6 @@ def _from_base64(value: Mapping[Any, Any]) -> Vector:
 
 
 def read_base64(text: object) -> bytes:
-    """Decode a base64 text."""
     if not isinstance(text, str):
         raise SpecError("", f"expected base64 as `str`, got {kind(text)}")
     try:

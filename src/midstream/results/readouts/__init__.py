@@ -59,16 +59,8 @@ RESULTS: dict[str, type[ReadOutResult]] = {
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceReadOuts:
-    """Results of the read-outs of a choice; None if none were asked for, or not yet known.
-
-    Attributes:
-        attention: attention weights by layer.
-        lens: tokens of layers by name of the `Lens`.
-        features: active features of SAEs by name of the `Features`.
-        logits: logits of the positions that a `Logits` selects.
-        norms: norms of vectors by site and layer.
-        attention_rows, lens_rows, feature_rows, norm_rows: of a stream, partial rows of these with
-            `stream`, in the order received.
+    """Results of the read-outs of a choice; None if not asked for, or not yet known. `…_rows`: of a
+    stream, partial rows of those with `stream`, in the order received.
     """
 
     attention: AttentionResults | None = None
@@ -117,15 +109,7 @@ class OnlyReadOuts:
 
 
 class OutputReadOuts:
-    """Types of the attributes of vLLM's outputs.
-
-    Attributes:
-        attention: attention weights by layer; None if none were asked for.
-        features: active features of SAEs by name of the `Features`; None without one.
-        lens: tokens of layers by name of the `Lens`; None without one.
-        logits: logits of the positions that a `Logits` selects; None without one.
-        norms: norms of vectors by site and layer; None without a `Norms`.
-    """
+    """Types of the attributes of vLLM's outputs; None without such a read-out."""
 
     attention: AttentionResults
     features: FeatureResults

@@ -232,10 +232,7 @@ def _top_keys(
     name: Callable[[int], str],
     most: int | None,
 ) -> viz.Picture:
-    """Draw a line for each query and head: its keys, coloured by weight; at most so many lines.
-
-    Weights and keys are [queries, heads, k]; a key of −1 is none. `name` names a key by position.
-    """
+    """Draw a line for each query and head, of [queries, heads, k]; a key of −1 is none."""
     lines = [f"{query}, head {head}" for query in names[0] for head in names[1]]
     count = keys.shape[2]
     texts = [

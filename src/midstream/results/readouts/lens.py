@@ -240,7 +240,6 @@ def _as_listed(layers: list[int], asked: Layers) -> tuple[int, ...]:
 
 
 def _token_cell(show: Callable[[int], str], token: int, logprob: float) -> LensCell:
-    """Return the cell of a token with its probability."""
     probability = math.exp(logprob)
     return LensCell(f"{show(token)} {100 * probability:.0f}%", probability)
 

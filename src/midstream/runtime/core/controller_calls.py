@@ -1,8 +1,5 @@
-"""Calls of declared controllers, in threads of the engine core, within a time limit.
-
-Each declared controller has one thread, which makes its calls of a step one after the other. If
-they take longer than the limit, the step goes on: the call that runs has failed, its thread is left
-alone until it returns, and the calls behind it are postponed to the next step.
+"""Calls of declared controllers within a time limit, in one thread of the engine core for each. A
+call that takes longer has failed, and those behind it are postponed to the next step.
 """
 
 from __future__ import annotations
@@ -42,8 +39,6 @@ class ControllerCall:
 
 
 class _Batch:
-    """Calls of one controller in one step."""
-
     def __init__(self, calls: Sequence[ControllerCall]) -> None:
         self.calls = calls
         self.finished = threading.Event()

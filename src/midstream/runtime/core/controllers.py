@@ -66,9 +66,7 @@ class RunningController:
         return bool(self.unseen)
 
     def passes(self, scores: ScoresOfStep, row: int, position: int) -> bool:
-        """Take the scores of one position if a `Threshold` answers to them with the scale that
-        holds, and keeps its state; return whether that is so. Otherwise nothing is taken.
-        """
+        """Take a position's scores if a `Threshold` keeps its scale and state; return whether."""
         if self.slot is None or position < self.reached:
             return False
         # At a position that the probe does not read, it answers what it answered last.
@@ -103,7 +101,7 @@ class RunningController:
             try:
                 return _answered(self, answer)
             except Exception as error:  # noqa: BLE001 - also what an answer's own methods raise
-                problem = _words(error)
+                problem = str(error) if isinstance(error, ValueError) else type(error).__name__
         return _failed(self, problem)
 
 
@@ -194,10 +192,6 @@ def _answered(running: RunningController, answer: object) -> Decision:
     read_float32(scale)
     scales = sorted({choice.scale for choice in choices})
     raise ValueError(f"the scale {scale:g} is none of those that it has: {scales}")
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else type(error).__name__
 
 
 def _failed(running: RunningController, problem: str) -> Decision:

@@ -27,10 +27,9 @@ def update_from_output(
 
 
 def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, str]]:
-    """End failed requests, and requests that were served KV which a failed request computed after
-    it had failed: that KV is cached under the key of edits that were not applied. The prefix cache
-    is emptied, so that no other request is served such KV. Failed requests that do not end keep
-    their KV for themselves. Return those that ended, each with the reason.
+    """End failed requests, and those served KV that one computed after it failed, which has the
+    wrong key; empty the prefix cache. Return those that ended, with reasons; others keep their KV
+    to themselves.
     """
     from vllm.v1.request import RequestStatus
 
@@ -70,9 +69,7 @@ def _stop_sharing(request: Any) -> None:
 
 
 def _wrong_blocks(scheduler: Any, name: str, position: int) -> set[int]:
-    """Return the blocks of a request with positions from the first edited one at or after
-    `position`, or from the first one of its image if that depends on it.
-    """
+    """Return a request's blocks from its first edited position from `position`, or its image."""
     request = scheduler.requests.get(name)
     keys = None if request is None else keys_of(request)
     first = None if keys is None else keys.first_edited(position)

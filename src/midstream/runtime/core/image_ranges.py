@@ -1,9 +1,4 @@
-"""Ranges of a request's tokens that attend to each other both ways: its images and videos.
-
-In most models the KV of a token depends on the tokens up to it. In models that vLLM names mm-prefix
-models (Gemma 3, Gemma 4, PaliGemma, Molmo 2, …), tokens of an image attend to later tokens of the
-same image as well: what is edited at one of them changes the KV and the rows of all of them.
-"""
+"""Ranges of images and videos in a request, whose tokens attend to each other both ways."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""End of a process whose parent has ended, for whatever reason: an engine's, or an API server's.
-
-vLLM's engine process ends on a message of the front end. A front end that is killed sends none, and
-the engine, its workers and their memory would remain.
-"""
+"""End of a process whose parent has ended, of which vLLM's engine gets no message."""
 
 from __future__ import annotations
 

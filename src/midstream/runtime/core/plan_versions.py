@@ -1,9 +1,6 @@
-"""Changes of running requests' plans, in the engine core.
-
-A version of a plan holds from the first position that is not scheduled yet. So positions that are
-computed again, after a preemption or since drafts were rejected, are computed under the version
-that held there, and steps that were scheduled ahead stay as they are. The executor carries out RPCs
-and steps in the order in which they were queued: all workers change before the same step.
+"""Changes of running requests' plans. A version holds from the first position that is not scheduled
+yet; positions computed again keep theirs. RPCs and steps are carried out in order: all workers
+change before the same step.
 """
 
 from __future__ import annotations
@@ -67,9 +64,8 @@ def _update(engine: Any, update: UpdatePlan) -> UpdatedPlan:
 
 
 def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> dict[str, int]:
-    """Let running requests have other versions of their plans, of which the workers have the
-    vectors, and return the first position of each by vLLM's id. Call on the thread of the engine's
-    steps, between two steps.
+    """Give running requests other versions, whose vectors the workers have; return their first
+    positions by id. Call on the thread of the engine's steps, between two.
     """
     messages = []
     for request, version in changes:
@@ -85,9 +81,7 @@ def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> 
 
 
 def next_position(scheduler: Any, request: Any) -> int:
-    """Return the first position of a request that no step was scheduled with. Draft tokens count as
-    accepted: positions of rejected ones are computed again under the version of then.
-    """
+    """Return the first position without a scheduled step; drafts count as accepted."""
     position: int = request.num_computed_tokens
     if request.num_preemptions:
         # It is computed anew, from the first position on. Each token but the last was computed

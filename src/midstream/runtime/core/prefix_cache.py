@@ -1,8 +1,5 @@
-"""Prefix-cache keys and limits of requests with a plan, in the engine core.
-
-The payload of a request has the keys under which its blocks are cached, and the position up to
-which the cache may serve it. Rows that the front end has from earlier requests need not be
-computed, unless the prefix cache was reset since: the model may have been changed for that.
+"""Prefix-cache keys and limits of requests with a plan. Rows that the front end has from earlier
+requests are not computed again, unless the cache was reset since: the model may have changed.
 """
 
 from __future__ import annotations
@@ -44,9 +41,8 @@ def extra_keys(
 def computed_blocks(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Limit a prefix-cache hit to positions before the first whose row must be computed, and to
-    whole images whose tokens attend both ways: vLLM may split the rest of one that is cached in
-    part between two steps, where those of the first would not attend to those of the second.
+    """Limit a prefix-cache hit to positions before the first row to compute, and to whole images
+    whose tokens attend both ways: vLLM may split the rest of one between two steps.
     """
     payload = payload_of(request.sampling_params)
     if payload is None:

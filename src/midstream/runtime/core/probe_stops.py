@@ -1,8 +1,5 @@
-"""Probes that end their request or switch its edits, and controllers: conditions are evaluated in
-the order of the tokens, on the scores that arrive with each step.
-
-The tokens that the step sampled are cut where a request ends, so no output has a token beyond the
-one whose score met the condition. Other edits hold from the next position that is not scheduled.
+"""Probes that end their request or switch its edits, and controllers, on the scores of each step. A
+step's tokens are cut where a request ends; edits hold from the next unscheduled position.
 """
 
 from __future__ import annotations
@@ -25,9 +22,7 @@ from midstream.runtime.vllm.attributes import WATCHED
 
 
 class ReadRange(NamedTuple):
-    """The last range of positions that a probe reads, whatever the tokens there are. Scores from
-    `low` to `high` are not beyond its threshold; what is not a number is not within them.
-    """
+    """A probe's last range of positions; scores from `low` to `high` meet no condition."""
 
     slot: int
     start: int
@@ -65,10 +60,7 @@ class Watched:
     each: tuple[Progress | None, ...]
 
     def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
-        """Take the scores of a step without drafts if they are of one position, and change nothing;
-        return whether they are, as nearly always. `advance` would find the same, and take several
-        times as long.
-        """
+        """Take a step's scores if they are of one position and change nothing; return whether."""
         position = scores.first[index]
         if self.ranges is None or scores.length[index] != 1 or position >= request.num_tokens:
             return False
@@ -270,9 +262,8 @@ def advance(
     stop: int,
     token: Callable[[int], int],
 ) -> tuple[ProbeProgress, Firing | None, tuple[Firing, ...]]:
-    """Evaluate the conditions of a request's probes on its scores of a step, of tokens before
-    `stop`. Return how far they are then; the first condition that stops it; those that switch, in
-    order.
+    """Evaluate conditions on a step's scores of tokens before `stop`; return how far they are, the
+    first that stops, and those that switch.
     """
     probe_progress = list(before.each)
     reached, first = before.reached, scores.first[index]

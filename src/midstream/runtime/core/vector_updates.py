@@ -1,9 +1,4 @@
-"""Changes of the vectors that workers store, on their way from the front end to the workers.
-
-They arrive with a request and leave ahead of it: by an RPC that the executor queues before the step
-in which the request is new. So a worker has the vectors of a plan before the plan, and a step's
-message has only their digests. Nobody waits for the answers.
-"""
+"""Changes of the workers' vectors, sent ahead of the first step whose plans name them."""
 
 from __future__ import annotations
 

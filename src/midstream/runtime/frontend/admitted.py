@@ -25,9 +25,7 @@ class AdmittedRequest:
     later: dict[int, LaterPlan] = field(default_factory=dict)  # versions since, by number
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
-        """Return the attention heads that outputs show of the taps of some captures, by index, in
-        the order in which any of these lists them. Sketches of the codec `rp8` have none.
-        """
+        """Return the heads shown of captures' taps, in the first order listed; `rp8` has none."""
         if not shape.heads or isinstance(parse_codec(self.plan.codec), Rp8):
             return {}
         own = () if self.own is None else self.own.captures

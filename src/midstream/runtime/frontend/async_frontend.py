@@ -37,9 +37,7 @@ Deliver = Callable[[Any], Awaitable[None]]
 
 
 class PlainCalls:
-    """The running calls without a plan, by the ids that callers gave them, maybe twice. A request
-    of one may be validated after something was set for every request: it began before.
-    """
+    """The running calls without a plan, by callers' ids; an id may be there twice."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -155,9 +153,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         return admitted
 
     async def send(self, request: Any, deliver: Deliver) -> None:
-        """Send a request to the engine by `deliver`, now or when there is capacity. Does not wait
-        for it: a request that waits can be aborted like any other.
-        """
+        """Send a request by `deliver`, now or when there is capacity. It can be aborted before."""
         uid = uid_of(request.sampling_params)
         if uid is None and request.request_id not in self._sessions:
             await deliver(request)

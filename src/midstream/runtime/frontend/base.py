@@ -167,10 +167,7 @@ class BaseFrontEnd:
         """Check that a request without a plan does not have the id of a running one with a plan."""
 
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
-        """Validate a request's plan, and replace it in the parameters by the request payload.
-        Server-wide edits come before the request's own, server-wide captures after them. None:
-        nothing applies.
-        """
+        """Validate a request's plan and set its payload; None: nothing applies to it."""
         call_plan = plan if isinstance(plan, CallPlan) else CallPlan(plan)
         own = call_plan.plan
         if own is not None:
@@ -228,7 +225,6 @@ class BaseFrontEnd:
         return AdmittedRequest(uid, prepared.plan, own, routes, reused, dict(prepared.later))
 
     def _submit(self, request: Any, send: Callable[[], object]) -> None:
-        """Send a request to the engine, now or when there is capacity."""
         uid = uid_of(request.sampling_params)
         if uid is None:
             send()
@@ -246,9 +242,7 @@ class BaseFrontEnd:
 
     @contextmanager
     def _with_vectors(self, request: Any) -> Iterator[None]:
-        """Attach which rows of a request need not be computed, and while it is sent what workers
-        lack of its vectors. Requests leave in the order of these contexts.
-        """
+        """Attach reused rows and, while it is sent, the vectors that workers lack; in order."""
         payload = payload_of(request.sampling_params)
         if payload is None:
             yield

@@ -1,9 +1,4 @@
-"""Errors for those who wait for an engine that has ended.
-
-vLLM notices the end of the process, but its client for offline engines waits forever if the process
-was killed, as by the system when memory runs out. Its client for `AsyncLLM` does not. But
-`AsyncLLM.shutdown` cancels the task that tells the running requests, often before it has.
-"""
+"""Errors for those who wait for an engine that has ended, as vLLM may leave them waiting."""
 
 from __future__ import annotations
 
@@ -32,9 +27,7 @@ def end_waits_with(engine: Any) -> None:
 
 
 def fail_streams(engine: Any) -> None:
-    """Raise EngineDeadError in every running `generate` of an AsyncLLM that was shut down, in any
-    thread. A server's streams would otherwise stay open until their clients leave.
-    """
+    """Raise EngineDeadError in every `generate` of an AsyncLLM that is shut down."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     handler = getattr(engine, "output_handler", None)  # none if its constructor failed

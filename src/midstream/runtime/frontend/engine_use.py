@@ -12,9 +12,8 @@ _RETRY_SECONDS = 1
 
 
 class EngineUse:
-    """Lets one thread use an engine: the one that is in a call, or whose requests have not ended.
-    vLLM's offline engine returns what ends to the caller that runs its loop: each of two threads
-    would get outputs of the other, or wait for requests that the other took.
+    """Lets one thread use an engine, from its call until its requests have ended: vLLM's offline
+    engine returns what ends to the caller that runs its loop.
     """
 
     def __init__(self, has_unfinished: Callable[[], bool]) -> None:

@@ -1,10 +1,4 @@
-"""Sessions of streaming input: one request whose prompt grows while it runs.
-
-vLLM computes an input, generates, and continues from there with the next input. Generated tokens
-become part of the prompt, except for the last token of each turn, which is sampled and never
-computed on. Positions therefore count over the whole session. If a step ran ahead on such a token,
-its row is computed again on the token that replaces it.
-"""
+"""Sessions of streaming input: one request, whose prompt grows by inputs and answers."""
 
 from __future__ import annotations
 
@@ -92,11 +86,10 @@ def as_one_request(
     plan: ResolvedPlan,
     answers: WorkerAnswers,
 ) -> tuple[Any, ResolvedPlan]:
-    """Return a session's last output and plan as those of one request.
-
-    Its prompt is all that was computed before the last turn generated, so that it has P + G − 1
-    rows. `generated` has tokens too that were never computed on. A prompt in `answers` that does
-    not consist of the inputs and generated tokens is recorded there as a problem.
+    """Return a session's last output and plan as those of one request, whose prompt is all computed
+    before the last turn generated: it has P + G − 1 rows. `generated` has tokens too that were
+    never computed on. A prompt in `answers` that does not consist of inputs and generated tokens is
+    a problem there.
     """
     entries = [request for answer in answers for request in answer.header.requests]
     prompt, turns = list(inputs[0]), [len(inputs[0])]
@@ -119,9 +112,7 @@ def as_one_request(
 def _used(
     inputs: list[list[int]], generated: list[int], prompt: list[int], turns: list[int]
 ) -> int | None:
-    """Return how many generated tokens belong to turns before the last; None if prompt and turns,
-    the lengths of the prompt when each began to generate, do not match inputs and generated tokens.
-    """
+    """Return how many generated tokens are of turns before the last; None: they contradict it."""
     if len(turns) != len(inputs) or prompt[: turns[0]] != inputs[0] or len(prompt) != turns[-1]:
         return None
     used = 0

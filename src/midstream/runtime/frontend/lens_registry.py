@@ -83,6 +83,5 @@ class LensRegistry(NamedWeights[LinearLens, dict[int, LensMap]]):
         return maps, parts
 
     def _of_one(self, lens: LinearLens) -> int:
-        """Return the numbers of one map."""
         width = self._shape.hidden_size
         return width * width + (width if lens.biases else 0)

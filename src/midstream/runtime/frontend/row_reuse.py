@@ -1,8 +1,4 @@
-"""Rows of a request that are taken from earlier requests in place of computing them.
-
-The front end decides before it sends a request which rows it has, and keeps them until the request
-has ended. The engine core limits hits in the prefix cache to positions whose rows are there.
-"""
+"""Rows taken from earlier requests, decided on before a request is sent."""
 
 from __future__ import annotations
 
@@ -122,7 +118,6 @@ class ReusedRows:
         return missing_blocks
 
     def _blocks(self, taps: Sequence[Tap], positions: Ints) -> list[ResultBlock]:
-        """Return the rows of some taps at some positions that were found."""
         blocks = []
         for (there, rank), sets in self._found.items():
             mine = [tap for tap in taps if tap in there]
@@ -172,8 +167,6 @@ class ReusedRows:
 
 
 class _BlockRows:
-    """The rows of a block at some taps, by chunk of tokens."""
-
     def __init__(self, block: ResultBlock, wanted: frozenset[Tap], chunks: int) -> None:
         self.taps = tuple(tap for tap in block.taps if tap in wanted)
         self.rank = block.rank
@@ -227,7 +220,12 @@ class RowReuse:
         also: Sequence[Capture],
     ) -> ReusedRows | None:
         """Return the rows that a request may have from earlier ones; None: all are computed."""
-        captures = reusing(plan, own, also)
+        own_captures = () if own is None else own.captures
+        captures = frozenset(
+            index
+            for index, capture in enumerate(plan.captures)
+            if (also[capture.source] if capture.source < 0 else own_captures[capture.source]).reuse
+        )
         for index in captures:
             source = plan.captures[index].source
             written = also[source] if source < 0 else own.captures[source] if own else None
@@ -262,16 +260,6 @@ def origin_of(request: Any) -> bytes | None:
     names = ("lora_name", "lora_int_id", "lora_path")
     adapter_key = None if adapter is None else [getattr(adapter, name, None) for name in names]
     return hashlib.sha256(json.dumps([adapter_key, request.cache_salt]).encode()).digest()
-
-
-def reusing(plan: ResolvedPlan, own: Plan | None, also: Sequence[Capture]) -> frozenset[int]:
-    """Return the indices of a resolved plan's captures that have `reuse`."""
-    own_captures = () if own is None else own.captures
-    return frozenset(
-        index
-        for index, capture in enumerate(plan.captures)
-        if (also[capture.source] if capture.source < 0 else own_captures[capture.source]).reuse
-    )
 
 
 def _selected(plan: ResolvedPlan, captures: Sequence[int], length: int) -> Ints:

@@ -32,7 +32,6 @@ class RowSet:
         return self.codec == codec and not offsets & ~self.offsets
 
     def includes(self, other: RowSet) -> bool:
-        """Return whether every row of another set is in this one."""
         return self.has(other.offsets, other.codec) and set(other.taps) <= set(self.taps)
 
 

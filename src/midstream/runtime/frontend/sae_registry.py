@@ -63,16 +63,13 @@ class RegisteredSae:
         return feature_weights
 
     def reconstructs(self) -> SaeCode:
-        """Return how the workers reconstruct vectors with it."""
         if self.code is None:
             raise SpecError("", f"the SAE `{self.name}` cannot reconstruct: {self.reason}")
         return self.code._replace(name=self.name)
 
 
 class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
-    """The registered SAEs of an engine. The workers have their encoders in float32, and where the
-    setting `reconstruct` says so their decoders; whole SAEs stay here, for edits of their features.
-    """
+    """The registered SAEs, whole; workers have encoders, by `reconstruct` decoders too, float32."""
 
     kind = "sae"
     word = "SAE"

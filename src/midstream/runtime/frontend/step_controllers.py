@@ -25,8 +25,6 @@ from midstream.runtime.protocol.scores import Span
 
 @dataclass(slots=True, eq=False)
 class _Controlled:
-    """A running request with a controller."""
-
     run: ControllerRun
     call_plan: CallPlan
     stream: StreamState
@@ -98,7 +96,6 @@ class StepControllers:
             self._fail(controlled, repr(error))
 
     def _change(self, controlled: _Controlled, asked: Mapping[str, Any], problem: str = "") -> None:
-        """Do what an answer asks for, or what follows from a problem."""
         if not asked:
             return
         with controlled.run.changing(asked):

@@ -76,8 +76,6 @@ class _FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """A fetch whose first request was sent to the workers."""
-
     exchange: Exchange[dict[str, WorkerAnswers]]
     request: RpcRequest[Any]
     answers: Started
@@ -139,10 +137,7 @@ class FrontEnd(BaseFrontEnd):
         self._submit(request, send_now)
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
-        """Return the outputs of one engine step, with results on those of finished requests. These
-        may come some steps later, in one fetch with others, but not later than the last step after
-        which the engine is idle, which waits for all results and for the sinks.
-        """
+        """Return a step's outputs; results may come later, before the engine is idle."""
         ended: list[str] = []
         for output in outputs:
             set_nothing(output)

@@ -1,8 +1,4 @@
-"""Receipts in vLLM's tracing spans, where its tracing is on.
-
-vLLM makes the span of a request when its last token arrives, which is before its receipt exists.
-The span of a request with a plan is therefore made later, with the end time that it would have had.
-"""
+"""Receipts in vLLM's tracing spans, which are made later, once the receipt exists."""
 
 from __future__ import annotations
 

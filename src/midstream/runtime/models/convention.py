@@ -25,7 +25,6 @@ class Refusal:
     reason: str
 
     def resolve(self, layer: object) -> Refusal:
-        """Return itself: no setting of the layer changes it."""
         return self
 
 
@@ -81,11 +80,8 @@ UNKNOWN = Lack("midstream does not know where that is in this class of layer")
 
 @dataclass(frozen=True, slots=True)
 class LayerConvention:
-    """What one class of decoder layer takes and returns.
-
-    Wherever the stream is one tensor, that very object is the one kept for the skip connection, so
-    an in-place edit is seen by both branches. Layers where it is a copy have no `mid`, or are
-    refused. A mixer that is no attention does not count as one.
+    """What one class of decoder layer takes and returns. Where the stream is one tensor, it is the
+    object kept for the skip connection, so both branches see an in-place edit; else no `mid`.
     """
 
     returns: Returns  # a PAIR's residual may still be None in the first layers (`nemotron_nas`)
@@ -139,7 +135,6 @@ class LayerConvention:
         return {"resid_pre": self.no_pre, "resid_mid": self.no_mid}.get(site) or None
 
     def resolve(self, layer: object) -> LayerConvention:
-        """Return itself: nothing depends on the layer's settings."""
         return self
 
 
@@ -155,7 +150,6 @@ class Choice:
     equals: str | None = None
 
     def resolve(self, layer: object) -> LayerConvention | Refusal:
-        """Return the convention of one layer."""
         path = self.attribute.removesuffix("?")
         value = layer
         for name in path.split("."):

@@ -41,11 +41,8 @@ def routing_of(runner: Any) -> int | str:
 def internal_gate_lack(
     runner: Any, owner: nn.Module, name: str, types: forward_source.Types
 ) -> str | None:
-    """Return why a router that the experts' module itself calls cannot be tapped; None if it can.
-
-    vLLM calls `runner._forward_impl`, which calls the router, in an op that finds the runner by its
-    `layer_name`. So the tapped model's runner needs a name of its own, and a vLLM that finds
-    runners by their order lacks the site.
+    """Return why a router called by the experts' module cannot be tapped, or None. vLLM's op finds
+    the runner by `layer_name`: a copy needs its own, which a vLLM that goes by order lacks.
     """
     forward: Any = getattr(type(runner), "_forward_impl", None)
     encode: Any = getattr(runner, "_encode_layer_name", None)

@@ -34,10 +34,8 @@ def find_final_norm(model: nn.Module) -> nn.Module:
 
 
 def gain_of(norm: nn.Module, width: int, device: torch.device) -> tuple[Tensor, bool]:
-    """Return the weights γ by which a norm multiplies what it has normed, float64 [width], up to a
-    common factor near 1, and whether it subtracts the mean before. Classes store γ in different
-    ways (Gemma's stores γ − 1): it is read from what the norm makes of a few vectors, and then
-    checked.
+    """Return the weights γ of a norm, float64 [width], up to a factor near 1, and whether it
+    subtracts the mean: read from what it makes of a few vectors, as classes store γ differently.
     """
     exact = copy.deepcopy(norm).float()
     call = getattr(exact, "forward_native", exact.forward)

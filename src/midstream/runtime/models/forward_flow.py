@@ -61,11 +61,9 @@ class Value:
         return frozenset().union(*(trace.through for trace in self.traces))
 
     def of(self, path: str) -> Value:
-        """Return the value of the parts of one module alone."""
         return Value(frozenset(trace for trace in self.traces if trace.part.path == path))
 
     def joined(self, *others: Value) -> Value:
-        """Return a value made of this one and the others."""
         return Value(self.traces.union(*(value.traces for value in others)))
 
     def after(self, *through: str) -> Value:
@@ -101,7 +99,6 @@ class Flow:
     functions: set[str] = field(default_factory=set)  # other ones that are called
 
     def of(self, path: str) -> list[FlowCall]:
-        """Return the calls of a module."""
         return [call for call in self.calls if call.path == path]
 
 

@@ -128,7 +128,6 @@ def reads_quantised(owner: nn.Module, name: str) -> bool:
 
 @functools.cache
 def tree_of(function: Any) -> ast.FunctionDef:
-    """Return the source of a function."""
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError) as error:
@@ -186,7 +185,6 @@ def _calls(tree: ast.AST, name: str) -> bool:
 
 
 def _uses_method(tree: ast.AST, name: str) -> bool:
-    """Whether a function calls a method of `self.<name>`."""
     return any(
         isinstance(node, ast.Call) and (path_of(node.func) or "").startswith(f"{name}.")
         for node in ast.walk(tree)

@@ -41,10 +41,8 @@ SITES: tuple[str, ...] = (*ATTENTION, *MLP, "router")
 
 @dataclass(frozen=True, slots=True)
 class InnerPlace:
-    """Columns of the input or output of a module inside a decoder layer, on this rank.
-
-    The tensor is `[tokens, width]` or `[tokens, heads, head_dim]`, whichever the model passes, and
-    may be a view of a wider one: its rows need not be contiguous.
+    """Columns of a module's input or output in a decoder layer, on this rank, as [tokens, width] or
+    [tokens, heads, head_dim]; maybe a view whose rows are not contiguous.
     """
 
     path: str  # the module within the layer, dotted; empty: the layer itself
@@ -119,7 +117,6 @@ def find_inner_sites(layer: nn.Module) -> dict[str, Found]:
 
 
 def _guarded(sites: tuple[str, ...], rule: Callable[[], Mapping[str, Found]]) -> dict[str, Found]:
-    """Return what a rule finds; no site if it cannot read the code."""
     try:
         places = rule()
     except UnsupportedError as error:

@@ -31,7 +31,6 @@ class OuterParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
         return (self.total, *self.rows.shape[1:])
 
 

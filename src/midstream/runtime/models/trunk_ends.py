@@ -1,6 +1,4 @@
-"""Where a loaded model has the sites without a layer: its embedding, and its final norm, read from
-the source of its trunk's forward, the module that has the list of layers.
-"""
+"""The sites without a layer, read from the forward of the trunk, which has the list of layers."""
 
 from __future__ import annotations
 
@@ -207,7 +205,6 @@ class _Walk:
         }
 
     def _is_over_layers(self, node: ast.For | ast.While) -> bool:
-        """Return whether a loop is over the layers, or over their numbers."""
         over = node.iter if isinstance(node, ast.For) else node.test
         if any(
             path_of(child) == self._list for child in ast.walk(over) if isinstance(child, ast.expr)
@@ -293,7 +290,6 @@ class _Walk:
         )
 
     def _embedded(self, name: str) -> frozenset[str]:
-        """Return what the trunk's method for embeddings returns."""
         function = getattr(type(self._trunk), name, None)
         body = tree_of(function).body
         if name in vars(self._trunk) or not isinstance(body[-1], ast.Return):
@@ -306,7 +302,6 @@ class _Walk:
 
 
 def _stored(node: ast.AST) -> set[str]:
-    """Return the names that a statement or a target assigns."""
     return {
         child.id
         for child in ast.walk(node)

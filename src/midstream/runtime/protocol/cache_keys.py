@@ -1,11 +1,7 @@
-"""Prefix-cache keys: which KV blocks of a steered request may be shared.
-
-The KV of a token depends on the tokens up to it and on the edits of these tokens. vLLM's prefix
-cache finds a block by a hash of its tokens, of the block before it and of extra keys. A block in
-which a token is edited therefore gets an extra key made from the edits there. Later blocks inherit
-the key through the chain of hashes; earlier blocks are shared with all requests. Where tokens of an
-image attend to later ones of it, a block with some of them counts as going on to the image's end;
-see `runtime.core.image_ranges`.
+"""Prefix-cache keys: which KV blocks of a steered request may be shared. vLLM finds a block by a
+hash of its tokens, of the block before it and of extra keys. One in which a token is edited gets a
+key made from the edits there, which later blocks inherit by the hashes; where an image's tokens
+attend to later ones, it counts as going on to the image's end, see `runtime.core.image_ranges`.
 """
 
 from __future__ import annotations

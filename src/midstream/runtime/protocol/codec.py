@@ -15,9 +15,7 @@ Runs = list[tuple[Natural, Annotated[int, msgspec.Meta(ge=1)]]]
 
 
 class ProtocolMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Base of the messages between midstream's processes. Fields are read strictly. Python's
-    garbage collector skips them: they are many, and none refers to itself.
-    """
+    """Base of messages between midstream's processes: read strictly, never garbage-collected."""
 
 
 def pack(message: msgspec.Struct) -> Any:

@@ -29,9 +29,8 @@ class ReadProbe(ProtocolMessage, frozen=True, array_like=True):
 
 
 class Control(ProtocolMessage, frozen=True, array_like=True):
-    """A request's controller. The first choice is the plan that the request was sent with, the
-    second the same with the strength 0. Versions are numbered 1, 2, … in this order, and once more,
-    on top of the number of all, as they are kept since the controller failed.
+    """A request's controller. Choices are the plan as sent, it with strength 0, and the versions 1,
+    2, …, numbered again, on top of all, since a failure.
     """
 
     name: str

@@ -1,8 +1,4 @@
-"""Versions of a request's plan: what it asks for from some position on, while it runs.
-
-Version 0 is the plan that the request was sent with. A version holds from a position that the
-engine core picks, which is not scheduled yet, until the next version begins.
-"""
+"""Versions of a running request's plan, each from a position that the engine core picks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Taps whose vectors the ranks of a tensor-parallel group have in parts: heads and neurons.
-
-Each rank edits and captures its part. The front end joins the captured parts, and rejects edits
-that would need numbers of several parts for one result, as no rank has them.
+"""Taps whose vectors a tensor-parallel group's ranks have in parts: heads and neurons. The front
+end joins captures, and rejects edits that need several parts for one result.
 """
 
 from __future__ import annotations
@@ -96,7 +94,6 @@ def _is_local(step: Instruction, parts: int) -> bool:
 
 
 def _parts_of(vector: Vector, parts: int) -> set[int]:
-    """Return the parts in which a vector is not zero."""
     size = vector.size // parts
     return set((np.flatnonzero(vector.numpy()) // size).tolist())
 
@@ -153,9 +150,7 @@ def split_scores(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> tuple[SplitSco
 def scores_of(
     probe: ResolvedProbe, sent: Iterable[tuple[WorkerInfo, Ints, Floats]]
 ) -> list[tuple[Ints, Floats]]:
-    """Return (positions, float32 [positions]) of one probe, of [positions, slots] that workers
-    sent. Parts of a score, of ranks with parts of the vectors or heads of a layer, are added up.
-    """
+    """Return a probe's (positions, float32 scores), with the parts of several ranks added up."""
     by_rank: dict[int, list[tuple[Ints, Floats]]] = {}
     needed = 1
     for worker, positions, values in sent:

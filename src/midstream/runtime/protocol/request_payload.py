@@ -55,10 +55,7 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
 
 
 def payload_of(sampling_params: Any) -> RequestPayload | None:
-    """Return the payload of a request; None if it asks for nothing. vLLM's msgpack makes plain
-    values of it: the first call in a process reads these, and puts the payload back into
-    `extra_args`, so that later calls, and vLLM's pickles for workers, have it as it is.
-    """
+    """Return a request's payload, or None; a process's first call converts vLLM's plain values."""
     extra_args: dict[str, Any] | None = getattr(sampling_params, "extra_args", None)
     if not extra_args or extra_args.get(KEY) is None:
         return None

@@ -1,10 +1,7 @@
-"""Results of requests, from a worker to the front end: headers, and data that they describe.
-
-The data of one name is, for each of its vLLM requests: the states of its positions, uint16; its
-captured rows; its probe scores. Rows are in blocks, one per set of taps: [positions, bytes of a
-record], where a record has an encoded row of each tap. Scores are float32 [positions, slots]. If
-the results have a lease, rows stay in the worker's arena, and each block has in their place int64
-[runs, 3]: segment, offset in it, number of records.
+"""Results of requests, from a worker to the front end. The data of one name is, for each of its
+vLLM requests: the states of its positions, uint16; captured rows in blocks, one per set of taps:
+[positions, bytes of a record of all taps]; scores, float32 [positions, slots]. With a lease, rows
+stay in the arena, and blocks are int64 [runs, 3]: segment, offset in it, number of records.
 """
 
 from __future__ import annotations
@@ -314,9 +311,7 @@ class WorkerResult:
 
 
 def split(answers: WorkerAnswers, num_completions: int) -> dict[int, list[WorkerResult]]:
-    """Return the results of each completion, by its index: vLLM runs each of several as a request
-    of its own, whose id begins with the index and an underscore.
-    """
+    """Return the results by completion; of several, vLLM's id begins with its index and "_"."""
     completions: dict[int, list[WorkerResult]] = {}
     for answer in answers:
         view, offset = memoryview(answer.data), 0

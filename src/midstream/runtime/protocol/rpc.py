@@ -105,9 +105,7 @@ class DescribeWorker(RpcRequest[WorkerInfo], frozen=True):
 
 
 class UpdateVectors(RpcRequest[Acknowledged], frozen=True):
-    """Store the vectors that plans of later requests name, and drop others, in this order. Sent by
-    the engine core, ahead of the step with the first of these requests.
-    """
+    """Store vectors that later plans name, drop others, in this order, ahead of the first step."""
 
     updates: list[VectorUpdate]
 
@@ -119,9 +117,7 @@ class CountResets(RpcRequest[Acknowledged], frozen=True):
 
 
 class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
-    """Let running requests have another version of their plan, each from its next position that is
-    not scheduled yet. The engine core answers this one itself; see `runtime.core.plan_versions`.
-    """
+    """Change running requests' plans from the next unscheduled position. The core answers."""
 
     uid: str
     request_ids: list[str]
@@ -131,9 +127,7 @@ class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
 
 
 class StopRequests(RpcRequest[Acknowledged], frozen=True):
-    """End running requests, as stopped or with an error, with the tokens of their next step. The
-    engine core answers this one itself; see `runtime.core.ended_requests`. Ended ones are ignored.
-    """
+    """End running requests, stopped or failed, with their next tokens. The core answers."""
 
     uid: str
     request_ids: list[str]
@@ -142,9 +136,7 @@ class StopRequests(RpcRequest[Acknowledged], frozen=True):
 
 
 class ChangePlans(RpcRequest[Acknowledged], frozen=True):
-    """Change the plans of requests, in this order, from a position on that no step has reached.
-    Sent by the engine core, ahead of the first step with such a position.
-    """
+    """Change plans in this order, sent by the core ahead of the first step with the change."""
 
     changes: list[PlanChange]
 

@@ -180,10 +180,7 @@ class _Part:
 
 
 def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[PlanSegment]:
-    """Cut a plan into segments over [0, FOREVER), for the taps of one rank, by index, and its
-    share. The front end counts with the segments that the worker runs. All ranks of a
-    tensor-parallel group get segments of the same positions.
-    """
+    """Cut a plan into segments over [0, FOREVER), at positions that are those of all ranks."""
     parts = _parts(plan, taps, share)
     pieces = []
     known: dict[tuple[int, ...], PlanSegment] = {}

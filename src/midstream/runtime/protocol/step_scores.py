@@ -15,9 +15,7 @@ from midstream.runtime.vllm.attributes import STEP_SCORES
 
 @dataclass(slots=True, eq=False)
 class ScoresOfStep:
-    """Scores of the requests of a step that report them, each of consecutive positions. A row
-    between may have none: no probe selects its position.
-    """
+    """Scores of a step's requests that report, of consecutive positions; some may lack one."""
 
     ids: list[str]
     first: list[int]
@@ -77,9 +75,7 @@ def scores_of_runs(
 
 
 class StepScores:
-    """Scores of a step on their way from the device. Nothing waits for them until they are read, or
-    pickled for the engine core's process: when the step's tokens, which come later, have arrived.
-    """
+    """Scores of a step; only to read or pickle them, after the step's tokens, waits for them."""
 
     def __init__(self, read: Callable[[], ScoresOfStep]) -> None:
         self._read = read

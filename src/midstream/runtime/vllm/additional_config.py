@@ -31,9 +31,8 @@ def with_midstream(
     midstream: Config | Mapping[str, Any] | None,
     enable_steering: bool,
 ) -> dict[str, Any]:
-    """Return vLLM's `additional_config` with midstream enabled: with the caller's settings, or
-    those there, or the environment's, or the defaults, which tap three residual sites to
-    `enable_steering`.
+    """Return `additional_config` with midstream: the caller's settings, those there, the
+    environment's, or defaults, which tap three sites to `enable_steering`.
     """
     config = dict(additional_config or {})
     if midstream is not None and config.get(KEY) is not None:
@@ -54,12 +53,9 @@ _UNHASHED = ("controllers", "lenses", "saes", "sinks", "steering", "vectors")
 
 
 class Settings(dict[str, Any]):
-    """midstream's settings for vLLM's `additional_config`, with some as attributes.
-
-    vLLM hashes `additional_config` with compiled graphs: with the sinks among the items, a new
-    folder for each run would compile the model again, and so would other steering. vLLM copies an
-    engine's config for draft models by its fields, so these are not attributes of the config. They
-    are as `plain_controllers`, `plain_sinks`, `plain_vectors` and so on return them.
+    """midstream's settings, with sinks, vectors and so on as attributes in plain form: among the
+    items, vLLM would hash them with compiled graphs; on its config, it would copy them for draft
+    models.
     """
 
     def __init__(self, plain: Mapping[str, Any], replicas: int = 1) -> None:
@@ -80,9 +76,7 @@ class Settings(dict[str, Any]):
 
 
 def check_steering(settings: Settings) -> None:
-    """Check files of vectors and server-wide edits before the engine starts, which takes a while.
-    Of lenses and SAEs, which are large, only that there is one. The model is not known yet.
-    """
+    """Check files of vectors and edits early; of lenses and SAEs only that they exist."""
     for name, path in settings.vectors.items():
         try:
             read_json_file(path) if is_json_file(path) else read_file(path)
@@ -100,7 +94,6 @@ def check_steering(settings: Settings) -> None:
 
 
 def controllers_of(vllm_config: Any) -> dict[str, DeclaredController]:
-    """Return the declared controllers of an engine, by name."""
     section = (vllm_config.additional_config or {}).get(KEY)
     return read_controllers(section.controllers if isinstance(section, Settings) else {})
 

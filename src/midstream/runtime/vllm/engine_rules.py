@@ -153,9 +153,7 @@ def check_offline(data_parallel_size: int) -> None:
 
 
 def check_script() -> None:
-    """Check that the processes of a new engine can import the script that starts it: a spawned one
-    imports it first. If that starts an engine, it ends here, with one line.
-    """
+    """Check that the engine's processes can import its script; one that starts an engine ends."""
     import torch
     import vllm.envs as envs
 

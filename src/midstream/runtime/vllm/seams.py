@@ -1,9 +1,6 @@
-"""The functions of vLLM that midstream depends on, and the check that this vLLM has them.
-
-Every seam is a line of `seams.txt`: a function and its leading parameters, or a class and its
-attributes, as midstream would read a field that a release moved as absent. Additions do no harm,
-but for a required parameter of what midstream calls itself. Differences are reported by name before
-anything is patched. `scripts/seams.py` checks the same data against the sources of any release.
+"""The functions of vLLM that midstream depends on, and the check that this vLLM has them. Each is a
+line of `seams.txt`: a function and its leading parameters, or a class and its attributes, as a
+moved field would be read as absent. Differences are reported by name before anything is patched.
 """
 
 from __future__ import annotations

@@ -49,9 +49,7 @@ class Collection:
 
     @contextmanager
     def collect_partial(self, stops: Stops) -> Iterator[dict[str, list[RequestState]]]:
-        """Remove rows before `stops` of running requests, where no token may be a draft, and yield
-        them, each once, as copies of the requests with these alone, valid in the context.
-        """
+        """Remove rows before `stops`, where no token is a draft; yield them for the context."""
         self._requests.settle()
         rows = self._recorder.rows
         requests = [

@@ -302,7 +302,6 @@ class WorkerEndpoint:
 
 
 def pack_scores(scores: Iterable[tuple[RequestState, RowBlock[Scores]]]) -> rpc.RunningScores:
-    """Return the message of some requests' scores."""
     requests = []
     parts = []
     for state, block in scores:

@@ -19,9 +19,8 @@ _FREE = -1
 
 
 class GateStates:
-    """Owner of `Buffers.scans` and `scan_states`: a state of each gate, running request and tap. A
-    preempted request computes its tokens again from before the first that such a gate reads, so
-    nothing is to be done.
+    """Owner of `Buffers.scans` and `scan_states`, a state of each gate, request and tap; a
+    preemption needs nothing, as all tokens are read again.
     """
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
@@ -73,7 +72,6 @@ class GateStates:
             self._held -= int(mine.sum())
 
     def __len__(self) -> int:
-        """Return the number of states that requests have."""
         return self._held
 
     def arm(self, runs: TokenRuns) -> None:
@@ -105,7 +103,6 @@ class GateStates:
             self._clear()
 
     def _clear(self) -> None:
-        """Let no state have a row."""
         self._runs = None
         if self._has_rows:
             self._has_rows = False

@@ -1,6 +1,4 @@
-"""Biases of logits, added to what `compute_logits` returns for the sampled rows: instructions add
-to switches at the tap `logits`, which multiply the biases here.
-"""
+"""Biases of logits, which instructions at the tap `logits` switch, after `compute_logits`."""
 
 from __future__ import annotations
 
@@ -88,10 +86,7 @@ class LogitBias:
         self._pending = None
 
     def attach(self, model: Any) -> None:
-        """Wrap a model's `compute_logits`. The first call after a forward pass is that of the
-        sampled rows, one of each request and draft token; later ones, of prompts' log
-        probabilities, have no bias.
-        """
+        """Wrap `compute_logits`: its first call after a forward pass is of the sampled rows."""
         compute_logits: Any = model.compute_logits
 
         def compute_logits_biased(*args: Any, **kwargs: Any) -> Any:

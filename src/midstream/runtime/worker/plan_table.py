@@ -51,7 +51,6 @@ class VectorStore:
             self._front_ends.setdefault(vector.digest, set()).add(update.front_end)
 
     def count(self, front_end: int) -> int:
-        """Return the number of vectors that are stored for a front end."""
         return sum(front_end in front_ends for front_ends in self._front_ends.values())
 
 
@@ -91,7 +90,6 @@ class PlanTable:
         return self._vectors.by_digest.keys()
 
     def count_vectors(self, front_end: int) -> int:
-        """Return the number of vectors that are stored for a front end."""
         return self._vectors.count(front_end)
 
     def acquire(self, packed: bytes) -> RankPlan:
@@ -124,7 +122,6 @@ class PlanTable:
         return acquire_segments(pieces, self._tables, self._rows, self._codecs, codec)
 
     def release(self, plan: RankPlan) -> None:
-        """Release one use of a plan."""
         plan.users -= 1
         if plan.users:
             return
@@ -147,7 +144,6 @@ class PlanTable:
         release_segments(plan.segments, self._tables)
 
     def __len__(self) -> int:
-        """Return the number of plans that requests use."""
         return len(self._plans) - len(self._unused)
 
     def _parse_and_cut(self, packed: bytes) -> tuple[ResolvedPlan, list[PlanSegment]]:

@@ -52,7 +52,6 @@ class RankChecksum:
 
     @property
     def marks(self) -> list[StepChecksum]:
-        """Checksums of the latest steps, in order."""
         return list(self._marks)
 
     def _mark(self, step: int) -> StepChecksum:

@@ -21,8 +21,6 @@ _WORKSPACE = 32 << 20  # bytes that the rows of one request may take as float64 
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """Sums of one capture of one request."""
-
     kind: str
     width: int  # numbers of the vectors of all taps on this rank
     # Rows of the table by sum; of `moments` the first row counted, and sums of differences from it.
@@ -33,8 +31,6 @@ class _Sums:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Sums of a request, by capture, and its rows of the table."""
-
     rows: list[int]
     sums: dict[int, _Sums] = field(default_factory=dict)
     counted: int = 0  # positions, from the first, whose rows were counted if they are selected
@@ -51,11 +47,9 @@ class Reductions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
         return self._table.nbytes + self._counts.nbytes
 
     def __len__(self) -> int:
-        """Return the number of requests that have sums."""
         return len(self._requests)
 
     def acquire(self, slot: int, segments: Iterable[Segment], widths: Sequence[int]) -> None:

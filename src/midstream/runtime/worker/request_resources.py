@@ -49,7 +49,6 @@ class RequestResources:
         return plan, functions
 
     def release(self, plan: RankPlan, slot: int) -> None:
-        """Take back what a request has."""
         self.plans.release(plan)
         if plan.has_sums and self._reductions is not None:
             self._reductions[0].release(slot)

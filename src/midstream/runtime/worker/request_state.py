@@ -113,7 +113,6 @@ class RequestState:
     done: NDArray[np.uint16] = field(default_factory=lambda: _NO_STATES)  # set when settled
 
     def segments_within(self, start: int, stop: int) -> list[Segment]:
-        """Return the segments that contain positions of [start, stop)."""
         first = bisect.bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
         last = bisect.bisect_left(self.segments, stop, key=lambda segment: segment.start)
         return self.segments[first:last]
@@ -205,7 +204,6 @@ def acquire_segments(
 
 
 def release_segments(segments: list[Segment], tables: ProgramTable) -> None:
-    """Release the programs and groups of segments."""
     for segment in segments:
         if segment.program != layout.IDLE_PROGRAM:
             tables.release_program(segment.edits)

@@ -175,7 +175,6 @@ class RequestTable:
         self._remove_settled()
 
     def __len__(self) -> int:
-        """Return the number of requests that are not settled."""
         return len(self._slots)
 
     def all(self) -> Iterable[RequestState]:
@@ -194,7 +193,6 @@ class RequestTable:
         return finished + [request for request in self._slots.all() if request.uid in wanted]
 
     def pop_finished(self, uid: str) -> list[RequestState]:
-        """Remove the settled requests of a uid and return them."""
         return self._finished.pop(uid, [])
 
     @property
@@ -203,7 +201,6 @@ class RequestTable:
         return dict(self._slots.failures)
 
     def clear_failures(self) -> None:
-        """Clear the failures, which were reported."""
         self._slots.failures.clear()
 
     def pop_nonfinite(self, request_ids: Iterable[str]) -> set[str]:

@@ -198,7 +198,6 @@ class _Placer:
 
 
 def _patterns(encoding: RowEncoding, request: RequestState) -> tuple[PatternHeader, ...]:
-    """Return the headers of the rows of attention of an encoding."""
     if not isinstance(encoding, PatternEncoding):
         return ()
     captures = request.plan.captures

@@ -46,7 +46,6 @@ class RowBlock(Generic[R]):
 
     @property
     def size(self) -> int:
-        """Number of records."""
         if len(self.runs) == 1:
             return self.runs[0].length
         return sum([length for _, length, _, _ in self.runs])
@@ -80,7 +79,6 @@ class RowBlock(Generic[R]):
         return torch.cat(parts).view(self.size, self.rows, -1)
 
     def since(self, position: int) -> RowBlock[R]:
-        """Return the rows at `position` and later."""
         if not self.runs or position <= self.runs[0].position:
             return self
         left = []

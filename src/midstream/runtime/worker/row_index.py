@@ -1,6 +1,4 @@
-"""Index of captured rows: runs of all steps are columns of one table, sorted by request when rows
-are taken, without a Python loop over rows, requests or layers.
-"""
+"""Index of captured rows: runs of all steps are columns of a table, sorted when taken."""
 
 from __future__ import annotations
 
@@ -108,7 +106,6 @@ class CapturedRowIndex(Generic[R]):
         return self._kinds.setdefault(key, len(self._keys) - 1)
 
     def __len__(self) -> int:
-        """Return the number of steps that have rows left."""
         return len(self._steps)
 
     def record(
@@ -136,7 +133,6 @@ class CapturedRowIndex(Generic[R]):
         self._next_step += 1
 
     def _add(self, wanted: int) -> Ints:
-        """Return columns for more runs, behind the others."""
         size, needed = self._table.shape[1], self._left + wanted
         if self._end + wanted > size or size > max(8 * needed, _COLUMNS):
             is_left = self._table[_SERIAL, : self._end] != _GONE
@@ -248,12 +244,10 @@ class CapturedRowIndex(Generic[R]):
         return table
 
     def _runs(self, table: Ints) -> _Runs[R]:
-        """Return columns of the table with the sources of their steps."""
         steps, table[_STEP] = np.unique(table[_STEP], return_inverse=True)
         return _Runs(table, [self._steps[step].source for step in steps.tolist()])
 
     def _remove(self, columns: Ints) -> None:
-        """Remove columns, and the steps that have no others."""
         self._table[_SERIAL, columns] = _GONE
         self._left -= columns.size
         steps, counts = np.unique(self._table[_STEP, columns], return_counts=True)
@@ -295,7 +289,6 @@ def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
 
 
 def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, RowBlock[R]]]:
-    """Return the blocks of one kind, each with the serial number of its request."""
     taps, codec, rows = key
     mine = runs.table[_KIND] == kind
     if not mine.any():

@@ -79,7 +79,6 @@ class WorkerSession:
 
     @property
     def counts(self) -> StepCounts:
-        """Totals over all steps."""
         return self._recorder.counts
 
     @property
@@ -88,11 +87,9 @@ class WorkerSession:
         return self._recorder.reported
 
     def clear_reported_scores(self) -> None:
-        """Clear the scores, which have left."""
         self._recorder.reported = None
 
     def encoding(self, number: int) -> RowEncoding:
-        """Return the encoding with a number, as `RowBlock.codec` has it."""
         return self._codecs.encoding(number)
 
     def before_forward(self, batch: StepBatch) -> bool:

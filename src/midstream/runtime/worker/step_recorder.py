@@ -57,9 +57,8 @@ class RankMemory:
 
 
 class StepRecorder:
-    """Owner of the armed tokens, the steps in flight, and the index of captured rows. If the arena
-    lacks room for a step, its requests are stored alone, oldest first; of one without room, no
-    later rows are.
+    """Owner of the armed tokens, the steps in flight, and the row index. Where the arena lacks
+    room, requests are stored alone, oldest first; one without has no later rows.
     """
 
     def __init__(
@@ -154,7 +153,16 @@ class StepRecorder:
             for lost in self._record_rows(prepared, alone, again):
                 self._slots.drop(plan.runs, lost.runs)
         if plan.scored:
-            self._record_scores(prepared, shipment)
+            runs = plan.runs
+            scored = runs.scored > 0
+            self.scores.record(
+                Scores(shipment),
+                self._slots.serials(runs.slot[scored]),
+                in_flight.positions_of(prepared, scored),
+                runs.length[scored],
+                runs.row[scored],
+                np.full(int(scored.sum()), self._score_kind),
+            )
         self.reported = reported_scores(prepared, shipment, self._slots)
 
     def _row_bytes(self, codec: int) -> int:
@@ -194,21 +202,8 @@ class StepRecorder:
             )
         return missing
 
-    def _record_scores(self, prepared: in_flight.PreparedStep, shipment: Shipment) -> None:
-        runs = prepared.plan.runs
-        scored = runs.scored > 0
-        self.scores.record(
-            Scores(shipment),
-            self._slots.serials(runs.slot[scored]),
-            in_flight.positions_of(prepared, scored),
-            runs.length[scored],
-            runs.row[scored],
-            np.full(int(scored.sum()), self._score_kind),
-        )
-
     @property
     def settled(self) -> int:
-        """Number of the step up to which all steps are settled."""
         return self._in_flight[0].number - 1 if self._in_flight else self.counts.steps
 
     def settle(self) -> None:

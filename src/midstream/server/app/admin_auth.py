@@ -14,10 +14,8 @@ from midstream.errors import HttpError
 
 
 class Guard:
-    """Checks the requests of one server by what they may do.
-
-    Web pages may send requests to every server that the browser reaches, but know no key. So what a
-    key protects is checked by it, and all else by the hosts that it names, whatever is allowed.
+    """Checks a server's requests. Web pages reach every server that the browser does, but know no
+    key: what a key protects is checked by it, all else by the hosts that it names.
     """
 
     def __init__(
@@ -38,9 +36,8 @@ class Guard:
         self.is_open = is_protected if allowed is None else allowed
 
     def check_host(self, headers: Mapping[str, str]) -> None:
-        """Check the hosts that a request to a loopback server names, unless a key protects it.
-
-        A page may let its name lead here (DNS rebinding), and vLLM lets all origins read (CORS).
+        """Check the hosts of a request to a loopback server without a key: a page may let its name
+        lead here (DNS rebinding), and vLLM lets all origins read (CORS).
         """
         if not self._is_loopback or self._has_key:
             return

@@ -171,7 +171,6 @@ async def _others(name: str, request: Request, server: Server) -> list[dict[str,
 
 
 def _known(server: Server, name: str) -> dict[str, Any]:
-    """Return the description of a name; HttpError, 404: it is not set."""
     try:
         about: dict[str, Any] = server.llm.captures.show(name).to_dict()
     except SpecError as error:

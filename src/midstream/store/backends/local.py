@@ -183,8 +183,6 @@ def is_temporary(name: str) -> bool:
 
 
 class _Mapped:
-    """A memory-mapped local file; see `File`."""
-
     def __init__(self, path: str) -> None:
         # O_NONBLOCK: opening a named pipe would otherwise block.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

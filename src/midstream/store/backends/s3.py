@@ -1,7 +1,5 @@
-"""Store backend for S3-compatible object stores: `s3://bucket/prefix`.
-
-s3fs makes the requests, with the usual AWS variables. An object appears whole or not at all, so a
-shard is one upload without a rename. The block cache here is bounded over all files of a store.
+"""Store backend for `s3://bucket/prefix`, by s3fs. An object appears whole, so a shard is one
+upload; the block cache here is bounded over all files of a store.
 """
 
 from __future__ import annotations
@@ -151,8 +149,6 @@ class CloudFolder:
 
 
 class _Object:
-    """The bytes of one shard; see `midstream.store.backends.base.File`."""
-
     def __init__(self, folder: CloudFolder, name: str, size: int) -> None:
         self._folder = folder
         self._name = name

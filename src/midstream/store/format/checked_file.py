@@ -36,7 +36,13 @@ class CheckedFile:
                 raise StoreError("replaces: the shard lists itself")
             self.head_bytes = len(head)  # before its first tensor
             self.places: Mapping[str, Place] = self.layout.places()
-            self._sums = self._read_sums(file, head)
+            place, first = self.places["checksums"], self.head_bytes
+            words = np.frombuffer(bytes(file.read(first + place.start, first + place.stop)), "<u4")
+            if zlib.crc32(words[:-1].tobytes()) != words[-1]:
+                raise StoreError("damaged: the list of checksums does not match its own checksum")
+            if zlib.crc32(head) != words[0]:
+                raise StoreError("damaged: the header does not match its checksum")
+            self._sums = words[1:-1]
             self._verified = np.zeros(len(self._sums), np.bool_)
 
     @property
@@ -89,15 +95,6 @@ class CheckedFile:
         if file.size != self.size:
             raise StoreError(f"the file changed: expected {self.size} bytes, got {file.size}")
         return file
-
-    def _read_sums(self, file: File, head: bytes) -> NDArray[np.uint32]:
-        place, first = self.places["checksums"], self.head_bytes
-        words = np.frombuffer(bytes(file.read(first + place.start, first + place.stop)), "<u4")
-        if zlib.crc32(words[:-1].tobytes()) != words[-1]:
-            raise StoreError("damaged: the list of checksums does not match its own checksum")
-        if zlib.crc32(head) != words[0]:
-            raise StoreError("damaged: the header does not match its checksum")
-        return words[1:-1]
 
     def _check(self, start: int, stop: int) -> None:
         """Compare blocks [start, stop) with their checksums, unless all were checked before."""

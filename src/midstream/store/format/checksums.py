@@ -1,7 +1,4 @@
-"""Shard checksums: CRC-32 of each block, by threads, as zlib releases the GIL.
-
-CRC-32 detects damage, not manipulation. Nothing in the standard library is faster.
-"""
+"""Shard checksums, against damage: CRC-32 of each block, by threads, as zlib releases the GIL."""
 
 from __future__ import annotations
 

@@ -42,7 +42,15 @@ def read_rows(taps: object, row_bytes: Callable[[Tap], int]) -> list[IndexedRows
     data: dict[_Index, dict[Tap, NDArray[np.uint8]]] = {}
     seen: set[Tap] = set()
     for key, rows in taps.items():
-        tap = _read_tap(key)
+        if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
+            raise StoreError(f"taps: expected (site, layer) as keys, got {show(repr(key))}")
+        site = sites.canonical(key[0])
+        if site is None:
+            known = listed(sites.NAMES)
+            raise StoreError(
+                f"taps: unknown site {show(key[0])}{hint(key[0], sites.BY_NAME)}; known: {known}"
+            )
+        tap = (site, check_number("taps: layer", key[1], 0, MAX_LAYER))
         size = row_bytes(tap)
         try:
             if not isinstance(rows, TapRows):
@@ -91,18 +99,6 @@ def check_positions(positions: NDArray[np.int64], where: str) -> None:
         return
     if positions[0] < 0 or positions[-1] > MAX_POSITION or (positions[1:] <= positions[:-1]).any():
         raise StoreError(f"{where}: expected ascending positions from 0 to {MAX_POSITION}")
-
-
-def _read_tap(key: object) -> Tap:
-    if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
-        raise StoreError(f"taps: expected (site, layer) as keys, got {show(repr(key))}")
-    site = sites.canonical(key[0])
-    if site is None:
-        known = listed(sites.NAMES)
-        raise StoreError(
-            f"taps: unknown site {show(key[0])}{hint(key[0], sites.BY_NAME)}; known: {known}"
-        )
-    return site, check_number("taps: layer", key[1], 0, MAX_LAYER)
 
 
 def _read_array(

@@ -1,7 +1,4 @@
-"""Shard layout and header; `docs/store-format.md` specifies every byte.
-
-The header is canonical: a reader parses a header, serializes the result and compares.
-"""
+"""Shard layout and header; `docs/store-format.md` specifies every byte, which a reader compares."""
 
 from __future__ import annotations
 
@@ -99,7 +96,6 @@ class Layout:
         return places
 
     def _tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-        """Yield (name, dtype, shape, bytes) of all tensors except the last, `checksums`."""
         for column, dtype, size in _COLUMNS:
             for number, group in enumerate(self.groups):
                 yield f"g{number}.{column}", dtype, (group.rows,), size * group.rows
@@ -248,7 +244,6 @@ def _check_tensors(described: Mapping[str, Any], places: Mapping[str, Place]) ->
 
 
 def _rows(described: Mapping[str, Any], name: str) -> int:
-    """Return the length of a one-dimensional tensor."""
     if name not in described:
         raise StoreError(f"missing tensor {show(name)}")
     tensor = described[name]

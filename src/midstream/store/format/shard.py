@@ -66,7 +66,17 @@ class RequestIndex:
             raise StoreError(
                 f"metadata: {layout.metadata_bytes} bytes, but the requests list {text}"
             )
-        self.owners = _owners(self.runs, len(layout.groups))
+        groups = len(layout.groups)
+        owners: list[list[int]] = [[] for _ in range(groups)]
+        bounds: list[list[int]] = [[0] for _ in range(groups)]
+        for request, every in enumerate(self.runs):
+            for run in every:
+                owners[run.group].append(request)
+                bounds[run.group].append(run.stop)
+        self.owners = [
+            (np.array(who, np.int64), np.array(where, np.int64))
+            for who, where in zip(owners, bounds, strict=True)
+        ]
 
     def _next_runs(self, line: Line, ends: list[int]) -> Iterator[Run]:
         """Yield a request's runs, and advance the ends of their groups."""
@@ -79,19 +89,6 @@ class RequestIndex:
             taps.update(self._groups[group].taps)
             yield Run(group, ends[group], ends[group] + count)
             ends[group] += count
-
-
-def _owners(runs: Sequence[Sequence[Run]], groups: int) -> list[Owners]:
-    owners: list[list[int]] = [[] for _ in range(groups)]
-    bounds: list[list[int]] = [[0] for _ in range(groups)]
-    for request, every in enumerate(runs):
-        for run in every:
-            owners[run.group].append(request)
-            bounds[run.group].append(run.stop)
-    return [
-        (np.array(who, np.int64), np.array(where, np.int64))
-        for who, where in zip(owners, bounds, strict=True)
-    ]
 
 
 class Shard(CheckedFile):

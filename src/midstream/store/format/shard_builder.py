@@ -33,8 +33,6 @@ _MANY_TENSORS = MAX_HEADER // 512
 
 @dataclass(slots=True)
 class _Column:
-    """The requests and rows of one group."""
-
     number: int
     requests: list[int] = field(default_factory=list)
     parts: list[IndexedRows] = field(default_factory=list)

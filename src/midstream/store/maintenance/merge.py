@@ -30,8 +30,6 @@ _MAX_SHARDS = 256
 
 @dataclass(slots=True)
 class _Pack:
-    """Shards that are merged into one."""
-
     shards: list[Shard] = field(default_factory=list)
     known: set[tuple[str, int]] = field(default_factory=set)
     widths: dict[Tap, int] = field(default_factory=dict)  # of every tap in the shards

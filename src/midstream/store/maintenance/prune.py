@@ -96,8 +96,6 @@ def find_prunable(
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Arguments of `prune`."""
-
     older_than_s: float
     damaged: bool
     duplicates: bool

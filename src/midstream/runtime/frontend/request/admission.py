@@ -1,8 +1,4 @@
-"""Admission of requests to engines: each waits, in order of arrival, until one has capacity.
-
-Requests without a plan do not take part. With data parallelism there are several engines, each with
-tables of its own: a request goes to the least busy engine that has capacity for it.
-"""
+"""Admission of requests with a plan: each waits, in order, until an engine has capacity."""
 
 from __future__ import annotations
 
@@ -27,8 +23,6 @@ class _Admitted:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that waits for capacity."""
-
     need: Need
     allowed: frozenset[int]  # numbers of the engines that it may go to
     sends: list[Send] = field(default_factory=list)  # send its vLLM requests, in order
@@ -50,9 +44,7 @@ class Admission:
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
 
     def submit(self, uid: str, need: Need, send: Send, only: int | None = None) -> None:
-        """Send a request, now or when there is capacity; to the engine `only`, if not None. Several
-        vLLM requests (n > 1) may share a uid and its capacity; they go to one engine.
-        """
+        """Send a request when there is capacity; all of a uid go to one engine, or to `only`."""
         if uid in self._admitted or uid in self._ended:
             send()
             return

@@ -1,8 +1,4 @@
-"""Capacity of the workers that running requests take, as the front end counts it.
-
-With `overflow="block"` a request is sent to the engine only when there is memory for all rows that
-it may capture, so that no step ever waits for a reader.
-"""
+"""Capacity of the workers that running requests take: with "block" no step waits for room."""
 
 from __future__ import annotations
 
@@ -117,9 +113,7 @@ def need_of(
     hidden_size: int,
     ranks: int = 1,
 ) -> Need:
-    """Return the capacity that a plan takes, counted by the code that cuts it on the worker.
-    Vectors longer than `hidden_size` count as several of `room.bank_rows`.
-    """
+    """Return a plan's capacity; vectors above `hidden_size` count as several `bank_rows`."""
     pieces, order = cut(plan, taps, WHOLE), list(taps)
     kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
     # Segments with the same content need the same.
@@ -313,9 +307,7 @@ def all_taps(taps: Iterable[Tap]) -> dict[Tap, int]:
 
 
 def row_limit(workers: Sequence[RemoteWorker], config: Config, front_ends: int = 1) -> RowLimit:
-    """Return the memory for rows of each of some front ends of an engine, over all pipeline stages.
-    The first rank of each stage counts: no other one transfers more rows.
-    """
+    """Return the row memory of each front end; each stage's first rank transfers the most rows."""
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
     limits = {name: getattr(config, name) // front_ends for name in _COUNTS if name != ROWS}
     if config.overflow != "block":
@@ -331,9 +323,7 @@ def max_row_bytes(
     ranks: int,
     parts: Mapping[Tap, int] = MappingProxyType({}),
 ) -> int:
-    """Return the bytes of the rows that a plan can capture of `length` tokens; where ranks share
-    rows, of the first. `parts`: of the vectors that the ranks have in parts, by tap.
-    """
+    """Return the first rank's bytes of rows of `length` tokens; `parts`: of vectors, by tap."""
     if not plan.captures:
         return 0
     sizes = row_sizes(plan, shape)

@@ -23,10 +23,8 @@ from midstream.runtime.frontend.request.prompt.message_spans import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallPlan:
-    """The plan of one call, with the conversation that its prompt is made of.
-
-    Two of these are equal only if they are the same object: an asynchronous front end finds the
-    call of a request by it. Request ids do not tell calls apart, as callers may use one twice.
+    """The plan of one call, with the conversation of its prompt. Equal only to itself: callers may
+    use a request id twice, so an asynchronous front end finds the call of a request by it.
     """
 
     plan: Plan | None  # None: only what applies to every request

@@ -29,9 +29,7 @@ def with_controller(
     room: Room,
     declared: Mapping[str, DeclaredController],
 ) -> PreparedPlan:
-    """Return a prepared plan with its controller, and all versions that it may choose, each set of
-    edits with each scale: there is capacity for all together, so that a choice need not wait.
-    """
+    """Return a prepared plan with its controller; its need is that of all choices together."""
     controller = None if plan is None else plan.controller
     if plan is None or controller is None:
         return prepared

@@ -1,7 +1,4 @@
-"""A controller with `mode="async"` and one request: what it is given, and what its answers ask for.
-
-Each call runs in a thread of its own, for which neither the engine nor another request waits.
-"""
+"""A controller with `mode="async"` and one request. Nothing waits for its calls, in threads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Threads for parsing and resolving large plans, which would hold an event loop.
-
-They are few: they compete with the loop for the interpreter, which each gets for 5 ms at a time.
-"""
+"""A few threads for parsing and resolving large plans, which would hold an event loop."""
 
 from __future__ import annotations
 

@@ -39,8 +39,6 @@ Complete = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class _ValidChange:
-    """A validated change of a request's plan."""
-
     uid: str
     history: PlanHistory
     given: tuple[tuple[Edit, ...], tuple[int, ...]]  # to be multiplied by `factor`
@@ -176,9 +174,8 @@ class PlanChanges(RunningPlans):
         source: str = "update",
         checked: Sequence[_ValidChange] = (),
     ) -> list[PendingChange]:
-        """Validate a change of requests, of an id or a plan each, and take capacity for it until
-        they end. `edits` are those from now on; None: those given last. `checked`: what `_check`
-        returned.
+        """Validate a change of requests, and take capacity for it until they end. `edits` are those
+        from now on, None: those given last; `checked`: what `_check` returned.
         """
         changes = checked or [self._check(name, edits, scale) for name in names]
         self._admission.extend({change.uid: change.need for change in changes})
@@ -223,7 +220,13 @@ class PlanChanges(RunningPlans):
         own_edits = history.given if edits is None else self._read(edits)
         if edits is None and not own_edits[0]:
             raise SpecError("scale", "the request has no edits of its own; give `edits`")
-        prepared = self._prepare(history, with_strength(own_edits[0], factor), own_edits[1])
+        prepared = self._resolver.resolve(
+            history.with_edits(with_strength(own_edits[0], factor), own_edits[1]),
+            history.before,
+            history.also,
+            self._lookup,
+            history.prompt,
+        )
         check_same_reads(history.first, prepared.plan)
         return _ValidChange(uid, history, own_edits, factor, prepared)
 
@@ -241,9 +244,7 @@ class PlanChanges(RunningPlans):
         return PendingChange(history, replica, message, change.need.vectors)
 
     def _completed(self, change: PendingChange, message: object = None) -> UpdatePlan:
-        """Return the message of a change with what the workers lack of its vectors. It must be
-        queued at once: a request with the same vectors that overtakes it would not bring them.
-        """
+        """Return a change's message with the vectors that workers lack; queue it before others."""
         uid = change.message.uid
         if self._admission.is_running(uid):
             change.lacked = self._sent_vectors[change.replica].take(uid, change.vectors)
@@ -266,17 +267,6 @@ class PlanChanges(RunningPlans):
         assert plan is not None
         plan = plan.bind(self._lookup, self._num_layers)
         return plan.edits, plan.origins
-
-    def _prepare(
-        self, history: PlanHistory, edits: tuple[Edit, ...], origins: tuple[int, ...]
-    ) -> PreparedPlan:
-        return self._resolver.resolve(
-            history.with_edits(edits, origins),
-            history.before,
-            history.also,
-            self._lookup,
-            history.prompt,
-        )
 
 
 async def _fetch(directions: DirectionCache | None, edit_lists: Sequence[object]) -> None:

@@ -63,9 +63,7 @@ _CACHED_PLANS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Recent:
-    """A plan that was prepared, and what it was prepared with; it depends on no prompt's tokens. It
-    keeps the request's own plan alive, so that its id stays its own.
-    """
+    """A prepared plan and what it was made with; keeps the own plan, and so its id, alive."""
 
     own: Plan | None
     before: tuple[ServerWide, ...]
@@ -178,9 +176,7 @@ class PlanResolver:
         lookup: Lookup,
         first: int,
     ) -> PreparedPlan:
-        """Prepare the plan of a session of streaming input, by the id of its first token. All
-        others count as generated: its positions do not depend on the length of the prompt.
-        """
+        """Prepare a streaming session's plan: all tokens but the first count as generated."""
         check_growing(plan, before, also)
         own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
         return self._finish(own, before, also, Prompt(1, token_ids=(first,)), None)

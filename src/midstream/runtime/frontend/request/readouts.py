@@ -85,9 +85,7 @@ def bound(plan: Plan, engine: EngineReadings) -> Plan:
 def finished(
     plan: ResolvedPlan, own: Plan | None, engine: EngineReadings
 ) -> tuple[ResolvedPlan, tuple[tuple[str, str], ...]]:
-    """Return a plan whose read-outs have what the engine has for them, and which registered weights
-    these are: (kind, name), each once. `own` is the plan that was resolved, after `bound`.
-    """
+    """Return a plan with what read-outs need of the engine, and its weights, (kind, name)."""
     weights: dict[tuple[str, str], None] = {}
     captures = list(plan.captures)
     for index, capture in enumerate(captures):

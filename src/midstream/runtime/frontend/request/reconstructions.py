@@ -54,9 +54,7 @@ def reading(plan: ResolvedPlan) -> list[ResolvedEdit]:
 
 
 def check_same_saes(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version of a running request's plan reconstructs where its first one does, with
-    the same SAEs: capacity was counted for these, and no other request may replace them.
-    """
+    """Check that a version reconstructs where its first one does, with the same SAEs."""
     if not _places(later) <= _places(first):
         raise SpecError(
             "edits",

@@ -1,7 +1,4 @@
-"""Plans of requests, resolved with them, or before that in a thread if it may take long.
-
-vLLM makes the request of a rendered prompt on the event loop, and has midstream validate it there.
-"""
+"""Plans of requests, resolved on the event loop, or before in a thread if that takes long."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ class RequestPlans:
     _ahead: dict[CallPlan, tuple[tuple[Any, ...], PreparedPlan]] = field(default_factory=dict)
 
     def resolve(self, request: Any, call_plan: CallPlan, *others: Any) -> PreparedPlan:
-        """Return the plan of a request, which has what `PlanResolver.resolve` reads."""
         ahead = self._ahead.pop(call_plan, None)
         if ahead is not None and ahead[0] == _key_of(request, others):
             return ahead[1]
@@ -46,9 +42,7 @@ class RequestPlans:
     async def resolve_ahead(
         self, call_plan: CallPlan, prompt: Any, params: Any, *others: Any
     ) -> None:
-        """Resolve the plan of a call in a thread, if that may take long, for `resolve` to find.
-        Pair with `forget`. The prompt is as vLLM's `generate` gets it.
-        """
+        """Resolve a rendered prompt's plan in a thread if it may take long. Pair with `forget`."""
         request = _request_of(prompt, params, self._max_length)
         if request is None or not self._is_long(request, call_plan, *others):
             return
@@ -81,9 +75,8 @@ def _key_of(request: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _request_of(prompt: Any, params: Any, max_length: int) -> Any:
-    """Return what resolving reads of the request that vLLM will make of a rendered prompt; None: it
-    is not of tokens, or fills the context, or not rendered: vLLM makes requests of those in a
-    thread.
+    """Return what resolving reads of a rendered prompt's request; None: vLLM makes it in a thread,
+    as it is not of tokens, or fills the context.
     """
     if not isinstance(prompt, Mapping) or prompt.get("type", "embeds") == "embeds":
         return None

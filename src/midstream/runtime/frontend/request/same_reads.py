@@ -9,13 +9,13 @@ from midstream.runtime.frontend.request.reconstructions import check_same_saes
 
 def check_same_reads(first: ResolvedPlan, later: ResolvedPlan) -> None:
     """Check that a version of a plan captures, probes and remembers what its first one does."""
-    _check_same_rows(first, later)
-    _check_same_scans(first, later)
-    check_same_saes(first, later)
-
-
-def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version has the first one's gates with memory, which have read all tokens."""
+    if first.functions or later.functions:
+        raise SpecError("edits", "a request with a Python function (Local) cannot be changed")
+    named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]
+    if first.captures != later.captures or named[0] != named[1]:
+        raise SpecError(
+            "", "the names that its captures and probes read have changed their meaning meanwhile"
+        )
     scans = [[probe for probe in plan.probes if probe.is_scan] for plan in (first, later)]
     if scans[0] != scans[1]:
         raise SpecError(
@@ -24,17 +24,7 @@ def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
             "end; an update or a Switch may change the edits in them, but not their positions, and "
             "gives all of them in their order",
         )
-
-
-def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version captures and probes what the first does; neither has functions."""
-    if first.functions or later.functions:
-        raise SpecError("edits", "a request with a Python function (Local) cannot be changed")
-    named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]
-    if first.captures != later.captures or named[0] != named[1]:
-        raise SpecError(
-            "", "the names that its captures and probes read have changed their meaning meanwhile"
-        )
+    check_same_saes(first, later)
 
 
 def check_edits_can_change(plan: Plan) -> None:

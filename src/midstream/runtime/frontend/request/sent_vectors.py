@@ -1,9 +1,4 @@
-"""Vectors that the workers of one engine store, as the front end counts them.
-
-The first request that names a vector by digest brings it along; later ones find it there. It stays
-while a running request names it, and afterwards as one of the vectors used last: those of named
-vectors, of server-wide edits and of repeated calls are thus sent once.
-"""
+"""Vectors that an engine's workers store, sent once: those in use, and the last ones used."""
 
 from __future__ import annotations
 
@@ -37,9 +32,7 @@ def named_vectors(plan: ResolvedPlan) -> tuple[Vector, ...]:
 
 
 class SentVectors:
-    """The vectors that the workers of one engine store. Pair `take` with `release`. Requests and
-    updates reach the workers in the order of `take`.
-    """
+    """The vectors that an engine's workers store, in the order of `take`. Pair with `release`."""
 
     def __init__(
         self,
@@ -73,9 +66,7 @@ class SentVectors:
         assert self._unused_bytes == sum(self._unused.values())
 
     def take(self, uid: str, vectors: Sequence[Vector]) -> VectorUpdate | None:
-        """Record that a request, or another version of its plan, is sent now; return what the
-        workers must do first, to be sent with it. Further vLLM requests of its uid need nothing.
-        """
+        """Record that a plan's version leaves now; return what workers must do before it."""
         if not vectors:
             return None
         known = self._taken.get(uid, ())

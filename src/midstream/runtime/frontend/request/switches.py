@@ -26,9 +26,7 @@ def with_switches(
     prepare: Callable[[Plan], PreparedPlan],
     room: Room,
 ) -> PreparedPlan:
-    """Return a prepared plan with its acting probes, and all versions that these switch to: there
-    is capacity for all together, so that none has to be waited for when a condition is met.
-    """
+    """Return a prepared plan with its acting probes; its need is that of all versions together."""
     later: dict[int, LaterPlan] = {}
     versions: dict[str, PlanVersion] = {}
     needs = [prepared.need]
@@ -70,9 +68,7 @@ def joint_need(needs: Sequence[Need], room: Room) -> Need:
 
 
 def check_acts(plan: ResolvedPlan, is_controlled: bool, workers: Sequence[WorkerInfo]) -> None:
-    """Check that a score is read on one pipeline stage, and that those that the engine core needs
-    are on the worker whose output it reads: the first rank of the last stage.
-    """
+    """Check that a score is of one pipeline stage; for the core, of the last's first rank."""
     stages = {tap: worker.stage for worker in workers for tap in worker.taps}
     stage_of = {probe.name: stages[probe.tap] for probe in plan.probes if probe.name}
     for probe in plan.probes:

@@ -39,9 +39,8 @@ def tokens_of_rows(
     sent: Sent = (),
     controller: Controller | None = None,
 ) -> list[int]:
-    """Return the token id of each row of an ended completion, prompt first; 0 for a prompt of
-    embeddings. The last sampled token is never computed on, unless a probe or a controller ended
-    the completion there. After a stop in the prompt there are rows up to that position.
+    """Return the token id of each computed row, 0 for a prompt of embeddings: the last token has
+    one only if a probe or controller ended there, and a stop in the prompt ends them.
     """
     tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
     probe = probe_that_stopped(plan, completion)
@@ -77,7 +76,6 @@ def actions_of(
     probes: Probes | None,
     held: Sequence[HeldPlan],
 ) -> tuple[Action, ...]:
-    """Return what the probes of a completion did, in the order of the plan."""
     stopped = probe_that_stopped(plan, completion)
     starts = {version.later.source: version.start for version in held if version.later is not None}
     actions = []

@@ -60,9 +60,7 @@ def assemble(
     shape: ModelShape,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
 ) -> dict[int, CompletionResults]:
-    """Return the results of each completion of a finished request, by index. `before`: per
-    completion, rows that arrived while it ran; without their data if not kept.
-    """
+    """Return the results by completion; `before`: rows that arrived already, maybe without data."""
     plan, own = admitted.plan, admitted.own
     reused, later = admitted.reused, admitted.later
     children = split(answers, len(output.outputs))
@@ -241,9 +239,7 @@ def activations_of(
     tokens: Tensor | Sequence[int],
     nothing: Mapping[Tap, Rows],
 ) -> Activations:
-    """Return the captured rows of some blocks, which have at most one per position and tap.
-    `select` returns ascending positions; `nothing`: see `no_rows`.
-    """
+    """Return blocks' captured rows at positions from `select`; `nothing`: see `no_rows`."""
     places = _places(plan, blocks, select, nothing)
     return _gathered(plan, places, blocks, tokens)
 
@@ -280,7 +276,6 @@ def _gathered(
 
 
 def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | None:
-    """Return the scores of the named probes; each pipeline stage has those of its layers."""
     scores: dict[str, Tensor] = {}
     positions: dict[str, Tensor] = {}
     for probe in plan.probes:

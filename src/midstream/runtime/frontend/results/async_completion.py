@@ -10,7 +10,7 @@ from typing import Any
 
 from midstream.config.config import Config
 from midstream.plan import ModelShape
-from midstream.runtime.frontend.input_session import InputSession, as_one_request, closing
+from midstream.runtime.frontend.input_session import as_one_request, closing
 from midstream.runtime.frontend.request.budget import row_sizes
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.delivery import (
@@ -56,7 +56,14 @@ class AsyncCompletion:
         if call.admitted is None:
             return
         if call.session is not None:
-            await self._complete_turn(call, call.session, output)
+            call.session.latest = output
+            _record(call, output)
+            # vLLM does not know that no other turn can follow a failed one.
+            failed = output.outputs[0].finish_reason == "error"
+            if failed or (output.finished and not _was_aborted(output)):
+                await self._finish(call, output)
+            if call.failure is not None:
+                raise call.failure
             return
         single = output.outputs[0] if len(output.outputs) == 1 else None
         has_results = output.finished and not _was_aborted(output)
@@ -89,17 +96,6 @@ class AsyncCompletion:
         if output is not None:
             await self._finish(call, output)
         return output
-
-    async def _complete_turn(self, call: GenerateCall, session: InputSession, output: Any) -> None:
-        """Complete an output of a session of streaming input, whose results come with its last."""
-        session.latest = output
-        _record(call, output)
-        # vLLM does not know that no other turn can follow a failed one.
-        failed = output.outputs[0].finish_reason == "error"
-        if failed or (output.finished and not _was_aborted(output)):
-            await self._finish(call, output)
-        if call.failure is not None:
-            raise call.failure
 
     async def _finish(self, call: GenerateCall, output: Any) -> None:
         """Fetch a call's results, deliver them, and set them on its last output."""
@@ -137,7 +133,6 @@ class AsyncCompletion:
             reporter.report([output])
 
     def _count(self, call: GenerateCall, output: Any) -> None:
-        """Add a call's receipts to the totals and to vLLM's spans."""
         assert call.admitted is not None
         receipts = [completion.receipt for completion in output.outputs]
         plan = call.admitted.plan

@@ -72,11 +72,8 @@ PER_COMPLETION = (
 
 
 class SeveralCompletions(RequestOutput):  # type: ignore[misc]
-    """vLLM's output of a request with n > 1.
-
-    `activations`, `probes`, `receipt` and the like are on each of its `outputs`. Reading one of
-    them here raises an AttributeError that says so; `hasattr` is False, and `getattr` with a
-    default gives the default.
+    """vLLM's output of a request with n > 1, whose `outputs` have the results: here their names
+    raise an AttributeError that says so.
     """
 
     @staticmethod
@@ -227,7 +224,6 @@ def _puts(finished: FinishedRequest, share: SinkShare) -> Puts[Sequence[Future[C
 
 
 def shares_of(finished: FinishedRequest) -> list[SinkShare]:
-    """Return the rows of each completion for each sink."""
     admitted, output, shape = finished.admitted, finished.output, finished.shape
     sizes = row_sizes(admitted.plan, shape) if admitted.routes else {}
     partial = finished.partial_rows
@@ -325,7 +321,6 @@ def _set_results(
 
 
 def _ranks_of(blocks: Sequence[ResultBlock]) -> dict[Tap, tuple[int, ...]]:
-    """Return the ranks that transferred the rows of each tap."""
     ranks_by_tap: dict[Tap, set[int]] = {}
     for block in blocks:
         if block.positions.size:

@@ -112,8 +112,6 @@ def running_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, Reque
 
 @dataclass(slots=True)
 class _Completion:
-    """Rows of one completion."""
-
     # All blocks that arrived; without their rows if nothing needs these at the end.
     received: list[ResultBlock] = field(default_factory=list)
     unshown: list[ResultBlock] = field(default_factory=list)  # not shown entirely yet
@@ -296,14 +294,12 @@ class PartialRows:
         return self._completions[index_of(request_id, self._count)]
 
     def _tokens(self, progress: RequestProgress) -> Ints:
-        """Return the ids of the tokens that were computed on."""
         prompt = progress.prompt_token_ids or (0,) * self._admitted.plan.prompt_len
         return np.array((*prompt, *progress.generated)[:-1], np.int64)
 
     def _piece(
         self, index: int, progress: RequestProgress, route: SinkRoute, rows: Activations
     ) -> Delivery:
-        """Return a piece for a sink that is not its last."""
         mine = self._completions[index]
         source = DeliverySource(
             request_id=self._request_id,

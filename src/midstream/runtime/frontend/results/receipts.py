@@ -310,7 +310,6 @@ def _add_up(finals: Iterable[Final], length: int) -> Ints:
 
 
 def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[Selected, ...]:
-    """Return the positions that each selection of the plan selected."""
     every = [
         # Captures of every request have negative indices, as server-wide edits have.
         Selected(
@@ -376,7 +375,6 @@ class ReceiptReporter:
         self._receipts: list[Receipt] = []
 
     def add(self, output: Any) -> None:
-        """Add the receipts of an output's completions."""
         self._receipts += [
             completion.receipt for completion in output.outputs if completion.receipt.problems
         ]

@@ -1,8 +1,4 @@
-"""Exchanges with the workers that fetch results, at a request's end and while it runs.
-
-An exchange is a generator: it yields an RPC request and is sent the workers' answers. Front ends
-that wait for answers drive it, and front ends that are called back do.
-"""
+"""Exchanges that fetch results: generators that yield an RPC request, and get its answers."""
 
 from __future__ import annotations
 
@@ -111,7 +107,6 @@ def _fetch(
 
 
 def _read(name: str, answers: WorkerAnswers) -> Exchange[WorkerAnswers]:
-    """Fetch data that was too large to be inline, in parts."""
     parts: list[list[bytes]] = [[answer.data] for answer in answers]
     longest = max(answer.header.nbytes for answer in answers)
     is_missing = [not answer.data for answer in answers]
@@ -152,7 +147,6 @@ def scores_by_uid(
 
 
 def check_traces(workers: Sequence[WorkerInfo], checksums: Sequence[list[StepChecksum]]) -> None:
-    """Compare the workers' checksums, if all workers keep them."""
     traces = [
         {checksum.step: checksum for checksum in worker_checksums} for worker_checksums in checksums
     ]

@@ -28,9 +28,7 @@ def check_awake(is_sleeping: bool) -> None:
 
 
 def read_parameter(name: str) -> Exchange[Tensor]:
-    """Read a parameter outside the decoder layers, by its name in the language model, to the CPU,
-    in parts, from the ranks that have them.
-    """
+    """Read a parameter outside the decoder layers to the CPU, from the ranks that have parts."""
     answers: list[ParameterRows] = yield ReadParameter(name, 0, 0)
     known = next((answer for answer in answers if answer.shape), None)
     if known is None:

@@ -1,8 +1,4 @@
-"""The engines of one front end: one, or several with data parallelism.
-
-vLLM's own call of all workers goes to every engine and returns the answer of the first. Here each
-engine is called separately.
-"""
+"""The engines of one front end, called one by one: vLLM's call of all returns one answer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""RPCs of an asynchronous engine's requests, batched: one call at a time.
-
-Everything that is requested during a call goes into the next one. So the number of calls follows
-the engine's steps, not the number of requests.
-"""
+"""RPCs of an asynchronous engine, one at a time: the next has what is requested meanwhile."""
 
 from __future__ import annotations
 
@@ -33,8 +29,6 @@ class AsyncCall(Protocol):
 
 @dataclass(eq=False)
 class _Queue:
-    """Requests for one operation, which are carried out together."""
-
     _run: Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
     _limit: int | None = None
     _waiting: dict[str, tuple[Any, asyncio.Future[Any]]] = field(default_factory=dict)
@@ -87,9 +81,7 @@ def _end(futures: Iterable[asyncio.Future[Any]]) -> None:
 
 
 class RpcBatcher:
-    """Batches RPCs to the workers of one engine: one result of each operation and request at a
-    time. Call on the engine's event loop, except for `close`.
-    """
+    """Batches an engine's RPCs: one result of an operation and request at a time, on its loop."""
 
     def __init__(self, call: AsyncCall, workers: Sequence[RemoteWorker]) -> None:
         self._call = call

@@ -1,8 +1,4 @@
-"""RPCs to all workers for which a synchronous engine does not wait.
-
-vLLM's own `collective_rpc` waits for the answers, which arrive between two steps of the engine. A
-caller that waits for them does not process the outputs of the step that ends meanwhile.
-"""
+"""RPCs for which a synchronous engine does not wait: it goes on with its steps meanwhile."""
 
 from __future__ import annotations
 
@@ -49,9 +45,7 @@ def start_rpc(engine: Any) -> Callable[[RpcRequest[Any]], Started]:
 def carry_out_whole(
     exchange: Exchange[T], start: Callable[[RpcRequest[Any]], Started], call: Call
 ) -> T:
-    """Return the result of an exchange as `carry_out` does. If the wait for its first answers is
-    interrupted, they are read all the same: nobody else frees the rows that they lease.
-    """
+    """Return `carry_out`'s result; if interrupted, read the first answers too: they have leases."""
     request = next(exchange)
     answers = start(request)
     try:

@@ -56,9 +56,7 @@ Capture = Callable[[Sequence[bool], Callable[[bool], None]], None]
 
 
 def capture_every_model(runner: Any, run: Callable[[Capture], None]) -> None:
-    """Wrap a runner's `capture_model`, so that `run` captures several models' graphs. vLLM measures
-    graphs with a manager of its own, so each is wrapped when it captures.
-    """
+    """Wrap `capture_model`: `run` captures several models' graphs, a measuring manager's too."""
     capture_model = runner.capture_model
 
     def capture_model_hooked(*args: Any, **kwargs: Any) -> Any:

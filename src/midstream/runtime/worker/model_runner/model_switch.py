@@ -14,9 +14,7 @@ PLAIN, TAPPED = False, True
 
 
 class ModelSwitch:
-    """Exchanges the modules, wrappers and CUDA graphs that differ between both models. Dummy runs
-    run both while the engine starts, and only vLLM's own later.
-    """
+    """Exchanges what differs between the two models; dummy runs run both until the start ends."""
 
     def __init__(
         self,

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 
 class HeadAdapters:
-    """Applies to each row that goes through the head the adapter of its request.
-
-    vLLM's LoRA wrapper of the head's `LogitsProcessor` reads each row's adapter from metadata of
-    the step, which is there for sampled rows only. For others it gets another object in its place.
+    """Applies to each row through the head its request's adapter: vLLM's LoRA wrapper has metadata
+    of sampled rows only, and gets another object in place.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -93,7 +93,6 @@ def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
 
 
 def cache_of(attention: Any) -> Tensor:
-    """Return the KV cache of a layer."""
     kv_cache = attention.kv_cache
     cache: Tensor = kv_cache[0] if isinstance(kv_cache, (list, tuple)) else kv_cache
     return cache
@@ -113,7 +112,6 @@ def scale_of(attention: Any, of: str) -> float:
 
 
 def _format_of(attention: Any, cache: Tensor) -> torch.dtype:
-    """Return the format of the numbers in the cache of a layer."""
     name = attention.kv_cache_dtype
     dtype = _QUANTISED.get(name)
     if dtype is not None and cache.dtype in (torch.uint8, dtype):

@@ -122,25 +122,6 @@ def _attention_of(layer: DecoderLayer, runner: Any, block_size: BlockSize) -> At
     kind = next(cls for cls in type(module).__mro__ if cls.__module__.startswith("vllm."))
     if kind is not expected:
         raise UnsupportedError(f"its attention is a {kind.__qualname__}")
-    _check(module)
-    groups = runner.kv_cache_config.kv_cache_groups
-    mine = [index for index, group in enumerate(groups) if module.layer_name in group.layer_names]
-    if len(mine) != 1:
-        raise UnsupportedError("vLLM has no KV cache for it")
-    layout = measure(module, runner.kv_cache_config.num_blocks, block_size(mine[0]))
-    device = cache_of(module).device
-    per_key = module.num_heads // module.num_kv_heads
-    key_heads = torch.arange(module.num_heads, device=device) // per_key
-    query_scale = None
-    if getattr(module, "query_quant", None) is not None:
-        query_scale = scale_of(module, "q")
-    scale = scale_of(module, "k") * (query_scale or 1.0)
-    form = _form_of(module, device, scale)
-    return AttentionLayer(module, mine[0], layout, form, key_heads, query_scale)
-
-
-def _check(module: Any) -> None:
-    """Check that nothing is known of a layer's attention that is not computed here."""
     impl, backend = module.impl, module.attn_backend.get_name()
     for name in ("scale", "logits_soft_cap", "alibi_slopes"):
         if not hasattr(impl, name):
@@ -158,6 +139,20 @@ def _check(module: Any) -> None:
     quant = getattr(module, "query_quant", None)
     if quant is not None and tuple(getattr(quant, "group_shape", ())) != (-1, -1):
         raise UnsupportedError("its queries are quantised with a scale for each head")
+    groups = runner.kv_cache_config.kv_cache_groups
+    mine = [index for index, group in enumerate(groups) if module.layer_name in group.layer_names]
+    if len(mine) != 1:
+        raise UnsupportedError("vLLM has no KV cache for it")
+    layout = measure(module, runner.kv_cache_config.num_blocks, block_size(mine[0]))
+    device = cache_of(module).device
+    per_key = module.num_heads // module.num_kv_heads
+    key_heads = torch.arange(module.num_heads, device=device) // per_key
+    query_scale = None
+    if getattr(module, "query_quant", None) is not None:
+        query_scale = scale_of(module, "q")
+    scale = scale_of(module, "k") * (query_scale or 1.0)
+    form = _form_of(module, device, scale)
+    return AttentionLayer(module, mine[0], layout, form, key_heads, query_scale)
 
 
 def _form_of(module: Any, device: torch.device, scale: float) -> AttentionForm:

@@ -29,9 +29,7 @@ _BLOCK = 128  # tokens of a block, see `largest`
 
 
 class Head:
-    """Computes logits of outputs of the final norm. vLLM joins the tensor-parallel ranks' parts:
-    every rank must call this for the same vectors in order, or the others wait for ever.
-    """
+    """Computes logits of the final norm's outputs. All ranks must call it alike."""
 
     def __init__(
         self,

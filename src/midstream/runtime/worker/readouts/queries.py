@@ -95,7 +95,6 @@ def _tokens(keys: Sequence[Ranges], length: Ints) -> Ints:
 
 
 def _segments(plan: TokenRuns, batch: CodecBatch, slots: SlotTable) -> Iterable[Segment]:
-    """Yield the segment of each run of a batch."""
     position = plan.position[batch.runs]
     for index, slot in enumerate(plan.slot[batch.runs].tolist()):
         asked = slots.by_slot(slot)

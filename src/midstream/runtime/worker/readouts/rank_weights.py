@@ -14,11 +14,9 @@ class RankWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
         return self._bytes.numel()
 
     def write(self, offset: int, data: bytes) -> None:
-        """Write bytes."""
         if data:
             tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             self._bytes[offset : offset + len(data)].copy_(tensor)

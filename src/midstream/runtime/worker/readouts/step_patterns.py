@@ -118,7 +118,6 @@ class StepPatterns:
     def _records(
         self, prepared: PreparedStep, batch: CodecBatch, encoding: PatternEncoding
     ) -> Tensor:
-        """Return the records of a batch in the ring, [n, numbers]."""
         first = prepared.first + batch.first
         units = self._buffers.ring[first : first + batch.num_units]
         return units.view(-1, encoding.units * units.shape[1])

@@ -39,7 +39,6 @@ class Tile:
 
     @classmethod
     def of(cls, runs: Sequence[QueryRun], window: int, positions: Tensor) -> Tile:
-        """Return the tile of some runs; `positions` are those of all records."""
         device, first = positions.device, runs[0]
         at: Tensor | slice = slice(first.record, first.record + first.length)
         if len(runs) > 1:
@@ -68,7 +67,6 @@ class Tiles:
         self._known: dict[tuple[int, int], list[Tile]] = {}
 
     def of(self, heads: int, window: int) -> list[Tile]:
-        """Return the tiles for a number of heads and a window."""
         tiles = self._known.get((heads, window))
         if tiles is None:
             batches = _batches(self._runs, heads, window, self._workspace)

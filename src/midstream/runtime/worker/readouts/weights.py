@@ -24,7 +24,6 @@ class AttentionForm:
     sinks: Tensor | None = None  # float32 [heads], logit of a key without a value, in the softmax
 
     def of_heads(self, heads: Tensor) -> AttentionForm:
-        """Return the form of some heads."""
         slopes = None if self.slopes is None else self.slopes[heads]
         sinks = None if self.sinks is None else self.sinks[heads]
         return AttentionForm(self.scale, self.soft_cap, self.window, slopes, sinks)

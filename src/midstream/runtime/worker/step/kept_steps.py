@@ -19,8 +19,6 @@ StepKey = tuple[int, tuple[bytes, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _KeptStep:
-    """A planned step."""
-
     plan: StepPlan
     of_run: Ints  # the index of each run's request among those with a plan
     position: Ints  # of each request's first row

@@ -28,7 +28,6 @@ class PositionStates:
         self._bytes = memoryview(b"")
 
     def grow(self, slots: int) -> None:
-        """Make room for more slots."""
         self._reached = grow(self._reached, slots)
         self._states = grow(self._states, slots)
         self._bytes = self._states.data.cast("B")
@@ -81,13 +80,11 @@ class PositionStates:
             begin += len(part)
 
     def _bytes_of(self, slot: int, position: int, length: int) -> memoryview:
-        """Return the bytes of the states of some positions of a slot."""
         size, begin = self._states.itemsize, slot * self._states.shape[1] + position
         return self._bytes[begin * size : (begin + length) * size]
 
 
 def grow(array: NDArray[T], rows: int) -> NDArray[T]:
-    """Return an array with more rows, which are zero."""
     # zeros() of a large array takes memory only where it is written.
     grown = np.zeros((rows, *array.shape[1:]), array.dtype)
     grown[: array.shape[0]] = array

@@ -40,7 +40,6 @@ class SlotTable:
         self._latest: tuple[list[str], Ints] | None = None  # result of the last `slots_of`
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self._requests)
 
     def get(self, request_id: str) -> RequestState | None:
@@ -48,11 +47,9 @@ class SlotTable:
         return self._requests.get(request_id)
 
     def all(self) -> Iterable[RequestState]:
-        """Return every request that was not removed."""
         return self._requests.values()
 
     def by_slot(self, slot: int) -> RequestState | None:
-        """Return the request in a slot."""
         return self._by_slot[slot]
 
     def ids_of(self, slots: Ints) -> list[str]:

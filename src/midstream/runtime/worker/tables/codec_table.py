@@ -80,5 +80,4 @@ class CodecTable:
         return sum(self._buffers.units[tap] for tap in taps)
 
     def encoding(self, number: int) -> RowEncoding:
-        """Return the encoding with a number."""
         return self._encodings[number]

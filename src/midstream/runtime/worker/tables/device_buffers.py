@@ -91,7 +91,6 @@ class Buffers(SiteBuffers):
         return self.bank.shape[1]
 
     def width(self, tap: int) -> int:
-        """Return the width of the vectors of a tap, by its index."""
         return self.units[tap] * self.unit
 
     @property

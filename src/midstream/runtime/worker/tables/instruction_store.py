@@ -36,7 +36,6 @@ class InstructionStore:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything is free."""
         free = self.ranges.free == self.ranges.size
         return free and self.bank.used == 0 and self.lists.used == 0
 

@@ -13,9 +13,7 @@ from midstream.plan.resolved import REDUCING, LensMap, PatternKind, SaeEncoder
 
 @dataclass(frozen=True, slots=True)
 class PatternColumns:
-    """Queries in a record, and the row of attention or the score that is made of them. Compared by
-    content: requests that differ only in the keys of a mass share an encoding.
-    """
+    """Queries in a record, and the row or score made of them; by content, to share encodings."""
 
     capture: int  # index of the plan's; −1 for a score
     place: int  # index of the tap in the capture
@@ -39,7 +37,6 @@ class PatternColumns:
 
     @property
     def of_logits(self) -> bool:
-        """Whether the row has logits."""
         return self.kind == "lens" or self.kind.startswith("logits")
 
 
@@ -52,7 +49,6 @@ class PatternEncoding(RowEncoding):
 
     @property
     def has_scores(self) -> bool:
-        """Whether scores are made of a record."""
         return any(pattern.slot is not None for pattern in self.patterns)
 
     @property

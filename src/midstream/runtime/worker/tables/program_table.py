@@ -1,10 +1,8 @@
-"""Programs (sets of edits) and capture groups (sets of captures): stored once, with a use count,
-and written to the device. Unused ones stay until their room is needed, for later requests.
-"""
+"""Programs and capture groups, stored once, with use counts; unused ones stay for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -60,7 +58,6 @@ class ProgramTable:
         return program.index
 
     def release_program(self, edits: Edits) -> None:
-        """Release one use of the program of these edits."""
         if edits:
             self._programs[edits].users -= 1
             if not self._programs[edits].users:
@@ -78,7 +75,6 @@ class ProgramTable:
 
     @property
     def in_use(self) -> int:
-        """Number of programs that requests use."""
         return len(self._programs) - len(self._unused)
 
     def edits_of(self, index: int) -> Edits:
@@ -109,7 +105,6 @@ class ProgramTable:
         return group.index
 
     def release_group(self, taps: tuple[int, ...]) -> None:
-        """Release one use of the group of these taps."""
         if taps:
             self._groups[taps].users -= 1
             if not self._groups[taps].users:
@@ -135,21 +130,17 @@ class ProgramTable:
             raise NoRoomError("", self._full("combinations of edits"))
         index = self._free_programs.pop()
         try:
-            return self._find_room(edits, index)
+            with suppress(NoRoomError):
+                return self._place(edits, index)
+            self.drop_unused()
+            with suppress(NoRoomError):
+                return self._place(edits, index)
+            # The free space may only be fragmented.
+            self._compact()
+            return self._place(edits, index)
         except Exception:
             self._free_programs.append(index)
             raise
-
-    def _find_room(self, edits: Edits, index: int) -> _Entry:
-        """Write a program; if there is no range, drop unused ones, then close the gaps."""
-        with suppress(NoRoomError):
-            return self._place(edits, index)
-        self.drop_unused()
-        with suppress(NoRoomError):
-            return self._place(edits, index)
-        # The free space may only be fragmented.
-        self._compact()
-        return self._place(edits, index)
 
     def _compact(self) -> None:
         """Write the programs in use again, without gaps, behind the steps that are queued."""
@@ -165,14 +156,6 @@ class ProgramTable:
             tap: _kind(list(of_tap)) for tap, of_tap in groupby(ordered, key=lambda edit: edit.tap)
         }
         first, length = self.instructions.write(ordered)
-        self._write_ranges(ordered, kinds, index, first)
-        self._set_properties(edits, index)
-        return _Entry(index, first, length)
-
-    def _write_ranges(
-        self, ordered: Sequence[TapProgramStep], kinds: Mapping[int, int], index: int, first: int
-    ) -> None:
-        """Write the range and the kind of the instructions of each tap to the row of a program."""
         ranges = np.zeros((self._num_taps, layout.TABLE_COLUMNS), np.int32)
         for tap, kind in kinds.items():
             ranges[tap, layout.KIND] = kind
@@ -188,8 +171,6 @@ class ProgramTable:
         columns = slice(layout.EDIT_START, layout.EDIT_COUNT + 1)
         upload(table[:, index, columns], torch.from_numpy(ranges[:, columns].copy()))
         upload(table[:, index, layout.KIND], torch.from_numpy(ranges[:, layout.KIND].copy()))
-
-    def _set_properties(self, edits: Edits, index: int) -> None:
         counted = [(edit.counted, bool(edit.ids)) for edit in edits]
         self.fewest[index] = sum(count for count, by_id in counted if not by_id)
         self.most[index] = sum(count for count, _ in counted)
@@ -197,13 +178,13 @@ class ProgramTable:
         self.by_position[index] = any(
             step.by_position or step.op is Op.SCAN for edit in edits for step in edit.steps
         )
+        return _Entry(index, first, length)
 
     def _full(self, what: str) -> str:
         return f"the running requests use all {self._rows} {what}; raise the setting `programs`"
 
 
 def _kind(edits: Sequence[TapProgramStep]) -> int:
-    """Return the kind of a program at the tap of these edits."""
     plain = all(
         layout.is_plain(step.op, step.flags, bool(edit.ids), step.mask is not None)
         for edit in edits

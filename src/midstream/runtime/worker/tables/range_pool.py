@@ -34,7 +34,6 @@ class Pool:
         return start, True
 
     def release(self, key: Hashable) -> None:
-        """Release one use of a key; the last release frees its range."""
         shared = self._shared[key]
         shared.users -= 1
         if shared.users == 0:
@@ -43,7 +42,6 @@ class Pool:
 
     @property
     def size(self) -> int:
-        """Size of the space."""
         return self._ranges.size
 
     @property
@@ -73,7 +71,6 @@ class RangeAllocator:
         return None
 
     def release(self, start: int, length: int) -> None:
-        """Free a range."""
         if length == 0:
             return
         index = bisect.bisect(self._free, (start, 0))
@@ -87,5 +84,4 @@ class RangeAllocator:
 
     @property
     def free(self) -> int:
-        """Sum of the lengths that are free."""
         return sum(stop - start for start, stop in self._free)

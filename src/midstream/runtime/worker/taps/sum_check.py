@@ -1,7 +1,5 @@
-"""Checks of the tapped model in trial runs, as the engine starts.
-
-A layer's convention says where its sites are. If another forward runs than the one that was read,
-every tap may fire once and have rows of something else. Then the sums do not hold.
+"""Checks of the tapped model as the engine starts: if another forward runs than was read, every tap
+may fire once with rows of something else, but the sums of a layer's sites do not hold.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ def claimed_sums(layers: Sequence[DecoderLayer], taps: Mapping[Tap, int]) -> lis
 
 
 def _within(layer: DecoderLayer) -> Iterator[Sum]:
-    """Yield the sums within one layer."""
     convention, number = layer.convention, layer.index
     pre, mid, post = ("resid_pre", number), ("resid_mid", number), ("resid_post", number)
     branches = [
@@ -77,16 +74,9 @@ def check_model(
     taps: Mapping[Tap, int],
     run: Callable[[], object],
 ) -> None:
-    """Check in trial runs that each tap fires once, and that the sums hold which layers claim.
-
-    Args:
-        buffers: the rank's buffers; no token has a program before and after.
-        taps: taps of this rank, with their indices in `buffers.table`.
-        run: runs the tapped model on at least one row.
-
-    Raises:
-        TapError: a tap did not fire once.
-        UnsupportedError: a sum does not hold.
+    """Check in trial runs that each tap fires once (else TapError), and that the sums which layers
+    claim hold (else UnsupportedError). `run` runs the tapped model on at least one row; no token
+    has a program before and after.
     """
     check_taps(buffers, taps, run)
     sums = claimed_sums(layers, taps)
@@ -113,12 +103,7 @@ def _taps_of(claimed: Sum) -> tuple[Tap, ...]:
 def _parts(
     sums: Sequence[Sum], room: int, units: Sequence[int], taps: Mapping[Tap, int]
 ) -> Iterator[list[Sum]]:
-    """Divide the sums into parts of which all rows find room in the ring.
-
-    Args:
-        room: units of the ring.
-        units: units of a row at each tap, by its index.
-    """
+    """Divide the sums into parts whose rows fit in `room`; `units`: of a row at each tap."""
     part: list[Sum] = []
     chosen: set[Tap] = set()
     for claimed in sums:
@@ -136,11 +121,8 @@ def _parts(
 def _trial(
     buffers: Buffers, taps: Mapping[Tap, int], totals: Collection[Tap], chosen: Iterable[Tap]
 ) -> Iterator[dict[Tap, int]]:
-    """Let the first token have a program: random rows at the sites of sums that are not totals, and
-    captures. Yields the ring's unit at which each captured row begins.
-
-    The rows are random since those of a trial run may be zero (the embeddings of images), or
-    whatever memory had (the output of attention, which does not run).
+    """Give the first token a program: random rows at terms, as those of a trial run may be zero,
+    and captures. Yields the ring's unit of each captured row.
     """
     table, bank = buffers.table, buffers.bank
     row, unit = table.shape[1] - 1, buffers.units[next(iter(taps.values()))] if taps else 1

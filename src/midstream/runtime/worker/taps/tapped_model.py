@@ -1,6 +1,4 @@
-"""The tapped model: a copy of a loaded model's modules, from those that are compiled down to the
-tapped ones, with the same weights. Other steps run exactly what vLLM runs alone.
-"""
+"""The tapped model: a copy of the modules from the compiled ones down, with the same weights."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ class Replacement:
 
 
 class TappedCopies:
-    """Copies of tapped modules of a model, and of those that contain them; `replacements` are the
-    topmost: the compiled modules, or the lists of layers.
-    """
+    """Copies of tapped modules and those around them; `replacements`: the topmost ones."""
 
     def __init__(self, model: nn.Module, targets: Collection[nn.Module]) -> None:
         self._targets = {id(target) for target in targets}
@@ -168,7 +164,6 @@ def _why_one_model(copies: TappedCopies, vllm_config: Any, config: Config) -> st
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether vLLM compiles a module."""
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
     return isinstance(module, TorchCompileWithNoGuardsWrapper) and not module.do_not_compile

@@ -1,6 +1,4 @@
-"""Taps: a module's class is replaced, before tracing, by a subclass whose `__call__` calls the
-`site` op. Not `forward`: weight offloaders set one on the instance.
-"""
+"""Taps: a module's class is replaced by one whose `__call__` calls the `site` op."""
 
 from __future__ import annotations
 
@@ -55,12 +53,9 @@ class TappedLayer(nn.Module):
 
 
 class TappedModule(nn.Module):
-    """First base of the class of a tapped module inside a layer, which may have several sites.
-
-    Taps at its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, the input
-    of attention or of the MLP, copied first if other modules use that tensor too, and columns of
-    its arguments, copied first if they were rotated in place. At its exit: one branch, and columns
-    of what it returns; at that of the final norm, the switches of `LogitBias`.
+    """First base of the class of a tapped module inside a layer. At entry: `attn_out` of a pair,
+    `resid_mid`, the input, copied first if others use it, columns of arguments, copied if rotated
+    in place. At exit: a branch, columns of what it returns, or the switches of `LogitBias`.
     """
 
     midstream_half: Tensor | None
@@ -205,7 +200,6 @@ def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
 
 
 def _add_columns(module: Any, place: InnerPlace, table: Tensor, copies: bool) -> None:
-    """Add the tap of an inner site to a module."""
     by_head = place.heads > 0
     if place.at == "output":
         module.midstream_given += (_Columns(table, place.start, by_head),)
