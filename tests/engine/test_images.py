@@ -68,6 +68,10 @@ def test_rows_at_an_image_are_those_of_its_embeddings(served: Served) -> None:
             far(output.activations["resid_post", layer], rows["resid_post", layer][places]) < 1e-4
         )
     assert far(output.activations["embed"], rows["resid_pre", 0][places]) < TOLERANCE
+    (item,) = output.activations.positions_of_media
+    assert (item.kind, item.index) == ("image", 0)
+    assert item.first <= places[0]
+    assert places[-1] < item.first + item.length <= len(output.prompt_token_ids)
 
 
 def test_an_edit_at_all_images_is_a_hook_at_their_tokens(served: Served) -> None:
@@ -113,6 +117,13 @@ def test_one_of_two_images_is_selected_and_combined_with_others(served: Served) 
     found = {name: output.probes.positions_of(name).tolist() for name in selected}
     for name, (_, wanted) in selected.items():
         assert wanted is None or found[name] == wanted, name
+    capture = [Capture([2], positions=[0, Image(1)], reduce="norm"), Capture([1])]
+    rows = served.llm.generate([prompt], greedy(1), capture=[capture], use_tqdm=False)[0]
+    items = rows.activations.positions_of_media
+    assert [(item.kind, item.index) for item in items] == [("image", 0), ("image", 1)]
+    assert items[0].first <= first[0] <= first[-1] < items[0].first + items[0].length
+    assert items[1].first <= second[0] <= second[-1] < items[1].first + items[1].length
+    assert rows.activations.copy().positions_of_media == items
     others = sorted(set(range(len(ids))) - set(places))
     assert found["without"] == others
     between = [place for place in found["with.text"] if place not in first]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from midstream.plan.positions.prompt import MediaItem
 from midstream.plan.positions.ranges import Ranges, merge
+from midstream.results.media_span import MediaSpan
 
 
 def media_of(request: Any) -> tuple[MediaItem, ...]:
@@ -15,6 +17,17 @@ def media_of(request: Any) -> tuple[MediaItem, ...]:
     features: Iterable[Any] = getattr(request, "mm_features", None) or ()
     items = [_item(feature.modality, feature.mm_position) for feature in features]
     return tuple(sorted(items, key=lambda item: item.start))
+
+
+def spans_of(request: Any) -> tuple[MediaSpan, ...]:
+    """Return the items of vLLM's request for results."""
+    counts: Counter[str] = Counter()
+    spans = []
+    for item in media_of(request):
+        length = item.stop - item.start
+        spans.append(MediaSpan(item.kind, counts[item.kind], item.start, length))
+        counts[item.kind] += 1
+    return tuple(spans)
 
 
 def places_of(request: Any) -> list[SimpleNamespace]:

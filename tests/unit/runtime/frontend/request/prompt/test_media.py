@@ -6,10 +6,12 @@ import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
 from midstream.plan.positions.prompt import MediaItem
+from midstream.results.media_span import MediaSpan
 from midstream.runtime.frontend.request.prompt.media import (
     media_of,
     places_of,
     places_of_rendered,
+    spans_of,
 )
 
 
@@ -50,3 +52,16 @@ def test_a_rendered_prompt_has_the_items_of_its_request():
 def test_a_prompt_without_media_has_none():
     assert media_of(SimpleNamespace(mm_features=None)) == media_of(SimpleNamespace()) == ()
     assert places_of_rendered({"prompt_token_ids": [1]}) == []
+
+
+def test_results_name_each_item_by_its_kind_and_number():
+    request = _request(
+        ("image", PlaceholderRange(9, 3)),
+        ("video", PlaceholderRange(2, 5)),
+        ("image", PlaceholderRange(0, 1)),
+    )
+    assert spans_of(request) == (
+        MediaSpan("image", 0, 0, 1),
+        MediaSpan("video", 0, 2, 5),
+        MediaSpan("image", 1, 9, 3),
+    )
