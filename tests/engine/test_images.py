@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import vision
 from support.engines import engine, greedy
+from support.pages import blocks
 
 from midstream import Capture, Image, Media, Positions, Probe, Role, SpecError, Steer, Text
 
@@ -147,6 +148,28 @@ def test_media_that_a_prompt_lacks_are_refused(
     text = f"the {served.mark} is" if seeds else "the hat"
     with pytest.raises(SpecError, match=f"edits.0..positions.*{problem}"):
         ask(served, text, seeds, edits=[Steer(VECTOR, LAYER, positions=where)])
+
+
+def test_the_example_of_the_documents_runs(served: Served) -> None:
+    [example] = [
+        text
+        for _, _, text in blocks("docs/selecting.md", ["python"])
+        if text.startswith("# needs a vision-language model")
+    ]
+    names: dict[str, Any] = {
+        "llm": served.llm,
+        "params": greedy(2),
+        "v": VECTOR,
+        "mark": served.mark,
+        "cat": vision.picture(1),
+        "owl": vision.picture(2),
+    }
+    exec(compile(example, "docs/selecting.md", "exec"), names)
+    output = names["out"]
+    items = output.activations.positions_of_media
+    assert [item.index for item in items] == [0, 1]
+    assert output.activations["embed"].shape == output.activations["resid_post", 3].shape
+    assert output.receipt.ok
 
 
 def url(seed: int) -> dict[str, Any]:
