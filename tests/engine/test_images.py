@@ -169,7 +169,7 @@ def test_the_example_of_the_documents_runs(served: Served) -> None:
     items = output.activations.positions_of_media
     assert [item.index for item in items] == [0, 1]
     assert output.activations["embed"].shape == output.activations["resid_post", 3].shape
-    assert output.receipt.ok
+    assert output.receipt.status == "ok"
 
 
 def url(seed: int) -> dict[str, Any]:

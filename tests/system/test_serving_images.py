@@ -77,7 +77,7 @@ def test_images_and_messages_with_images_are_selected(
         text={"text": "and there?"},
     )
     assert answer.status_code == 200, answer.text
-    scores = answer.json()["choices"][0]["midstream"]["probes"]
+    scores = answer.json()["midstream"]["probes"]
     oracle = vision.VisionOracle("qwen3vl", path)
     image = vision.MODELS["qwen3vl"].mark
     text = (

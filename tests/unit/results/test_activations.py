@@ -16,6 +16,7 @@ from midstream.results.activations import Activations, rows_after, with_heads
 from midstream.results.arrays import Heads
 from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup
+from midstream.results.media_span import MediaSpan
 from midstream.results.stack import stack
 
 TOKENS = torch.tensor([11, 12, 13, 14, 15, 16])
@@ -332,3 +333,16 @@ def test_heads_are_saved_and_loaded_and_the_file_has_all_of_them(tmp_path, kind,
             assert torch.equal(file.get_tensor("k.3"), values[K])
     assert again["k", 3].shape == (3, 1, 2)
     assert Activations.load(again.save(tmp_path / "again"))["z", 3].shape == (3, 4, 2)
+
+
+def test_copies_say_where_the_media_of_the_prompt_are():
+    known = make()
+    assert known.positions_of_media == ()
+    spans = (MediaSpan("image", 0, 1, 3),)
+    shown = with_heads(known, {}, spans)
+    assert shown.positions_of_media == spans
+    assert shown.copy().positions_of_media == spans
+    assert pickle.loads(pickle.dumps(shown)).positions_of_media == spans
+    later = rows_after(shown, {}, list(shown))
+    assert later.positions_of_media == spans
+    assert with_heads(shown, {}).positions_of_media == ()
