@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import transformers as hf
 from support import serving, vision
 from support.serving import NAME, Running
 
@@ -96,7 +97,8 @@ def test_images_and_messages_with_images_are_selected(
     assert 0 < count < len(places)
     ids = inputs["input_ids"][0].tolist()
     # The second image, with the marks of its ends, and the text after it.
-    begin, end = places[count] - 1, len(ids) - len("\n") - 1 - len("assistant\n") - 1
+    tail = hf.AutoTokenizer.from_pretrained(path)("<|im_end|>\n<|im_start|>assistant\n")
+    begin, end = places[count] - 1, len(ids) - len(tail["input_ids"])
     assert scores["asked"]["positions"] == list(range(begin, end))
     assert scores["text"]["positions"] == list(range(places[-1] + 2, end))
     assert len(scores["said"]["positions"]) == len("an owl") - 1
