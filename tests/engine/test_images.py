@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from support import vision
@@ -36,7 +37,7 @@ def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served
     oracle = vision.VisionOracle(name, path)
     settings = {
         "max_model_len": 512,
-        "limit_mm_per_prompt": {"image": 2},
+        "limit_mm_per_prompt": {"image": 2, "video": int(name == "qwen3vl")},
         "midstream": {"sites": SITES},
     }
     with engine(vision.served(path), **settings) as llm:
@@ -148,6 +149,46 @@ def test_media_that_a_prompt_lacks_are_refused(
     text = f"the {served.mark} is" if seeds else "the hat"
     with pytest.raises(SpecError, match=f"edits.0..positions.*{problem}"):
         ask(served, text, seeds, edits=[Steer(VECTOR, LAYER, positions=where)])
+
+
+def test_the_frames_of_a_video_are_selected_without_the_times_between_them(
+    served: Served,
+) -> None:
+    if not served.mark.startswith("<|vision_start|>"):
+        pytest.skip("this model has no videos")
+    frames = np.stack([np.asarray(vision.picture(seed, 64, 64)) for seed in range(4)])
+    about = {
+        "fps": 2.0,
+        "duration": 2.0,
+        "total_num_frames": 4,
+        "frames_indices": [0, 1, 2, 3],
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+    mark = served.mark.replace("image", "video")
+    prompt = {
+        "prompt": f"{served.mark} and {mark} in the hat",
+        "multi_modal_data": {"image": [vision.picture(1)], "video": [(frames, about)]},
+    }
+    wheres = {"video": Media(0, "video"), "image": Image(0), "both": [Image(0), {"video": -1}]}
+    probes = [Probe(VECTOR, layer=2, name=name, positions=where) for name, where in wheres.items()]
+    output = served.llm.generate(
+        [prompt], greedy(1), probes=[probes], capture=[Capture([1])], use_tqdm=False
+    )[0]
+    found = {name: output.probes.positions_of(name).tolist() for name in wheres}
+    ids = output.prompt_token_ids
+    image, video = served.llm.get_tokenizer().convert_tokens_to_ids(
+        ["<|image_pad|>", "<|video_pad|>"]
+    )
+    assert found["video"] == [place for place, token in enumerate(ids) if token == video]
+    assert found["image"] == [place for place, token in enumerate(ids) if token == image]
+    assert found["both"] == sorted(found["image"] + found["video"])
+    # Each of two pairs of frames has a time before it.
+    first, last = found["video"][0], found["video"][-1]
+    assert last - first + 1 > len(found["video"]) > 4
+    spans = output.activations.positions_of_media
+    assert [(span.kind, span.index) for span in spans] == [("image", 0), ("video", 0)]
+    assert spans[1].first <= first < last < spans[1].first + spans[1].length
 
 
 def test_the_example_of_the_documents_runs(served: Served) -> None:

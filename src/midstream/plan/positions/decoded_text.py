@@ -116,10 +116,14 @@ def map_of_rendering(
                 return _with_media(spans, media, gaps)
     decoded = None if media else text_map(tokenizer, wanted)
     if decoded is None or decoded.text != text:
+        why = "a prompt that was cut is not"
+        if media:
+            why += (
+                "; with images it takes a tokenizer with offsets, and a text that tells them apart"
+            )
         raise SpecError(
             "",
-            "the prompt's tokens are not those of the chat as its template renders it (a prompt "
-            "that was cut is not)",
+            f"the prompt's tokens are not those of the chat as its template renders it ({why})",
         )
     return decoded
 
