@@ -112,4 +112,11 @@ IMAGES: tuple[Fault, ...] = (
         "()",
         "tests/unit/results/test_activations.py::test_copies_say_where_the_media_of_the_prompt_are",
     ),
+    Fault(
+        "Rows that a server sends do not say where the images are",
+        "PackedRows.__init__",
+        "activations.positions_of_media",
+        "()",
+        "tests/unit/results/test_activations.py::test_files_say_where_the_media_of_the_prompt_are",
+    ),
 )

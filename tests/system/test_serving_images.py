@@ -15,6 +15,8 @@ import transformers as hf
 from support import serving, vision
 from support.serving import NAME, Running
 
+from midstream import Capture, Client, Image
+
 VECTOR = torch.randn(vision.HIDDEN, generator=torch.Generator().manual_seed(3))
 LAYER = 2
 LONG = "the " * 1100  # a plan for so many tokens is prepared before the engine has the request
@@ -103,6 +105,18 @@ def test_images_and_messages_with_images_are_selected(
     assert scores["text"]["positions"] == list(range(places[-1] + 2, end))
     assert len(scores["said"]["positions"]) == len("an owl") - 1
     assert max(scores["said"]["positions"]) < begin
+
+
+def test_a_client_gets_rows_of_an_image_and_where_it_is(server: Running, path: Path) -> None:
+    capture = Capture([LAYER], positions=Image(1))
+    with Client(server.url) as client:
+        output = client.chat(chat("be terse"), max_tokens=1, temperature=0, capture=capture)
+    assert output.activations is not None
+    places = output.activations.positions.tolist()
+    first, second = output.activations.positions_of_media
+    assert (first.kind, first.index, second.kind, second.index) == ("image", 0, "image", 1)
+    assert places == list(range(second.first, second.first + second.length))
+    assert first.first + first.length < second.first
 
 
 def test_an_image_that_the_request_lacks_is_refused(server: Running) -> None:

@@ -86,7 +86,7 @@ class Activations:
             tokens: tokens of the whole request that were computed, from position 0.
             num_layers: layers of the model, for negative layers; None: unknown.
             heads: per (site, layer), the heads that are shown.
-            positions_of_media: empty for a prompt without media, and for rows from files.
+            positions_of_media: empty for a prompt without media.
         """
         self.held = HeldRows(values, positions, tokens)
         self._values: dict[Tap, Tensor] = {}
@@ -374,7 +374,7 @@ def _save(activations: Activations, target: Path, codec: str | None) -> Path:
         rows[f"{site}.{layer}"] = value
         indices[f"{site}.{layer}.{POSITIONS}"] = activations.positions_of(site, layer)
         indices[f"{site}.{layer}.{TOKENS}"] = activations.token_ids_of(site, layer)
-    metadata = header_of(activations.num_layers)
+    metadata = header_of(activations.num_layers, activations.positions_of_media)
     if codec is not None:
         rows, encoding = encode_blocks(rows, codec)
         widths = {name: len(block) for name, block in rows.items()}

@@ -17,6 +17,7 @@ from midstream.results.arrays import Heads
 from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.media_span import MediaSpan
+from midstream.results.serialization import pack, unpack
 from midstream.results.stack import stack
 
 TOKENS = torch.tensor([11, 12, 13, 14, 15, 16])
@@ -346,3 +347,14 @@ def test_copies_say_where_the_media_of_the_prompt_are():
     later = rows_after(shown, {}, list(shown))
     assert later.positions_of_media == spans
     assert with_heads(shown, {}).positions_of_media == ()
+
+
+def test_files_say_where_the_media_of_the_prompt_are(tmp_path):
+    spans = (MediaSpan("image", 0, 1, 3), MediaSpan("audio", 0, 9, 2))
+    shown = with_heads(make(), {}, spans)
+    assert Activations.load(shown.save(tmp_path / "rows")).positions_of_media == spans
+    packed = pack(shown, 4, torch.float32)
+    assert unpack(packed).positions_of_media == spans
+    assert unpack(pack(make(), 4, torch.float32)).positions_of_media == ()
+    with pytest.raises(SpecError, match="media .*expected a JSON list of objects with `kind`"):
+        unpack(packed.replace(b'\\"index\\":0', b'\\"index\\":x', 1))
