@@ -57,12 +57,12 @@ QUICK = {
 
 def snippets(page: str) -> list[tuple[int, str]]:
     """(line, text) of each block of Python that needs an engine in its process: not of values, for
-    which there is a test without an engine, nor of clients, which need a server.
+    which there is a test without an engine, nor of clients, which need a server, nor of images,
+    which `test_images` runs.
     """
     found = [(line, text) for line, _, text in blocks(page, ["python"])]
-    return [
-        each for each in found if not each[1].startswith(("# needs no engine", "# needs a server"))
-    ]
+    others = ("# needs no engine", "# needs a server", "# needs a vision-language model")
+    return [each for each in found if not each[1].startswith(others)]
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,14 @@
-"""Faults where tokens of an image attend to each other both ways; see `faults`."""
+"""Faults in the positions of images, and where their tokens attend both ways; see `faults`."""
 
 from __future__ import annotations
 
 from support.fault import Fault
 
 _RANGES = "tests/unit/runtime/core/test_image_ranges.py::"
+_LOCATE = "tests/unit/plan/positions/test_locate.py::"
+_MEDIA = "tests/unit/runtime/frontend/request/prompt/test_media.py::"
+_DECODED = "tests/unit/plan/positions/test_decoded_text.py::"
+_MESSAGES = "tests/unit/runtime/frontend/request/prompt/test_message_spans.py::"
 
 IMAGES: tuple[Fault, ...] = (
     Fault(
@@ -36,5 +40,83 @@ IMAGES: tuple[Fault, ...] = (
         "",
         _RANGES
         + "test_a_request_that_was_served_an_image_ends_with_the_one_that_failed_to_edit_it",
+    ),
+    Fault(
+        "Image(0) is the first item of the prompt, of whatever kind",
+        "Locator._media",
+        "media.kind == item.kind",
+        "True",
+        _LOCATE + "test_media_are_counted_by_kind_and_are_where_their_embeddings_are",
+    ),
+    Fault(
+        "Tokens around an image are selected with it",
+        "media:_item",
+        "place.is_embed is not None",
+        "False",
+        _MEDIA + "test_items_are_in_the_order_of_the_prompt_and_hold_what_vllm_marks_as_embeddings",
+    ),
+    Fault(
+        "Images are counted in the order in which vLLM lists their features",
+        "media:media_of",
+        "tuple(sorted(items, key=lambda item: item.start))",
+        "tuple(items)",
+        _MEDIA + "test_items_are_in_the_order_of_the_prompt_and_hold_what_vllm_marks_as_embeddings",
+    ),
+    Fault(
+        "A plan that is prepared ahead of its request knows no images",
+        "request_plans:_request_of",
+        "places_of_rendered(prompt)",
+        "[]",
+        "tests/unit/server/test_work.py::"
+        "test_a_plan_that_is_prepared_ahead_knows_the_images_of_its_prompt",
+    ),
+    Fault(
+        "Images do not count for the budget of positions",
+        "Locator._media",
+        "self.budget.match(len(ranges))",
+        "",
+        _LOCATE + "test_tokens_of_media_count_for_the_budget",
+    ),
+    Fault(
+        "Text between images is taken where it is found first, though it is there twice",
+        "decoded_text:_gaps",
+        "if from_left != from_right[::-1]:",
+        "if False:",
+        _DECODED + "test_what_stands_for_media_may_have_any_length_but_one_place",
+    ),
+    Fault(
+        "A chat is rendered with its images loaded again",
+        "chat_renderer",
+        "list(map(_unloaded, messages))",
+        "messages",
+        _MESSAGES + "test_media_are_rendered_without_being_loaded",
+    ),
+    Fault(
+        "The content of a message with images is its text alone",
+        "_Finder._message",
+        "_whole if index in self._with_media else _within",
+        "_within",
+        _MESSAGES + "test_the_content_of_a_message_with_images_is_text_and_images",
+    ),
+    Fault(
+        "A tokenizer of mistral_common is asked for offsets, which it does not have",
+        "map_of_rendering",
+        'getattr(tokenizer, "is_fast", False) and hasattr(tokenizer, "backend_tokenizer")',
+        'getattr(tokenizer, "is_fast", False)',
+        _DECODED + "test_a_tokenizer_that_is_fast_but_has_no_offsets_is_decoded",
+    ),
+    Fault(
+        "Copied rows do not say where the images are",
+        "Activations.copy",
+        "self.positions_of_media",
+        "()",
+        "tests/unit/results/test_activations.py::test_copies_say_where_the_media_of_the_prompt_are",
+    ),
+    Fault(
+        "Rows that a server sends do not say where the images are",
+        "PackedRows.__init__",
+        "activations.positions_of_media",
+        "()",
+        "tests/unit/results/test_activations.py::test_files_say_where_the_media_of_the_prompt_are",
     ),
 )

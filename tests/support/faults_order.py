@@ -133,8 +133,8 @@ ORDER: tuple[Fault, ...] = (
     Fault(
         "A message of whitespace is left out of a selection of messages",
         "_Finder.all",
-        "if any(parts):",
-        "if any(part.strip() for part in parts):",
+        "if has_media or any(texts):",
+        "if has_media or any(text.strip() for text in texts):",
         _MESSAGES + "test_a_message_of_whitespace_has_the_tokens_that_the_template_wrote_for_it",
     ),
     Fault(

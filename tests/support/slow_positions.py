@@ -51,7 +51,7 @@ def find_messages(
     for index, message in enumerate(messages):
         role = str(message.get("role", ""))
         try:
-            parts = _parts(message.get("content"))
+            parts, _ = _parts(message.get("content"))
             if not any(parts):
                 found.append(Message(role, index))
                 continue

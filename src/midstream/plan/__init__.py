@@ -25,6 +25,7 @@ from midstream.plan.operations import (
     Steer,
 )
 from midstream.plan.plan import Plan
+from midstream.plan.positions.items import Image, Media
 from midstream.plan.positions.position_set import Match, Where
 from midstream.plan.positions.positions import Positions, Role, Span, Text, TokenIds, Window
 from midstream.plan.positions.prompt import Prompt
@@ -62,6 +63,7 @@ __all__ = [
     "Features",
     "Flag",
     "Gate",
+    "Image",
     "Instruction",
     "Layers",
     "Lens",
@@ -71,6 +73,7 @@ __all__ = [
     "MLP",
     "Mass",
     "Match",
+    "Media",
     "ModelShape",
     "Named",
     "Norms",

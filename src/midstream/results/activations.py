@@ -22,6 +22,7 @@ from midstream.results.arrays import (
 )
 from midstream.results.encoded_rows import Rows
 from midstream.results.held_rows import HeldRows
+from midstream.results.media_span import MediaSpan
 from midstream.results.rows_file import (
     POSITIONS,
     TOKENS,
@@ -65,6 +66,7 @@ class Activations:
         num_layers: layers of the model; None: unknown.
         heads: the heads of each (site, layer) that is [rows, heads, head_dim].
         held: the encoded rows, from which vectors are decoded.
+        positions_of_media: where each image, audio and video of the prompt is; see `MediaSpan`.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Activations:
         tokens: Tensor | Sequence[int],
         num_layers: int | None = None,
         heads: Mapping[Tap, Heads] | None = None,
+        positions_of_media: tuple[MediaSpan, ...] = (),
     ) -> None:
         """Create from tensors or encoded rows, which are not copied and are read on first access.
 
@@ -83,10 +86,12 @@ class Activations:
             tokens: tokens of the whole request that were computed, from position 0.
             num_layers: layers of the model, for negative layers; None: unknown.
             heads: per (site, layer), the heads that are shown.
+            positions_of_media: empty for a prompt without media.
         """
         self.held = HeldRows(values, positions, tokens)
         self._values: dict[Tap, Tensor] = {}
         self.num_layers = num_layers
+        self.positions_of_media = positions_of_media
         self.heads = {tap: tap_heads for tap, tap_heads in (heads or {}).items() if tap in values}
 
     def __getitem__(self, key: tuple[str, int] | str | int) -> Tensor:
@@ -123,8 +128,8 @@ class Activations:
     def copy(self) -> Activations:
         """Return the rows in memory of their own, so that the worker's memory can be freed."""
         held = self.held.copy()
-        tokens = held.token_ids
-        return Activations(held.values, held.positions, tokens, self.num_layers, self.heads)
+        more = (held.token_ids, self.num_layers, self.heads, self.positions_of_media)
+        return Activations(held.values, held.positions, *more)
 
     def __contains__(self, key: object) -> bool:
         named = sites.parse(key) if isinstance(key, str) else None
@@ -239,7 +244,7 @@ class Activations:
             rows[f"{site}.{layer}"] = value
             indices[f"{site}.{layer}.{POSITIONS}"] = self.positions_of(site, layer)
             indices[f"{site}.{layer}.{TOKENS}"] = self.token_ids_of(site, layer)
-        metadata = header_of(self.num_layers)
+        metadata = header_of(self.num_layers, self.positions_of_media)
         if codec is not None:
             rows, encoding = encode_blocks(rows, codec)
             widths = {name: len(block) for name, block in rows.items()}
@@ -291,9 +296,13 @@ class Activations:
         return self._values[tap]
 
 
-def with_heads(activations: Activations, heads: Mapping[Tap, Heads]) -> Activations:
+def with_heads(
+    activations: Activations,
+    heads: Mapping[Tap, Heads],
+    positions_of_media: tuple[MediaSpan, ...] = (),
+) -> Activations:
     """Return the same rows with other heads shown, by (site, layer): without any, [rows, width]."""
-    if activations.heads == heads:
+    if activations.heads == heads and activations.positions_of_media == positions_of_media:
         return activations
     return Activations(
         activations.held.values,
@@ -301,6 +310,7 @@ def with_heads(activations: Activations, heads: Mapping[Tap, Heads]) -> Activati
         activations.held.tokens,
         activations.num_layers,
         heads,
+        positions_of_media,
     )
 
 
@@ -314,8 +324,8 @@ def rows_after(
         later = (every > last.get(tap, -1)).nonzero()[:, 0]
         chosen = later if rows.chosen is None else rows.chosen[later]
         values[tap], positions[tap] = replace(rows, chosen=chosen), every[later]
-    tokens = activations.held.tokens
-    return Activations(values, positions, tokens, activations.num_layers, activations.heads)
+    shown = (activations.num_layers, activations.heads, activations.positions_of_media)
+    return Activations(values, positions, activations.held.tokens, *shown)
 
 
 def _find(rows: Activations, key: Any) -> Tap:

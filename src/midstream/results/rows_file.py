@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from midstream import sites
 from midstream.errors import CodecError, SpecError, UnsupportedError
 from midstream.results.arrays import PER_DIM, Heads, array_of, load_tensors
 from midstream.results.encoded_rows import Rows
+from midstream.results.media_span import MediaSpan
 from midstream.sites import Tap, order
 from midstream.validation import INT_LIMIT, is_int, read_json, show
 
@@ -39,7 +41,14 @@ _NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 def read_rows_file(
     data: bytes,
-) -> tuple[dict[Tap, Tensor | Rows], dict[Tap, Tensor], Tensor, int | None, dict[Tap, Heads]]:
+) -> tuple[
+    dict[Tap, Tensor | Rows],
+    dict[Tap, Tensor],
+    Tensor,
+    int | None,
+    dict[Tap, Heads],
+    tuple[MediaSpan, ...],
+]:
     """Return the arguments of `Activations` from the bytes of a file; see `serialization.pack`."""
     from safetensors import SafetensorError
 
@@ -81,13 +90,18 @@ def read_rows_file(
         token_ids[where] = ids
     count = metadata.get("num_layers", "")
     num_layers = int(count) if _NUMBER.fullmatch(count) else None
-    return values, positions, array_of(token_ids, "int64"), num_layers, heads_of_taps
+    tokens_of_rows = array_of(token_ids, "int64")
+    return values, positions, tokens_of_rows, num_layers, heads_of_taps, _media(metadata)
 
 
-def header_of(num_layers: int | None) -> dict[str, str]:
+def header_of(num_layers: int | None, media: Sequence[MediaSpan]) -> dict[str, str]:
     """Return the metadata that every file of captured rows has; None: the number is unknown."""
     header = {"format": FORMAT, "version": VERSION}
-    return header if num_layers is None else {**header, "num_layers": str(num_layers)}
+    if num_layers is not None:
+        header["num_layers"] = str(num_layers)
+    if media:
+        header["media"] = json.dumps([asdict(span) for span in media], separators=(",", ":"))
+    return header
 
 
 def widths_of(widths: Mapping[str, int], hidden: int) -> dict[str, str]:
@@ -143,6 +157,20 @@ def _heads(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Heads
             "tensors by name",
         )
     return heads
+
+
+def _media(metadata: Mapping[str, Any]) -> tuple[MediaSpan, ...]:
+    """Return the media that a file's metadata state."""
+    text = metadata.get("media", "[]")
+    try:
+        media = msgspec.convert(read_json(text), tuple[MediaSpan, ...])
+    except (SpecError, TypeError, msgspec.ValidationError):
+        raise SpecError(
+            "",
+            f"media {show(str(text))}: expected a JSON list of objects with `kind`, `index`, "
+            "`first` and `length`",
+        ) from None
+    return media
 
 
 def _checked_heads(name: str, rows: Any, heads: Heads) -> Heads:

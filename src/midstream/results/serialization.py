@@ -41,7 +41,8 @@ class PackedRows:
         self._groups = activations.held.groups()
         forms = tuple([(group.taps, len(group), group.nothing) for group in self._groups])
         heads = tuple(activations.heads.items())
-        known = activations.num_layers, activations.codec.spec, hidden, dtype, heads
+        about = header_of(activations.num_layers, activations.positions_of_media)
+        known = tuple(about.items()), activations.codec.spec, hidden, dtype, heads
         self._header, size = _header_of(forms, *known)
         self.nbytes = len(self._header) + size
 
@@ -68,7 +69,8 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
     Tensor `{site}.{layer}` is [rows, width] in the model's dtype; for a lossy codec it is uint8
     [rows, bytes of a row], encoded as `midstream.codecs` describes. `{site}.{layer}.positions` and
     `{site}.{layer}.token_ids` are int64 [rows]. The metadata have `format`, `version`, `codec`,
-    `hidden` and `dtype`, and `num_layers` if it is known. If vectors are not all as wide as
+    `hidden` and `dtype`, `num_layers` if it is known, and `media` if the prompt has any, a JSON
+    list of the fields of `MediaSpan`. If vectors are not all as wide as
     `hidden`, the version is 2, and `widths` is a JSON object with the width of each of the other
     tensors by name. If some are of attention heads, one after the other, the version is 2 too, and
     `heads` is a JSON object with [number of heads, indices of those that are shown or null] by
@@ -85,7 +87,7 @@ def unpack(data: bytes) -> Activations:
 @functools.lru_cache(maxsize=_CACHED_HEADERS)
 def _header_of(
     forms: Sequence[_Form],
-    num_layers: int | None,
+    about: Sequence[tuple[str, str]],
     codec: str,
     hidden: int,
     dtype: torch.dtype,
@@ -96,7 +98,7 @@ def _header_of(
         f"{site}.{layer}": nothing.hidden for taps, _, nothing in forms for site, layer in taps
     }
     metadata = {
-        **header_of(num_layers),
+        **dict(about),
         "codec": codec,
         "hidden": str(hidden),
         "dtype": str(dtype).removeprefix("torch."),

@@ -7,9 +7,19 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from midstream.errors import SpecError
-from midstream.plan.positions.items import Item, Role, Span, Text, TokenIds, Window
+from midstream.plan.positions.items import (
+    MEDIA_KINDS,
+    Item,
+    Media,
+    Role,
+    Span,
+    Text,
+    TokenIds,
+    Window,
+)
 from midstream.plan.positions.positions import Positions
-from midstream.plan.positions.prompt import Message, Prompt
+from midstream.plan.positions.prompt import MediaItem, Message, Prompt
+from midstream.plan.positions.ranges import merge
 from midstream.plan.positions.text_map import TextMap
 from midstream.plan.positions.work import WorkBudget
 
@@ -44,6 +54,7 @@ token_ids = st.lists(st.integers(0, 8), min_size=1, max_size=4, unique=True).map
 which = st.just("all") | st.integers(-3, 2)
 texts = st.builds(Text, st.text("ab \n", min_size=1, max_size=3), which)
 roles = st.builds(Role, st.sampled_from((*ROLES, "system")), which)
+media = st.builds(Media, which, st.sampled_from(MEDIA_KINDS))
 
 
 def items(words: Sequence[str], bound: int = 12) -> st.SearchStrategy[Item]:
@@ -55,6 +66,7 @@ def items(words: Sequence[str], bound: int = 12) -> st.SearchStrategy[Item]:
         token_ids,
         texts,
         roles,
+        media,
     )
 
 
@@ -98,7 +110,11 @@ capture_positions = positions(CAPTURE_WORDS).filter(_ascends)
 edit_positions = positions(EDIT_WORDS)
 
 
-def prompt_of(ids: Sequence[int], messages: Sequence[Message] | None = ()) -> Prompt:
+def prompt_of(
+    ids: Sequence[int],
+    messages: Sequence[Message] | None = (),
+    media: Sequence[MediaItem] = (),
+) -> Prompt:
     """A prompt of tokens of PIECES."""
     starts, stops, text = [], [], ""
     for token in ids:
@@ -106,7 +122,9 @@ def prompt_of(ids: Sequence[int], messages: Sequence[Message] | None = ()) -> Pr
         text += PIECES[token]
         stops.append(len(text))
     known = None if messages is None else tuple(messages)
-    return Prompt(len(ids), tuple(ids), TextMap(text, tuple(starts), tuple(stops)), known)
+    return Prompt(
+        len(ids), tuple(ids), TextMap(text, tuple(starts), tuple(stops)), known, tuple(media)
+    )
 
 
 @st.composite
@@ -118,7 +136,13 @@ def prompts(draw: st.DrawFn, longest: int = 8) -> Prompt:
     messages = [
         Message(draw(st.sampled_from(ROLES)), index, *pair) for index, pair in enumerate(pairs)
     ]
-    return prompt_of(ids, messages)
+    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=6, unique=True)))
+    items = []
+    for start, stop in zip(cuts[::2], cuts[1::2], strict=False):
+        held = draw(st.sets(st.integers(start, stop - 1)))
+        ranges = merge((place, place + 1) for place in held)
+        items.append(MediaItem(draw(st.sampled_from(MEDIA_KINDS[:2])), start, stop, ranges))
+    return prompt_of(ids, messages, items)
 
 
 def found_texts(known: TextMap, wanted: str) -> list[tuple[int, int]]:
@@ -183,6 +207,13 @@ def rows_of_item(item: Item, prompt: Prompt, ids: Sequence[int]) -> set[int]:
     if isinstance(item, Role):
         mine = [message for message in prompt.messages if message.role == item.role]
         return _chosen([set(range(each.start, each.stop)) for each in mine], item.message)
+    if isinstance(item, Media):
+        held = [
+            {row for row in rows if any(start <= row < stop for start, stop in found.ranges)}
+            for found in prompt.media
+            if found.kind == item.kind
+        ]
+        return _chosen(held, item.index)
     wanted = {
         "all": lambda row: True,
         "prompt": lambda row: row < length,

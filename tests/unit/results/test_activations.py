@@ -16,6 +16,8 @@ from midstream.results.activations import Activations, rows_after, with_heads
 from midstream.results.arrays import Heads
 from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup
+from midstream.results.media_span import MediaSpan
+from midstream.results.serialization import pack, unpack
 from midstream.results.stack import stack
 
 TOKENS = torch.tensor([11, 12, 13, 14, 15, 16])
@@ -332,3 +334,27 @@ def test_heads_are_saved_and_loaded_and_the_file_has_all_of_them(tmp_path, kind,
             assert torch.equal(file.get_tensor("k.3"), values[K])
     assert again["k", 3].shape == (3, 1, 2)
     assert Activations.load(again.save(tmp_path / "again"))["z", 3].shape == (3, 4, 2)
+
+
+def test_copies_say_where_the_media_of_the_prompt_are():
+    known = make()
+    assert known.positions_of_media == ()
+    spans = (MediaSpan("image", 0, 1, 3),)
+    shown = with_heads(known, {}, spans)
+    assert shown.positions_of_media == spans
+    assert shown.copy().positions_of_media == spans
+    assert pickle.loads(pickle.dumps(shown)).positions_of_media == spans
+    later = rows_after(shown, {}, list(shown))
+    assert later.positions_of_media == spans
+    assert with_heads(shown, {}).positions_of_media == ()
+
+
+def test_files_say_where_the_media_of_the_prompt_are(tmp_path):
+    spans = (MediaSpan("image", 0, 1, 3), MediaSpan("audio", 0, 9, 2))
+    shown = with_heads(make(), {}, spans)
+    assert Activations.load(shown.save(tmp_path / "rows")).positions_of_media == spans
+    packed = pack(shown, 4, torch.float32)
+    assert unpack(packed).positions_of_media == spans
+    assert unpack(pack(make(), 4, torch.float32)).positions_of_media == ()
+    with pytest.raises(SpecError, match="media .*expected a JSON list of objects with `kind`"):
+        unpack(packed.replace(b'\\"index\\":0', b'\\"index\\":x', 1))

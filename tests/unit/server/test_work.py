@@ -389,6 +389,23 @@ async def test_a_large_plan_is_resolved_once_and_in_a_thread(monkeypatch):
     assert len(prepared.plan.edits) == 601
 
 
+async def test_a_plan_that_is_prepared_ahead_knows_the_images_of_its_prompt():
+    engine = ResolvingEngine()
+    plan = CallPlan(
+        read_field({"edits": [*edits(600), {**edits(1)[0], "positions": {"image": 0}}]}).plan
+    )
+    rendered = {
+        "type": "multimodal",
+        "prompt_token_ids": [5] * 700,
+        "mm_placeholders": {"image": [SimpleNamespace(offset=640, length=9, is_embed=None)]},
+    }
+    params = SimpleNamespace(n=1, max_tokens=4)
+    await engine.front.plans.resolve_ahead(plan, rendered, params, (), ())
+    request = SimpleNamespace(prompt_token_ids=[5] * 700, sampling_params=params)
+    prepared = engine.front.plans.resolve(request, plan, (), ())
+    assert prepared.plan.edits[-1].where.ranges == ((640, 649),)
+
+
 def test_combinations_of_parts_have_a_budget_in_all_versions_of_a_plan():
     def nested(count):
         return [

@@ -13,6 +13,7 @@ from support.nightly import rounds
 from unit.store.making import HIDDEN, TAPS, entry, header, rows_of, same, vectors, write
 
 from midstream import (
+    Image,
     Positions,
     Role,
     Span,
@@ -193,6 +194,7 @@ def test_what_is_asked_for_by_name_is_chosen(store, asked, keep):
         ({"position": "last"}, "position: 'last' cannot be determined"),
         ({"position": Text("x")}, "position: Text.'x'. cannot be determined"),
         ({"position": [0, Role("user")]}, "position: Role.* cannot be determined"),
+        ({"position": Image(0)}, "position: Image.0. cannot be determined"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(store, asked, problem):

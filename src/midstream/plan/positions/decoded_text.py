@@ -8,6 +8,9 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.plan.positions.text_map import TextMap
 
+# [start, stop), of tokens or characters.
+Region = tuple[int, int]
+
 # Decoders write this for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
 
@@ -94,22 +97,86 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return str(text)
 
 
-def map_of_rendering(tokenizer: Any, text: str, token_ids: Sequence[int]) -> TextMap:
-    """Return the characters of each token in the text that was tokenized."""
+def map_of_rendering(
+    tokenizer: Any, text: str, token_ids: Sequence[int], media: Sequence[Region] = ()
+) -> TextMap:
+    """Return the characters of each token in the text that was tokenized.
+
+    Tokens of `media`, [start, stop) of each placeholder in the prompt, share the characters that
+    the text has in its place.
+    """
     wanted = list(token_ids)
-    if getattr(tokenizer, "is_fast", False):
+    # Tokenizers of mistral_common say that they are fast, and have no offsets.
+    if getattr(tokenizer, "is_fast", False) and hasattr(tokenizer, "backend_tokenizer"):
         for special in (False, True):
             encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-            if list(encoding["input_ids"]) == wanted:
-                return _map_of_offsets(text, encoding["offset_mapping"])
-    decoded = text_map(tokenizer, wanted)
-    if decoded.text != text:
+            gaps = _gaps(_parts(wanted, media), "".join(map(chr, encoding["input_ids"])))
+            if gaps is not None:
+                spans = _map_of_offsets(text, encoding["offset_mapping"])
+                return _with_media(spans, media, gaps)
+    decoded = None if media else text_map(tokenizer, wanted)
+    if decoded is None or decoded.text != text:
+        why = "a prompt that was cut is not"
+        if media:
+            why += (
+                "; with images it takes a tokenizer with offsets, and a text that tells them apart"
+            )
         raise SpecError(
             "",
-            "the prompt's tokens are not those of the chat as its template renders it (a prompt "
-            "that was cut, or has images, is not)",
+            f"the prompt's tokens are not those of the chat as its template renders it ({why})",
         )
     return decoded
+
+
+def _parts(ids: Sequence[int], media: Sequence[Region]) -> list[str]:
+    """Return the tokens before, between and after media, a character for each token."""
+    bounds = [0, *(bound for region in media for bound in region), len(ids)]
+    pairs = zip(bounds[::2], bounds[1::2], strict=True)
+    return ["".join(map(chr, ids[start:stop])) for start, stop in pairs]
+
+
+def _gaps(parts: list[str], whole: str) -> list[Region] | None:
+    """Return what `whole` has between the parts, of which it has all; None: it has not, or there
+    are several ways to find them.
+    """
+    if len(parts) == 1:
+        return [] if parts[0] == whole else None
+    first, *inner, last = parts
+    low, high = len(first), len(whole) - len(last)
+    if not (whole.startswith(first) and whole.endswith(last)) or low >= high:
+        return None
+    from_left, at = [], low
+    for part in inner:
+        at = whole.find(part, at + 1, high - 1)
+        if at < 0:
+            return None
+        from_left.append((at, at + len(part)))
+        at += len(part)
+    from_right, at = [], high
+    for part in reversed(inner):
+        at = whole.rfind(part, low + 1, at - 1)
+        from_right.append((at, at + len(part)))
+    if from_left != from_right[::-1]:
+        return None
+    bounds = [low, *(bound for region in from_left for bound in region), high]
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def _with_media(spans: TextMap, media: Sequence[Region], gaps: Sequence[Region]) -> TextMap:
+    """Return the characters of a prompt's tokens, by those of the tokens that have `gaps` in place
+    of media.
+    """
+    starts: list[int] = []
+    stops: list[int] = []
+    reached = 0
+    for (start, stop), (first, end) in zip(media, gaps, strict=True):
+        count = stop - start
+        starts += [*spans.starts[reached:first], *([spans.starts[first]] * count)]
+        stops += [*spans.stops[reached:first], *([spans.stops[end - 1]] * count)]
+        reached = end
+    starts += spans.starts[reached:]
+    stops += spans.stops[reached:]
+    return TextMap(spans.text, tuple(starts), tuple(stops))
 
 
 def _map_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> TextMap:

@@ -10,8 +10,10 @@ from midstream.errors import SpecError
 from midstream.plan.argument_names import parameters_of
 from midstream.plan.positions.items import (
     MAX_IDS,
+    MEDIA_KINDS,
     VALUES,
     Item,
+    Media,
     Role,
     Span,
     Text,
@@ -156,6 +158,14 @@ def _tokens(value: Mapping[Any, Any]) -> TokenIds:
         return TokenIds(ids)
 
 
+def _media(value: Mapping[Any, Any], kind: Any) -> Media:
+    index = read_fields(value, required=(kind,))[kind]
+    try:
+        return Media(index, kind)
+    except SpecError as error:
+        raise SpecError(kind, error.problem) from None
+
+
 def _of_fields(value: Mapping[Any, Any], make: Any) -> Any:
     return make(**read_fields(value, *parameters_of(make)))
 
@@ -166,4 +176,5 @@ _FORMS: dict[str, Callable[[Mapping[Any, Any]], Value]] = {
     "tokens": _tokens,
     "text": partial(_of_fields, make=Text),
     "role": partial(_of_fields, make=Role),
+    **{kind: partial(_media, kind=kind) for kind in MEDIA_KINDS},
 }

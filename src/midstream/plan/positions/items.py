@@ -1,4 +1,4 @@
-"""Items of a position selection: Span, Window, TokenIds, Text and Role."""
+"""Items of a position selection: Span, Window, TokenIds, Text, Role and Media."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midstream.errors import SpecError
-from midstream.validation import at, check_text, is_int, kind, read_int, show
+from midstream.validation import at, check_text, is_int, kind, read_int, read_word, show
 
 # Limits on the memory and search time of one request; far above practical use.
 MAX_IDS = 4096  # token ids in one selection
 MAX_TEXT = 1 << 16  # characters of a Text
 MAX_ROLE = 256  # characters of a role's name
+
+MEDIA_KINDS = ("image", "audio", "video")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +213,55 @@ class Role:
         return f"Role({show(self.role)}, {which})"
 
 
-Value = Span | Window | TokenIds | Text | Role
+@dataclass(frozen=True, slots=True)
+class Media:
+    """The prompt tokens in whose place the model gets the embeddings of an image, audio or video.
+
+    Tokens that a model writes around and between these (begin and end of an image, its rows, times
+    in a video) are not selected: they have embeddings of their own.
+
+    Attributes:
+        index: among the items of this kind, in the order of the prompt, from 0; negative: from the
+            last; or "all".
+        kind: "image", "audio" or "video".
+
+    Raises:
+        SpecError: a field is malformed.
+    """
+
+    index: int | Literal["all"]
+    kind: Literal["image", "audio", "video"]
+
+    def __post_init__(self) -> None:
+        with at("index"):
+            object.__setattr__(self, "index", _read_which(self.index))
+        with at("kind"):
+            read_word(self.kind, MEDIA_KINDS)
+
+    def emit(self) -> dict[str, object]:
+        """Return the JSON form, which Positions reads."""
+        return {self.kind: self.index}
+
+    def __str__(self) -> str:
+        which = show(self.index) if self.index == "all" else self.index
+        return f"Image({which})" if self.kind == "image" else f"Media({which}, {show(self.kind)})"
+
+
+def Image(index: int | Literal["all"]) -> Media:
+    """Return `Media(index, "image")`: the tokens of an image of the prompt, or of all.
+
+    Raises:
+        SpecError: `index` is neither an int nor "all".
+    """
+    return Media(index, "image")
+
+
+Value = Span | Window | TokenIds | Text | Role | Media
 Item = str | int | Value
 
-VALUES = (Span, Window, TokenIds, Text, Role)
+VALUES = (Span, Window, TokenIds, Text, Role, Media)
+# Those that are located in the prompt alone, by more than its length.
+IN_PROMPT = (Text, Role, Media)
 
 
 def show_item(item: Item) -> str:
@@ -246,7 +293,7 @@ def _meets_generated(item: Item) -> bool:
         # Either the first step from a negative start passes the prompt's end, or a prompt of
         # `step` tokens clips the start to 0, so that the next position is the prompt's end.
         return item.start >= 0 or item.start + item.step < item.stop
-    if isinstance(item, (Text, Role)):
+    if isinstance(item, IN_PROMPT):
         return False
     if isinstance(item, int):
         return item >= 1

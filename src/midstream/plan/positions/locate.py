@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from midstream.errors import SpecError
-from midstream.plan.positions.items import Item, Role, Span, Text, Window
+from midstream.plan.positions.items import Item, Media, Role, Span, Text, Window
 from midstream.plan.positions.prompt import Message, Prompt
 from midstream.plan.positions.range_set import least
 from midstream.plan.positions.ranges import Range, Ranges
@@ -73,6 +73,8 @@ class Locator:
             return self._span(item, max_ranges)
         if isinstance(item, Text):
             return self._text(item)
+        if isinstance(item, Media):
+            return self._media(item)
         assert isinstance(item, Role)
         return self._role(item)
 
@@ -191,6 +193,25 @@ class Locator:
         self.budget.match(len(of_role))
         ranges = tuple(content for message in of_role for content in _content(message))
         return Found(ranges, "" if ranges else f"{item}: the message has no content in the prompt")
+
+    def _media(self, item: Media) -> Found:
+        of_kind = [media for media in self.prompt.media if media.kind == item.kind]
+        count = len(of_kind)
+        if not count:
+            others = ", ".join(sorted({media.kind for media in self.prompt.media}))
+            has = f"; it has {others}" if others else ""
+            return Found((), f"{item} selects nothing: the prompt has no {item.kind}{has}")
+        if item.index != "all":
+            if not -count <= item.index < count:
+                return Found(
+                    (),
+                    f"{item.kind} {item.index} is out of range: the prompt has {count} of this "
+                    f"kind, expected 0 to {count - 1} (or −{count} to −1)",
+                )
+            of_kind = [of_kind[item.index]]
+        ranges = tuple(span for media in of_kind for span in media.ranges)
+        self.budget.match(len(ranges))
+        return Found(ranges, "" if ranges else f"{item}: none of its tokens holds an embedding")
 
 
 def _content(message: Message) -> list[Range]:

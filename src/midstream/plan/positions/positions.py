@@ -11,10 +11,30 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.plan.argument_names import FrozenFields
 from midstream.plan.positions.item_parser import read_item, read_items
-from midstream.plan.positions.items import Item, Role, Span, Text, TokenIds, Window
+from midstream.plan.positions.items import (
+    IN_PROMPT,
+    Item,
+    Media,
+    Role,
+    Span,
+    Text,
+    TokenIds,
+    Window,
+)
 from midstream.validation import as_list, at, read_word
 
-__all__ = ["PHASES", "Item", "Phase", "Positions", "Role", "Span", "Text", "TokenIds", "Window"]
+__all__ = [
+    "PHASES",
+    "Item",
+    "Media",
+    "Phase",
+    "Positions",
+    "Role",
+    "Span",
+    "Text",
+    "TokenIds",
+    "Window",
+]
 
 Phase = Literal["all", "prompt", "generated"]
 
@@ -40,7 +60,7 @@ class Positions(FrozenFields):
             `"last"`, the final row, known only when the request ends;
             an int; a negative one counts back from the prompt's end, so that it is known before
             generation: −1 is the last prompt token, not the request's last token;
-            a Span; a Window; TokenIds; a Text; a Role.
+            a Span; a Window; TokenIds; a Text; a Role; Media.
         phase: "all", or "prompt" or "generated" to select only such tokens.
         exclude: the same kinds of items, except "all" and "last"; may be empty. Must be empty if
             `include` has `"last"`: whether the final row is excluded would be known only when it
@@ -59,7 +79,8 @@ class Positions(FrozenFields):
         Besides the forms above, a span may be a `slice`, a `range` or `{"slice": [start, stop,
         step]}`, whose stop and step may be null or omitted. The other kinds have JSON forms as
         well: `{"window": [start, stop, step]}` (the step may be omitted), `{"tokens": [id, …]}`,
-        `{"text": "…", "occurrence": "all"}`, `{"role": "user", "message": -1}`.
+        `{"text": "…", "occurrence": "all"}`, `{"role": "user", "message": -1}`, `{"image": 0}`
+        (or "all"; so for `audio` and `video`).
 
         Raises:
             SpecError: an item of another kind, a duplicate item, an empty `include`, an item that
@@ -99,7 +120,7 @@ class Positions(FrozenFields):
     def needs_prompt(self) -> bool:
         """Whether the selection depends on more of the prompt than its length."""
         return any(
-            isinstance(item, (Text, Role))
+            isinstance(item, IN_PROMPT)
             or (isinstance(item, TokenIds) and self.phase != "generated")
             for item in (*self.include, *self.exclude)
         )

@@ -1,4 +1,4 @@
-"""`Prompt`: a prompt's length, token ids, text and chat messages, for locating positions."""
+"""`Prompt`: a prompt's length, token ids, text, messages and media, for locating positions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from midstream.errors import SpecError
+from midstream.plan.positions.ranges import Ranges
 from midstream.plan.positions.text_map import TextMap
 
 if TYPE_CHECKING:
@@ -25,6 +26,18 @@ class Message:
     problem: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """An image, audio or video; its placeholder is at [start, stop) of the prompt, its embeddings
+    at `ranges` within that.
+    """
+
+    kind: str
+    start: int
+    stop: int
+    ranges: Ranges
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A prompt: its length P, and optional information for locating positions; None: unknown.
@@ -36,6 +49,7 @@ class Prompt:
     token_ids: tuple[int, ...] | None = None
     text: TextMap | Callable[[], TextMap] | None = None
     messages: tuple[Message, ...] | Callable[[], tuple[Message, ...]] | None = None
+    media: tuple[MediaItem, ...] = ()  # in the order of the prompt
 
     def __post_init__(self) -> None:
         if self.length < 1:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from midstream.errors import SpecError
 from midstream.plan.plan import Plan, ServerWide
-from midstream.plan.positions.items import Item, Role, Span, Text, Window, show_item
+from midstream.plan.positions.items import IN_PROMPT, Item, Span, Window, show_item
 from midstream.plan.positions.positions import Positions
 from midstream.plan.probe import Probe
 from midstream.plan.readouts.capture import Capture
@@ -68,8 +68,8 @@ def _check(positions: Positions) -> None:
 
 
 def _check_item(item: Item, path: str) -> None:
-    if isinstance(item, (Text, Role)):
-        why = "is located in the prompt's text, which is not complete"
+    if isinstance(item, IN_PROMPT):
+        why = "is located in the prompt, which is not complete"
     elif isinstance(item, Window) or item in ("prompt", "generated", "last_prompt"):
         why = "depends on where the prompt ends, and the prompt grows"
     elif min(_bounds(item)) < 0:

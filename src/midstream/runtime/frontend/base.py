@@ -35,6 +35,7 @@ from midstream.runtime.frontend.request.call_plan import CallPlan, other_args
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.prompt.media import spans_of
 from midstream.runtime.frontend.request.readouts import Registries
 from midstream.runtime.frontend.request.request_plans import RequestPlans
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
@@ -222,7 +223,8 @@ class BaseFrontEnd:
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused
-        return AdmittedRequest(uid, prepared.plan, own, routes, reused, dict(prepared.later))
+        later, media = dict(prepared.later), spans_of(request)
+        return AdmittedRequest(uid, prepared.plan, own, routes, reused, later, media)
 
     def _submit(self, request: Any, send: Callable[[], object]) -> None:
         uid = uid_of(request.sampling_params)

@@ -166,3 +166,63 @@ def test_smollm2s_pieces_are_together_the_decoded_text(smollm2):
     assert "".join(_pieces(found)) == text
     ((first, stop),) = found_texts(found, "😀😀👨‍👩‍👧")
     assert decode(tokenizer, _encode(tokenizer, text)[first:stop]) == " 😀😀👨‍👩‍👧"
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@given(
+    st.lists(st.text("thecat \n", max_size=6), min_size=2, max_size=5),
+    st.data(),
+)
+@settings(max_examples=rounds(suite=150, nightly=1200))
+def test_tokens_of_media_have_the_characters_of_what_stands_for_them(tokenizer, texts, data):
+    mark = "<|im_end|>"
+    (mark_id,) = _encode(tokenizer, mark)
+    text = mark.join(texts)
+    ids, media, known = [], [], []
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    for token, span in zip(whole["input_ids"], whole["offset_mapping"], strict=True):
+        if token != mark_id:
+            ids.append(token)
+            known.append(span)
+            continue
+        held = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=4))
+        media.append((len(ids), len(ids) + len(held)))
+        ids += held
+        known += [span] * len(held)
+    found = map_of_rendering(tokenizer, text, ids, media)
+    assert found.text == text
+    for (start, stop), (first, last) in zip(
+        zip(found.starts, found.stops, strict=True), known, strict=True
+    ):
+        assert (start, stop) == (first, last) or first == last
+
+
+def test_what_stands_for_media_may_have_any_length_but_one_place():
+    text = "he<|im_end|>the<|im_end|>cat"
+    ids = _encode(BYTE_LEVEL, text)
+    he, the, cat = (_encode(BYTE_LEVEL, word) for word in ("he", "the", "cat"))
+    one = [*he, 0, 0, *cat]
+    found = map_of_rendering(BYTE_LEVEL, text, one, [(len(he), len(he) + 2)])
+    place = len(he)
+    assert (found.starts[place], found.stops[place + 1]) == (2, 25)
+    with pytest.raises(SpecError, match="not those of the chat"):
+        map_of_rendering(BYTE_LEVEL, text, [*he, 0, *the, 0, 0], [(len(he), len(he) + 1)])
+    with pytest.raises(SpecError, match="not those of the chat"):
+        map_of_rendering(BYTE_LEVEL, text, [0, *ids], [(0, 1)])
+    # Whether the first is "a", or "aa", cannot be told.
+    a = _encode(BYTE_LEVEL, "a")
+    with pytest.raises(SpecError, match="not those of the chat"):
+        map_of_rendering(BYTE_LEVEL, "aaaa", [0, *a, 0], [(0, 1), (2, 3)])
+    found = map_of_rendering(BYTE_LEVEL, "aaa", [0, *a, 0], [(0, 1), (2, 3)])
+    assert found.starts == (0, 1, 2)
+
+
+def test_a_tokenizer_that_is_fast_but_has_no_offsets_is_decoded():
+    class Tekken:
+        is_fast = True
+
+        def decode(self, ids, **named):
+            return BYTE_LEVEL.decode(ids, **named)
+
+    ids = _encode(BYTE_LEVEL, "the cat")
+    assert map_of_rendering(Tekken(), "the cat", ids) == text_map(BYTE_LEVEL, ids)

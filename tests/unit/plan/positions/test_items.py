@@ -8,7 +8,16 @@ from hypothesis import given
 from unit.plan.position_strategies import EDIT_WORDS, items
 
 from midstream.errors import SpecError
-from midstream.plan.positions.items import Role, Span, Text, TokenIds, Window, show_item
+from midstream.plan.positions.items import (
+    Image,
+    Media,
+    Role,
+    Span,
+    Text,
+    TokenIds,
+    Window,
+    show_item,
+)
 from midstream.plan.positions.positions import Positions
 
 
@@ -86,9 +95,29 @@ def test_long_items_are_shown_short():
         (lambda: Role(""), "role", "expected 1 to 256 characters, got 0"),
         (lambda: Role(None), "role", "expected `str`, got `None`"),
         (lambda: Role("user", 1.0), "message", '`int` or "all", got `float`'),
+        (lambda: Image("first"), "index", "`int` or \"all\", got 'first'"),
+        (lambda: Image(True), "index", '`int` or "all", got `bool`'),
+        (lambda: Media(0, "picture"), "kind", "`image`, `audio`, `video`, got 'picture'"),
+        (lambda: Media(0, None), "kind", "got `None`"),
+        (lambda: Positions({"image": "x"}), "image", "`int` or \"all\", got 'x'"),
+        (lambda: Positions({"image": 0, "index": 1}), "", "index"),
+        (
+            lambda: Positions(Image(0), "generated"),
+            "",
+            'cannot select a token of phase "generated"',
+        ),
+        (lambda: Positions([Image(0), {"image": 0}]), "[1]", "is listed twice"),
     ],
 )
 def test_malformed_items_are_refused(make, path, problem):
     with pytest.raises(SpecError, match=problem) as caught:
         make()
     assert caught.value.path == path
+
+
+def test_an_image_is_one_of_the_media():
+    assert Image(-1) == Media(-1, "image") == Positions({"image": -1}).include[0]
+    assert Image("all").emit() == {"image": "all"}
+    assert Media(2, "audio").emit() == {"audio": 2}
+    assert str(Image("all")) == "Image('all')"
+    assert str(Media(0, "video")) == "Media(0, 'video')"

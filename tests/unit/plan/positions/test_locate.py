@@ -4,11 +4,12 @@ import pytest
 from unit.plan.position_strategies import prompt_of
 
 from midstream.errors import SpecError
-from midstream.plan.positions.items import Role, Text
+from midstream.plan.positions.items import Image, Media, Role, Text
 from midstream.plan.positions.positions import Positions
-from midstream.plan.positions.prompt import Message, Prompt
-from midstream.plan.positions.select import select
+from midstream.plan.positions.prompt import MediaItem, Message, Prompt
+from midstream.plan.positions.select import PromptSelections, select
 from midstream.plan.positions.text_map import TextMap
+from midstream.plan.positions.work import MAX_MATCHES
 
 WORDS = TextMap("the concatenated cat sat, cat", (0, 3, 16, 20, 25), (3, 16, 20, 25, 29))
 CHAT = (
@@ -16,7 +17,14 @@ CHAT = (
     Message("user", 1, 4, 6),
     Message("assistant", 2, 7, 7),
     Message("user", 3, 8, 9),
-    Message("tool", 4, problem="its content has a part of type 'image_url', which is no text"),
+    Message("tool", 4, problem="its content has a part of type 'refusal', which is neither text"),
+)
+
+
+MEDIA = (
+    MediaItem("image", 0, 6, ((1, 3), (4, 5))),
+    MediaItem("audio", 6, 8, ((6, 8),)),
+    MediaItem("image", 9, 11, ((9, 11),)),
 )
 
 
@@ -76,6 +84,46 @@ def test_a_message_that_is_not_there_is_explained(item, problem):
     with pytest.raises(SpecError, match=problem) as caught:
         _chat(item)
     assert caught.value.path == "positions"
+
+
+def _media(item):
+    return select(Positions(item), Prompt(12, media=MEDIA), 4).ranges
+
+
+def test_media_are_counted_by_kind_and_are_where_their_embeddings_are():
+    assert _media(Image(0)) == _media(Image(-2)) == ((1, 3), (4, 5))
+    assert _media(Image("all")) == ((1, 3), (4, 5), (9, 11))
+    assert _media(Media(0, "audio")) == _media(Media("all", "audio")) == ((6, 8),)
+    assert _media([Image(1), 0, Media(0, "audio")]) == ((0, 1), (6, 8), (9, 11))
+    everything_else = Positions("prompt", exclude=[Image("all"), Image(5), Media(0, "video")])
+    where = select(everything_else, Prompt(12, media=MEDIA), 4)
+    assert where.ranges == ((0, 1), (3, 4), (5, 9), (11, 12))
+
+
+@pytest.mark.parametrize(
+    ("item", "problem"),
+    [
+        (Image(2), "image 2 is out of range: .* has 2 of this kind, expected 0 to 1 .or −2 to −1"),
+        (Image(-3), "image -3 is out of range"),
+        (Media("all", "video"), "the prompt has no video; it has audio, image$"),
+        (Media(1, "audio"), "audio 1 is out of range"),
+    ],
+)
+def test_media_that_are_not_there_are_explained(item, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        _media([0, item])
+    assert caught.value.path == "positions[1]"
+
+
+def test_tokens_of_media_count_for_the_budget():
+    ranges = tuple((place, place + 1) for place in range(0, 2 * MAX_MATCHES // 8, 2))
+    many = MediaItem("image", 0, 2 * MAX_MATCHES // 8, ranges)
+    prompt = Prompt(MAX_MATCHES, media=(many,))
+    selections = PromptSelections(prompt, 4)
+    for kept in range(1, 9):
+        selections.select(Positions(Image("all"), exclude=kept))
+    with pytest.raises(SpecError, match="the budget is"):
+        selections.select(Positions(Image("all"), exclude=9))
 
 
 def test_what_is_costly_is_worked_out_once_and_only_when_asked_for():

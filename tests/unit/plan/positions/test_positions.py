@@ -136,7 +136,8 @@ def test_a_range_of_negative_ints_selects_just_these():
         (
             {},
             "",
-            "expected a dict of one of `slice`, `window`, `tokens`, `text`, `role`, got an em",
+            "expected a dict of one of `slice`, `window`, `tokens`, `text`, `role`, `image`, "
+            "`audio`, `video`, got an empty one",
         ),
         ({"text": "a", "slice": [0]}, "", "unknown field 'text'; known: `slice`"),
         ({"window": [0]}, "window", "expected 2 to 3 numbers, start, stop, step, got 1"),

@@ -7,6 +7,7 @@ import pytest
 from midstream.errors import SpecError
 from midstream.plan import (
     Capture,
+    Image,
     Plan,
     Positions,
     Probe,
@@ -55,6 +56,7 @@ def test_positions_counted_from_the_start_and_ids_are_known_whatever_comes(posit
         (Window(0, 4), "positions"),
         (Text("a"), "positions"),
         (Role("user"), "positions"),
+        (Image(0), "positions"),
         (Positions("all", phase="prompt"), "phase"),
         (Positions("all", phase="generated"), "phase"),
         (Positions("all", exclude=[1, -1]), "exclude[1]"),

@@ -13,7 +13,7 @@ from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.plan import Plan
 from midstream.plan.control.controller import Controller
-from midstream.plan.positions.prompt import Message
+from midstream.plan.positions.prompt import MediaItem, Message
 from midstream.runtime.frontend.request.prompt.message_spans import (
     chat_params,
     chat_renderer,
@@ -39,9 +39,11 @@ class CallPlan:
         # vLLM copies a request's parameters; an immutable plan can be shared.
         return self
 
-    def spans(self, engine: Any, tokenizer: Any, tokens: Sequence[int]) -> tuple[Message, ...]:
+    def spans(
+        self, engine: Any, tokenizer: Any, tokens: Sequence[int], media: Sequence[MediaItem]
+    ) -> tuple[Message, ...]:
         render = chat_renderer(engine.renderer, chat_params(**self.template))
-        return message_spans(tokenizer, self.messages, tokens, render=render)
+        return message_spans(tokenizer, self.messages, tokens, render=render, media=media)
 
 
 def has_plan(params: Any) -> bool:

@@ -37,6 +37,7 @@ from midstream.runtime.frontend.request.budget import (
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controlled import with_controller
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.prompt.media import media_of
 from midstream.runtime.frontend.request.readouts import (
     EngineReadings,
     bound,
@@ -78,7 +79,7 @@ class _Recent:
 
 # Tokens of all prompts that are kept; a token takes some 200 bytes.
 MAX_TOKENS = 1 << 17
-# The tokens of a prompt, and for one that was made from a chat also what identifies the chat.
+# The tokens of a prompt, and what identifies its chat, if it was made from one, and its media.
 Key = tuple[tuple[int, ...], Hashable]
 
 
@@ -290,15 +291,15 @@ class PlanResolver:
         )
 
     def _prompt(self, request: Any, call_plan: CallPlan) -> Prompt:
-        ids = request.prompt_token_ids
+        ids, media = request.prompt_token_ids, media_of(request)
         # If only some of a prompt is tokens, there are placeholders among its ids.
         if ids is None or not all(getattr(request, "prompt_is_token_ids", None) or ()):
-            return Prompt(_prompt_len(request))
+            return Prompt(_prompt_len(request), media=media)
         tokens = tuple(ids)
         tokenizer = self._tokenizer
 
         def messages() -> Any:
-            return call_plan.spans(self._engine, tokenizer(), tokens)
+            return call_plan.spans(self._engine, tokenizer(), tokens, media)
 
         def make() -> Prompt:
             return Prompt(
@@ -306,9 +307,11 @@ class PlanResolver:
                 token_ids=tokens,
                 text=lambda: text_map(tokenizer(), tokens),
                 messages=None if call_plan.messages is None else messages,
+                media=media,
             )
 
-        return self._prompts.get((tokens, None if call_plan.messages is None else call_plan), make)
+        chat = None if call_plan.messages is None else call_plan
+        return self._prompts.get((tokens, (chat, media)), make)
 
     def _tokenizer(self) -> Any:
         tokenizer = self._engine.get_tokenizer()

@@ -16,6 +16,7 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.prompt.media import places_of_rendered
 
 # Taps, parts, positions and tokens of a plan that is resolved in some 20 ms.
 _LONG = 1024
@@ -87,6 +88,7 @@ def _request_of(prompt: Any, params: Any, max_length: int) -> Any:
     return SimpleNamespace(
         prompt_token_ids=tokens,
         prompt_is_token_ids=None,
+        mm_features=places_of_rendered(prompt),
         sampling_params=SimpleNamespace(
             max_tokens=max_length - len(tokens) if most is None else most
         ),

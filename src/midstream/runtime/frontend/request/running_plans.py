@@ -14,6 +14,7 @@ from midstream.plan.plan import ServerWide
 from midstream.plan.vectors.named_lookup import Lookup
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan
+from midstream.runtime.frontend.request.prompt.media import places_of
 
 # Server-wide edits and captures at one time.
 Others = tuple[tuple[ServerWide, ...], tuple[Capture, ...]]
@@ -70,6 +71,7 @@ class RunningPlans:
     ) -> None:
         """Add an admitted request, which keeps the `others`; `later` gets all later versions."""
         own, asked = call_plan.plan, call_plan
+        prompt = {name: getattr(request, name, None) for name in _OF_REQUEST}
         if own is not None and own.names():
             # A name may mean something else later.
             own = own.bind(self._lookup, self._num_layers)
@@ -82,7 +84,7 @@ class RunningPlans:
             call_plan=call_plan,
             before=others[0],
             also=others[1],
-            prompt=SimpleNamespace(**{name: getattr(request, name, None) for name in _OF_REQUEST}),
+            prompt=SimpleNamespace(**prompt, mm_features=places_of(request)),
             given=((), ()) if own is None else (own.edits, own.origins),
             later=later,
         )

@@ -200,7 +200,8 @@ def set_on_output(output: Any, finished: FinishedRequest) -> bool:
         if finished.partial_rows is not None or receipt.dropped or receipt.problems:
             return False
         assert mine.activations is not None, "there is a route only for captured rows"
-        shown = with_heads(mine.activations, admitted.heads(route.captures, finished.shape))
+        heads = admitted.heads(route.captures, finished.shape)
+        shown = with_heads(mine.activations, heads, admitted.media)
     attributes = {
         **_NO_RESULTS,
         "activations": shown,
@@ -243,7 +244,8 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                     chosen = admitted.plan.only(route.captures)
                     rows = _rows_of(rows, chosen, mine.tokens, shape)
                 if route.sink == MEMORY:
-                    of_heads = with_heads(rows, admitted.heads(route.captures, shape))
+                    heads = admitted.heads(route.captures, shape)
+                    of_heads = with_heads(rows, heads, admitted.media)
                     shares.append(SinkShare(index, route, None, of_heads))
                     continue
                 size = sum(sizes[tap] * count for tap, count in rows.counts().items())

@@ -158,7 +158,7 @@ class PartialRows:
         paces = {route: sinks.pace(route.sink) for route in admitted.routes}
         self._paces = {route: pace for route, pace in paces.items() if pace is not None}
         self._streamed = _streamed(admitted)
-        self._heads = admitted.heads(self._streamed, shape)
+        self._shown_as = admitted.heads(self._streamed, shape), admitted.media
         self._selection = RowSelection(admitted.plan, shape)
         self._needs_all_at_end = len(self._paces) < len(admitted.routes)
         self._last_request = time.monotonic()
@@ -238,7 +238,7 @@ class PartialRows:
         mine.shown = stop
         mine.unshown = [block for block in mine.unshown if block.positions[-1] >= stop]
         rows = self._selection.decided(self._streamed, blocks, tokens[:stop], start)
-        return with_heads(rows, self._heads)
+        return with_heads(rows, *self._shown_as)
 
     # -- pieces for sinks -------------------------------------------------------------------
 

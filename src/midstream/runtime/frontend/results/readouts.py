@@ -53,11 +53,15 @@ def _vectors(rows: Activations, patterns: dict[Tap, int]) -> Activations | None:
     if not isinstance(held, GatheredRows):
         values = {tap: held[tap] for tap in taps}
         positions = {tap: rows.positions_of(*tap) for tap in taps}
-        return Activations(values, positions, tokens, rows.num_layers, rows.heads)
+        return Activations(values, positions, tokens, *_shown(rows))
     # Rows of attention are in groups of their own, as they have another form.
     groups = [group for group in held.groups if group.taps[0] not in patterns]
     mine = GatheredRows(taps, groups)
-    return Activations(mine, mine.positions(), tokens, rows.num_layers, rows.heads)
+    return Activations(mine, mine.positions(), tokens, *_shown(rows))
+
+
+def _shown(rows: Activations) -> tuple[Any, ...]:
+    return rows.num_layers, rows.heads, rows.positions_of_media
 
 
 def num_reduced(rows: Activations, plan: ResolvedPlan) -> dict[Tap, int]:
@@ -97,8 +101,7 @@ def with_reduced(
     if not values:
         return whole
     values = {tap: values[tap] for tap in sorted(values, key=order)}
-    tokens = rows.held.tokens
-    return Activations(values, positions, tokens, rows.num_layers, rows.heads)
+    return Activations(values, positions, rows.held.tokens, *_shown(rows))
 
 
 def _parts(rows: Activations, tap: Tap, pattern: Pattern, place: int) -> Tensor:

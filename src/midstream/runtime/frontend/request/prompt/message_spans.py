@@ -10,8 +10,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.plan.positions.decoded_text import map_of_rendering
-from midstream.plan.positions.prompt import Message
+from midstream.plan.positions.decoded_text import Region, map_of_rendering
+from midstream.plan.positions.prompt import MediaItem, Message
+from midstream.plan.positions.ranges import merge
 from midstream.plan.positions.text_map import TextMap
 from midstream.plan.positions.work import check_rendered
 from midstream.validation import show
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 # Renders the messages of a chat to the text of the prompt.
 Render = Callable[[list[dict[str, Any]]], str]
-# [start, stop) of characters.
-Region = tuple[int, int]
 
 # Arguments of `LLM.chat` that the chat template gets; each is part of that function's seam.
 TEMPLATE_ARGUMENTS = (
@@ -37,6 +36,16 @@ TEMPLATE_ARGUMENTS = (
 _MOST_JOINED = 256
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+# Parts of media that vLLM loads, and the field of each that says from where.
+_LOADED = {
+    "image_url": "image_url",
+    "input_image": "image_url",
+    "image_pil": "image_pil",
+    "audio_url": "audio_url",
+    "input_audio": "input_audio",
+    "video_url": "video_url",
+}
+_MEDIA_PARTS = (*_LOADED, "image_embeds", "audio_embeds", "video_embeds")
 
 
 def message_spans(
@@ -45,23 +54,30 @@ def message_spans(
     prompt_token_ids: Sequence[int],
     *,
     render: Render | None = None,
+    media: Sequence[MediaItem] = (),
     **template_kwargs: Any,
 ) -> tuple[Message, ...]:
     """Return the tokens of each message's content.
 
     Contents are located by rendering the chat again with markers in their places: the text before
     and after a marker must be the text before and after the content. A token with characters of
-    both the content and the template belongs to the content. The `problem` of a Message says why it
-    cannot be located, as its content is not text, or the template drops, repeats or rewrites it.
+    both the content and the template belongs to the content. The content of a message with `media`
+    is all that the template writes for it. The `problem` of a Message says why it cannot be
+    located, as its content is of another kind, or the template drops, repeats or rewrites it.
     Without `render` the tokenizer's `apply_chat_template` gets `template_kwargs`.
     """
     if render is None:
         render = _by_template(tokenizer, template_kwargs)
     message_dicts = [dict(message) for message in messages]
     text = render(message_dicts)
-    return _Finder(
-        message_dicts, render, text, map_of_rendering(tokenizer, text, prompt_token_ids)
-    ).all()
+    tokens = map_of_rendering(tokenizer, text, prompt_token_ids, _regions_of(media))
+    return _Finder(message_dicts, render, text, tokens).all()
+
+
+def _regions_of(media: Sequence[MediaItem]) -> list[Region]:
+    """Return the placeholders, ascending; those of a video with its audio are one."""
+    regions = merge((item.start, item.stop) for item in media)
+    return [(start, stop) for start, stop in regions if stop is not None]
 
 
 def chat_params(
@@ -89,10 +105,14 @@ def chat_params(
 
 
 def chat_renderer(renderer: Any, params: ChatParams) -> Render:
-    """Return a function that renders a chat as vLLM's renderer does, for `message_spans`."""
+    """Return a function that renders a chat as vLLM's renderer does, for `message_spans`. It loads
+    no images.
+    """
+    from midstream.runtime.frontend.request.prompt.inputs import named_refusals  # imports vLLM
 
     def render(messages: list[dict[str, Any]]) -> str:
-        _, prompt = renderer.render_messages(messages, params)
+        with named_refusals():
+            _, prompt = renderer.render_messages(list(map(_unloaded, messages)), params)
         text = prompt.get("prompt")
         if not isinstance(text, str):
             raise SpecError("", "this model's chats are made into tokens without a text")
@@ -107,6 +127,18 @@ def template_arguments(
     """Return what a chat call's template gets, by name; `args` follow the sampling parameters."""
     bound = inspect.signature(chat).bind_partial(None, None, None, *args, **named)
     return {name: bound.arguments[name] for name in TEMPLATE_ARGUMENTS if name in bound.arguments}
+
+
+def _unloaded(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with media that are known by an id alone, for which vLLM loads nothing."""
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return message
+    parts = []
+    for part in content:
+        name = _LOADED.get(_sort(part))
+        parts.append(part if name is None else {**part, name: None, "uuid": "not loaded"})
+    return {**message, "content": parts}
 
 
 def _by_template(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Render:
@@ -135,18 +167,21 @@ class _Finder:
         self._tokens = tokens
         self._mark = _unused_mark(text)
         self._rendered = 0
-        # Of the messages that have text: the content's parts, or why it has none.
+        # Of the messages that have a content: the texts in it, or why it cannot be located.
         self._contents: dict[int, list[str] | SpecError] = {}
+        self._with_media: set[int] = set()
 
     def all(self) -> tuple[Message, ...]:
         for index, message in enumerate(self._messages):
             try:
-                parts = _parts(message.get("content"))
+                texts, has_media = _parts(message.get("content"))
             except SpecError as error:
                 self._contents[index] = error
                 continue
-            if any(parts):
-                self._contents[index] = parts
+            if has_media:
+                self._with_media.add(index)
+            if has_media or any(texts):
+                self._contents[index] = texts
         regions = self._regions()
         return tuple(self._message(index, regions) for index in range(len(self._messages)))
 
@@ -159,7 +194,8 @@ class _Finder:
             if isinstance(parts, SpecError):
                 raise parts
             start, stop = regions[index] if index in regions else self._region_of(index)
-            first, end = _within(self._text[start:stop], parts)
+            within = _whole if index in self._with_media else _within
+            first, end = within(self._text[start:stop], parts)
             first, end = self._tokens.tokens(start + first, start + end)
         except SpecError as error:
             return Message(role, index, problem=error.problem)
@@ -186,7 +222,7 @@ class _Finder:
             if is_last:
                 stop = len(text) - len(gap) if text.endswith(gap) else -1
             else:
-                stop = self._stop(place, parts, gap)
+                stop = None if index in self._with_media else self._stop(place, parts, gap)
             if stop is None:
                 try:
                     start, stop = self._region_of(index)
@@ -251,26 +287,49 @@ def _unused_mark(text: str) -> str:
     return f"midstreamcontent{number}mark"
 
 
-def _parts(content: Any) -> list[str]:
+def _sort(part: Any) -> str:
+    """Return the type of a part of a content; vLLM takes it from the field if it is not given."""
+    if not isinstance(part, Mapping):
+        return "text" if isinstance(part, str) else type(part).__name__
+    of_field = next((name for name in _MEDIA_PARTS if name in part), "text")
+    return str(part.get("type", of_field))
+
+
+def _parts(content: Any) -> tuple[list[str], bool]:
+    """Return the texts of a content, and whether it has media."""
     if content is None:
-        return []
+        return [], False
     if isinstance(content, str):
-        return [content]
+        return [content], False
     if not isinstance(content, Sequence):
         raise SpecError("", f"its content is a `{type(content).__name__}`, not text")
-    texts = []
+    texts, has_media = [], False
     for part in content:
         if isinstance(part, str):
             texts.append(part)
             continue
-        sort = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        sort = _sort(part)
+        if sort in _MEDIA_PARTS:
+            has_media = True
+            continue
         text = part.get("text") if isinstance(part, Mapping) else None
         if sort not in _TEXT_PARTS or not isinstance(text, str):
             raise SpecError(
-                "", f"its content has a part of type {show(str(sort))}, which is no text"
+                "", f"its content has a part of type {show(sort)}, which is neither text nor media"
             )
         texts.append(text)
-    return texts
+    return texts, has_media
+
+
+def _whole(region: str, texts: list[str]) -> Region:
+    """Return all of what the template wrote for a content with media, which must have its texts."""
+    reached = 0
+    for text in map(str.strip, texts):
+        place = region.find(text, reached)
+        if place < 0:
+            raise SpecError("", "the chat template rewrites it, or leaves it out")
+        reached = place + len(text)
+    return 0, len(region)
 
 
 def _within(region: str, parts: list[str]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from support.tokenizers import byte_level, sentencepiece_like
 
 from midstream.errors import SpecError
 from midstream.plan.positions.decoded_text import decode, map_of_rendering
+from midstream.plan.positions.prompt import MediaItem
 from midstream.plan.positions.work import MAX_RENDERED
 from midstream.runtime.frontend.request.prompt.message_spans import (
     chat_params,
@@ -206,8 +207,8 @@ def test_a_content_of_several_texts_goes_from_the_first_to_the_last():
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ([{"type": "image_url", "image_url": {"url": "x"}}], "type 'image_url', which is no text"),
-        ([{"type": "text", "text": "a"}, 5], "type 'int', which is no text"),
+        ([{"type": "refusal", "refusal": "x"}], "type 'refusal', which is neither text nor media"),
+        ([{"type": "text", "text": "a"}, 5], "type 'int', which is neither text nor media"),
         ({"text": "a"}, "its content is a `dict`, not text"),
     ],
 )
@@ -354,3 +355,75 @@ def test_smollm2s_own_template_has_each_message_where_it_says(smollm2):
     messages = _chat(*contents, roles=("user", "assistant", "user"))
     found = _found(tokenizer, messages, add_generation_prompt=True)
     assert found == contents
+
+
+# Writes images as vLLM's models have them in a prompt.
+SEES = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
+    "<|im_end|>{% endif %}{% endfor %}{% endif %}</{{ m.role }}>{% endfor %}"
+)
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def _seen(messages, count):
+    """What the tokens of each message spell, or its problem; each image takes `count` tokens."""
+    ids, media = [], []
+    (mark,) = BYTE_LEVEL("<|im_end|>", add_special_tokens=False)["input_ids"]
+    for token in _ids(BYTE_LEVEL, messages, chat_template=SEES):
+        if token == mark:
+            media.append(
+                MediaItem("image", len(ids), len(ids) + count, ((len(ids), len(ids) + count),))
+            )
+        ids += [token] * (count if token == mark else 1)
+    found = message_spans(BYTE_LEVEL, messages, ids, chat_template=SEES, media=media)
+    return [each.problem or decode(BYTE_LEVEL, ids[each.start : each.stop]) for each in found]
+
+
+def _said(text):
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_content_of_a_message_with_images_is_text_and_images(count):
+    image = "<|im_end|>" * count
+    messages = [
+        {"role": "system", "content": "he"},
+        {"role": "user", "content": [PICTURE, _said("the cat")]},
+        {"role": "assistant", "content": "the cat"},
+        {"role": "user", "content": [_said("he"), PICTURE, PICTURE, _said("the"), PICTURE]},
+        {"role": "user", "content": [PICTURE]},
+        {"role": "user", "content": [{"image_url": "x"}, _said("<user>")]},
+        {"role": "user", "content": "cat"},
+    ]
+    assert _seen(messages, count) == [
+        "he",
+        image + "the cat",
+        "the cat",
+        "he" + 2 * image + "the" + image,
+        image,
+        image + "<user>",
+        "cat",
+    ]
+
+
+def test_media_are_rendered_without_being_loaded():
+    rendered = []
+
+    class Renderer:
+        def render_messages(self, messages, params):
+            rendered.extend(messages)
+            return messages, {"prompt": "the cat"}
+
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    messages = [
+        {"role": "user", "content": [PICTURE, _said("he"), sound, {"image_pil": object()}]},
+        {"role": "user", "content": "he"},
+    ]
+    assert chat_renderer(Renderer(), chat_params())(messages) == "the cat"
+    picture, text, audio, pil = rendered[0]["content"]
+    assert picture["image_url"] is audio["input_audio"] is pil["image_pil"] is None
+    assert picture["uuid"]
+    assert text == _said("he")
+    assert rendered[1] == messages[1]
+    assert messages[0]["content"][0] == PICTURE

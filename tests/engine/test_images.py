@@ -1,0 +1,279 @@
+"""Positions in prompts with images, on tiny vision-language models, compared with transformers."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support import vision
+from support.engines import engine, greedy
+from support.pages import blocks
+
+from midstream import Capture, Image, Media, Positions, Probe, Role, SpecError, Steer, Text
+
+LAYER = 1
+TOLERANCE = 1e-4
+VECTOR = 4 * torch.randn(vision.HIDDEN, generator=torch.Generator().manual_seed(3))
+SITES = ["embed", "resid_pre", "resid_post"]
+EVERY = Capture("all", ["resid_pre", "resid_post"])
+
+
+class Served(NamedTuple):
+    llm: Any
+    oracle: vision.VisionOracle
+    mark: str
+
+
+@pytest.fixture(scope="module", params=list(vision.MODELS))
+def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served]:
+    name = request.param
+    path = vision.make(name, tiny_models)
+    oracle = vision.VisionOracle(name, path)
+    settings = {
+        "max_model_len": 512,
+        "limit_mm_per_prompt": {"image": 2, "video": int(name == "qwen3vl")},
+        "midstream": {"sites": SITES},
+    }
+    with engine(vision.served(path), **settings) as llm:
+        yield Served(llm, oracle, vision.MODELS[name].mark)
+
+
+def ask(served: Served, text: str, seeds: list[int], **plan: Any) -> Any:
+    pictures = [vision.picture(seed) for seed in seeds]
+    prompt = {"prompt": text, "multi_modal_data": {"image": pictures}} if seeds else text
+    return served.llm.generate([prompt], greedy(3), use_tqdm=False, **plan)[0]
+
+
+def far(rows: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert rows.shape == wanted.shape
+    return float(((rows - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+
+
+def test_rows_at_an_image_are_those_of_its_embeddings(served: Served) -> None:
+    text = f"the {served.mark} is in the hat"
+    capture = [Capture("all", ["embed", "resid_post"], positions=Image(0))]
+    output = ask(served, text, [1], capture=capture)
+    inputs = served.oracle.inputs(text, [vision.picture(1)])
+    assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
+    places = served.oracle.image_tokens(inputs)
+    rows, _ = served.oracle.run(inputs)
+    assert len(places) >= 4
+    assert output.activations.positions_of("resid_post", 2).tolist() == places
+    for layer in range(vision.LAYERS):
+        assert (
+            far(output.activations["resid_post", layer], rows["resid_post", layer][places]) < 1e-4
+        )
+    assert far(output.activations["embed"], rows["resid_pre", 0][places]) < TOLERANCE
+    (item,) = output.activations.positions_of_media
+    assert (item.kind, item.index) == ("image", 0)
+    assert item.first <= places[0]
+    assert places[-1] < item.first + item.length <= len(output.prompt_token_ids)
+
+
+def test_an_edit_at_all_images_is_a_hook_at_their_tokens(served: Served) -> None:
+    text = f"{served.mark} and {served.mark} in the hat"
+    edit = Steer(VECTOR, LAYER, positions=Image("all"))
+    output = ask(served, text, [1, 2], capture=[EVERY], edits=[edit])
+    answer = list(output.outputs[0].token_ids)
+    pictures = [vision.picture(1), vision.picture(2)]
+    inputs = served.oracle.inputs(text, pictures, answer[:-1])
+    places = served.oracle.image_tokens(inputs)
+    rows, logits = served.oracle.run(inputs, LAYER, dict.fromkeys(places, VECTOR))
+    for tap, wanted in rows.items():
+        assert far(output.activations[tap], wanted) < TOLERANCE, tap
+    last = len(output.prompt_token_ids) - 1
+    assert answer == logits[last:].argmax(-1).tolist()
+    plain, _ = served.oracle.run(inputs)
+    assert far(plain["resid_post", 3][last:], rows["resid_post", 3][last:]) > 0.01
+
+
+def test_one_of_two_images_is_selected_and_combined_with_others(served: Served) -> None:
+    text = f"the {served.mark} and {served.mark} in the hat"
+    pictures = [vision.picture(1), vision.picture(2, 84, 140)]
+    prompt = {"prompt": text, "multi_modal_data": {"image": pictures}}
+    inputs = served.oracle.inputs(text, pictures)
+    places = served.oracle.image_tokens(inputs)
+    count = next(at for at in range(1, len(places)) if places[at] != places[at - 1] + 1)
+    first, second = places[:count], places[count:]
+    decode = served.llm.get_tokenizer().decode
+    ids = inputs["input_ids"][0].tolist()
+    selected = {
+        "first": (Image(0), first),
+        "second": (Image(-1), second),
+        "media": (Media(1, "image"), second),
+        "both": (Image("all"), places),
+        "json": ({"image": 1}, second),
+        "with.text": ([Image(0), Text(" and "), 0], None),
+        "without": (Positions("prompt", exclude=Image("all")), None),
+    }
+    probes = [
+        Probe(VECTOR, layer=2, name=name, positions=where) for name, (where, _) in selected.items()
+    ]
+    output = served.llm.generate([prompt], greedy(1), probes=[probes], use_tqdm=False)[0]
+    found = {name: output.probes.positions_of(name).tolist() for name in selected}
+    for name, (_, wanted) in selected.items():
+        assert wanted is None or found[name] == wanted, name
+    capture = [Capture([2], positions=[0, Image(1)], reduce="norm"), Capture([1])]
+    rows = served.llm.generate([prompt], greedy(1), capture=[capture], use_tqdm=False)[0]
+    items = rows.activations.positions_of_media
+    assert [(item.kind, item.index) for item in items] == [("image", 0), ("image", 1)]
+    assert items[0].first <= first[0] <= first[-1] < items[0].first + items[0].length
+    assert items[1].first <= second[0] <= second[-1] < items[1].first + items[1].length
+    assert rows.activations.copy().positions_of_media == items
+    others = sorted(set(range(len(ids))) - set(places))
+    assert found["without"] == others
+    between = [place for place in found["with.text"] if place not in first]
+    assert between[0] == 0
+    assert set(between) < set(others)
+    assert decode([ids[place] for place in between[1:]]) == " and "
+
+
+@pytest.mark.parametrize(
+    ("where", "seeds", "problem"),
+    [
+        (Image(1), [1], "image 1 is out of range: the prompt has 1 of this kind, expected 0 to 0"),
+        (Image(-2), [1], "image -2 is out of range"),
+        (Image("all"), [], "Image..all.. selects nothing: the prompt has no image .prompt 0."),
+        (Media(0, "audio"), [1], "the prompt has no audio; it has image"),
+    ],
+)
+def test_media_that_a_prompt_lacks_are_refused(
+    served: Served, where: Media, seeds: list[int], problem: str
+) -> None:
+    text = f"the {served.mark} is" if seeds else "the hat"
+    with pytest.raises(SpecError, match=f"edits.0..positions.*{problem}"):
+        ask(served, text, seeds, edits=[Steer(VECTOR, LAYER, positions=where)])
+
+
+def test_the_frames_of_a_video_are_selected_without_the_times_between_them(
+    served: Served,
+) -> None:
+    if not served.mark.startswith("<|vision_start|>"):
+        pytest.skip("this model has no videos")
+    frames = np.stack([np.asarray(vision.picture(seed, 64, 64)) for seed in range(4)])
+    about = {
+        "fps": 2.0,
+        "duration": 2.0,
+        "total_num_frames": 4,
+        "frames_indices": [0, 1, 2, 3],
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+    mark = served.mark.replace("image", "video")
+    prompt = {
+        "prompt": f"{served.mark} and {mark} in the hat",
+        "multi_modal_data": {"image": [vision.picture(1)], "video": [(frames, about)]},
+    }
+    wheres = {"video": Media(0, "video"), "image": Image(0), "both": [Image(0), {"video": -1}]}
+    probes = [Probe(VECTOR, layer=2, name=name, positions=where) for name, where in wheres.items()]
+    output = served.llm.generate(
+        [prompt], greedy(1), probes=[probes], capture=[Capture([1])], use_tqdm=False
+    )[0]
+    found = {name: output.probes.positions_of(name).tolist() for name in wheres}
+    ids = output.prompt_token_ids
+    image, video = served.llm.get_tokenizer().convert_tokens_to_ids(
+        ["<|image_pad|>", "<|video_pad|>"]
+    )
+    assert found["video"] == [place for place, token in enumerate(ids) if token == video]
+    assert found["image"] == [place for place, token in enumerate(ids) if token == image]
+    assert found["both"] == sorted(found["image"] + found["video"])
+    # Each of two pairs of frames has a time before it.
+    first, last = found["video"][0], found["video"][-1]
+    assert last - first + 1 > len(found["video"]) > 4
+    spans = output.activations.positions_of_media
+    assert [(span.kind, span.index) for span in spans] == [("image", 0), ("video", 0)]
+    assert spans[1].first <= first < last < spans[1].first + spans[1].length
+
+
+def test_the_example_of_the_documents_runs(served: Served) -> None:
+    [example] = [
+        text
+        for _, _, text in blocks("docs/selecting.md", ["python"])
+        if text.startswith("# needs a vision-language model")
+    ]
+    names: dict[str, Any] = {
+        "llm": served.llm,
+        "params": greedy(2),
+        "v": VECTOR,
+        "mark": served.mark,
+        "cat": vision.picture(1),
+        "owl": vision.picture(2),
+    }
+    exec(compile(example, "docs/selecting.md", "exec"), names)
+    output = names["out"]
+    items = output.activations.positions_of_media
+    assert [item.index for item in items] == [0, 1]
+    assert output.activations["embed"].shape == output.activations["resid_post", 3].shape
+    assert output.receipt.status == "ok"
+
+
+def url(seed: int) -> dict[str, Any]:
+    data = io.BytesIO()
+    vision.picture(seed).save(data, "PNG")
+    text = base64.b64encode(data.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+CHAT = [
+    {"role": "system", "content": "be terse"},
+    {"role": "user", "content": [said("what is"), url(1), said("in the hat?")]},
+    {"role": "assistant", "content": "an owl"},
+    {"role": "user", "content": [url(2), said("and there?")]},
+    {"role": "assistant", "content": "an owl"},
+    {"role": "user", "content": "the end"},
+]
+
+
+def test_messages_of_a_chat_with_images_are_selected_and_images_loaded_once(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.multimodal.media.connector import MediaConnector
+
+    loaded = []
+    load = MediaConnector.load_from_url
+
+    def counted(self: Any, *args: Any, **named: Any) -> Any:
+        loaded.append(args)
+        return load(self, *args, **named)
+
+    monkeypatch.setattr(MediaConnector, "load_from_url", counted)
+    roles = {
+        "system": (Role("system"), "be terse"),
+        "first": (Role("user", 0), "what isIMAGEin the hat?"),
+        "second": (Role("user", 1), "IMAGEand there?"),
+        "last": (Role("user"), "the end"),
+        "answers": (Role("assistant", "all"), "an owlan owl"),
+        "text": (Text("in the hat?"), "in the hat?"),
+        "image": (Image(1), "IMAGE"),
+    }
+    probes = [
+        Probe(VECTOR, layer=2, name=name, positions=where) for name, (where, _) in roles.items()
+    ]
+    output = served.llm.chat(CHAT, greedy(1), probes=[probes], use_tqdm=False)[0]
+    assert len(loaded) == 2
+    ids, tokenizer = output.prompt_token_ids, served.llm.get_tokenizer()
+    found = {name: output.probes.positions_of(name).tolist() for name in roles}
+    for name, (_, wanted) in roles.items():
+        spelt = tokenizer.decode([ids[place] for place in found[name]])
+        if "IMAGE" not in wanted:
+            assert spelt == wanted, name
+            continue
+        before, after = wanted.split("IMAGE")
+        assert spelt.startswith(before), name
+        assert spelt.endswith(after), name
+    assert set(found["image"]) < set(found["second"])
+    spelt = tokenizer.decode([ids[place] for place in found["second"]])
+    assert spelt.startswith(served.mark.split("<|image_pad|>")[0].strip()) or spelt.startswith("\n")
+    # The marks of both ends belong to the message, the template's header does not.
+    assert "user" not in spelt
+    assert "<|im_end|>" not in spelt
