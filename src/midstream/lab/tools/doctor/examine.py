@@ -22,8 +22,10 @@ from midstream.lab.tools.doctor.model_copy import (
     save_config,
     save_copy,
     small_config,
+    small_whole,
 )
-from midstream.lab.tools.doctor.own_modules import NoOwnModules, OwnModules
+from midstream.lab.tools.doctor.module_hooks import NoOwnModules
+from midstream.lab.tools.doctor.own_modules import OwnModules
 from midstream.lab.tools.doctor.reference import Reference
 from midstream.lab.tools.doctor.report import (
     INCOMPARABLE,
@@ -86,10 +88,19 @@ def examine_config(options: Options, config: Any) -> Report:
 
 
 def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
-    """Examine a small copy of a configuration's language model, with transformers' weights if it has
-    the model and vLLM loads them, else with weights that are drawn as the engine starts.
+    """Examine a small copy of a model: of the class that is served if that is multimodal and loads
+    here, else of the language model.
     """
-    named = options.architecture or next(iter(config.architectures or ()), None)
+    note = ""
+    if options.architecture is None and config.get_text_config(decoder=True) is not config:
+        try:
+            with _as_cannot_build("no small copy of it can be made"):
+                save_config(small_whole(config, options.size or Size()), folder)
+            served = replace(options, engine=(*options.engine, ("language_model_only", True)))
+            why = "transformers has no model of the language model alone in that class"
+            return _examine_folder(_drawn(served), str(folder), why)
+        except CannotBuild as error:
+            note = f"its language model alone was loaded: {error}"
     with _as_cannot_build("no small copy of it can be made"):
         small = small_config(config, options.size or Size())
     try:
@@ -97,17 +108,22 @@ def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
             save_copy(small, folder, options.seed, options.architecture)
         report = _examine_folder(options, str(folder), "")
     except CannotBuild as error:
-        if named is None:
+        small.architectures = (
+            [options.architecture] if options.architecture else config.architectures
+        )
+        if not small.architectures:
             raise
+        save_config(small, folder)
         try:
-            save_config(small, folder, named)
-            drawn = replace(
-                options, engine=(*options.engine, ("load_format", drawn_weights(options.seed)))
-            )
-            report = _examine_folder(drawn, str(folder), str(error))
+            report = _examine_folder(_drawn(options), str(folder), str(error))
         except CannotBuild as second:
-            raise CannotBuild(f"{error}; with weights of its own: {second}") from second
-    return report
+            raise CannotBuild(f"{error}; with weights drawn in vLLM: {second}") from second
+    return replace(report, reason="; ".join(filter(None, (report.reason, note))))
+
+
+def _drawn(options: Options) -> Options:
+    """Return the options with an engine that draws the weights as it starts."""
+    return replace(options, engine=(*options.engine, ("load_format", drawn_weights(options.seed))))
 
 
 @contextmanager

@@ -26,6 +26,20 @@ def small_config(config: Any, size: Size) -> Any:
     return type(text).from_dict(fields)
 
 
+def small_whole(config: Any, size: Size) -> Any:
+    """Return a multimodal configuration with a small language model; its towers are not loaded."""
+    small = small_config(config, size)
+    fields = config.to_dict()
+    name = next(
+        name
+        for name in fields
+        if getattr(config, name, None) is config.get_text_config(decoder=True)
+    )
+    whole = type(config).from_dict({**fields, name: small.to_dict()})
+    whole.architectures = config.architectures
+    return whole
+
+
 def save_copy(config: Any, folder: Path, seed: int, architecture: str | None = None) -> None:
     """Save a model of this configuration with random weights.
 
@@ -46,12 +60,11 @@ def save_copy(config: Any, folder: Path, seed: int, architecture: str | None = N
         path.write_text(json.dumps(fields, indent=2), encoding="utf-8")
 
 
-def save_config(config: Any, folder: Path, architecture: str) -> None:
+def save_config(config: Any, folder: Path) -> None:
     """Save a configuration alone, in place of a model that may be there."""
     for file in folder.iterdir():
         file.unlink()
-    fields = {**config.to_dict(), "architectures": [architecture]}
-    (folder / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    (folder / "config.json").write_text(config.to_json_string(use_diff=False), encoding="utf-8")
 
 
 def drawn_weights(seed: int) -> str:
@@ -59,7 +72,7 @@ def drawn_weights(seed: int) -> str:
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    class DrawnWeights(DummyModelLoader):
+    class DrawnWeights(DummyModelLoader):  # type: ignore[misc]
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
             torch.manual_seed(seed)
