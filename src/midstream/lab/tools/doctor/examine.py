@@ -108,9 +108,8 @@ def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
             save_copy(small, folder, options.seed, options.architecture)
         report = _examine_folder(options, str(folder), "")
     except CannotBuild as error:
-        small.architectures = (
-            [options.architecture] if options.architecture else config.architectures
-        )
+        named = [options.architecture] if options.architecture else config.architectures
+        small.architectures = named
         if not small.architectures:
             raise
         save_config(small, folder)
@@ -155,7 +154,7 @@ def _examine_folder(options: Options, folder: str, lack: str) -> Report:
         except CannotBuild as error:
             lack, reference = str(error), None
     with _started(options, folder) as llm, _as_cannot_build("vLLM cannot run it here"):
-        classes, loaded = _model_of(llm)
+        classes, loaded, named = _model_of(llm)
         judged = None
         if reference is not None:
             judged, compared = _compare(llm, reference, asked, options.dtype), reference.name
@@ -165,8 +164,11 @@ def _examine_folder(options: Options, folder: str, lack: str) -> Report:
                 lack = f"transformers in float32 is too far from {options.dtype}"
         if lack:
             judged, compared = _compare_own(llm, judged, options)
-            judged = replace(judged, reason="; ".join(filter(None, (judged.reason, lack))))
+            lack = f"what transformers does not show: {lack}"
     assert judged is not None
+    if loaded != named:
+        lack = "; ".join(filter(None, (lack, f"vLLM loads {loaded} where {named} is named")))
+    judged = replace(judged, reason="; ".join(filter(None, (judged.reason, lack))))
     return replace(
         _report(options, judged.outcome, judged.reason),
         architecture=loaded,
@@ -239,8 +241,10 @@ def _started(options: Options, folder: str) -> Iterator[Any]:
         started.__exit__(None, None, None)
 
 
-def _model_of(llm: Any) -> tuple[tuple[str, ...], str]:
-    """Return (classes of the decoder layers, architecture) of an engine's model."""
+def _model_of(llm: Any) -> tuple[tuple[str, ...], str, str]:
+    """Return (classes of the decoder layers, class of the model, class that its configuration
+    names) of an engine.
+    """
     from midstream.runtime.models.decoder import find_decoder
     from midstream.runtime.models.registry import key_of
 
@@ -249,7 +253,8 @@ def _model_of(llm: Any) -> tuple[tuple[str, ...], str]:
         return [f"{module}.{name}" for module, name in dict.fromkeys(filter(None, keys))]
 
     loaded: str = llm.apply_model(lambda model: type(model).__name__)[0]
-    return tuple(llm.apply_model(classes)[0]), loaded
+    named = llm.llm_engine.model_config.hf_config.architectures[0]
+    return tuple(llm.apply_model(classes)[0]), loaded, named
 
 
 def _report(options: Options, outcome: str, reason: str) -> Report:

@@ -57,8 +57,8 @@ def judge(
 ) -> Judgement:
     """Compare every site and operation with a reference.
 
-    Where vLLM's own logits differ from transformers' and sites do too, nothing is shown: the outcome
-    is `INCOMPARABLE`.
+    Where vLLM's own logits differ from transformers' and sites do too, nothing is shown: the
+    outcome is `INCOMPARABLE`.
 
     Args:
         reference: a `Reference` or `OwnModules`.

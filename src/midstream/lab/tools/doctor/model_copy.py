@@ -28,13 +28,9 @@ def small_config(config: Any, size: Size) -> Any:
 
 def small_whole(config: Any, size: Size) -> Any:
     """Return a multimodal configuration with a small language model; its towers are not loaded."""
-    small = small_config(config, size)
-    fields = config.to_dict()
-    name = next(
-        name
-        for name in fields
-        if getattr(config, name, None) is config.get_text_config(decoder=True)
-    )
+    small, fields = small_config(config, size), config.to_dict()
+    text = config.get_text_config(decoder=True)
+    name = next(name for name in fields if getattr(config, name, None) is text)
     whole = type(config).from_dict({**fields, name: small.to_dict()})
     whole.architectures = config.architectures
     return whole
