@@ -63,8 +63,6 @@ class HookedModules:
         if site in ("resid_pre", "resid_post"):
             known = (layer, site == "resid_post") in self._halves
             return None if known else "how its two halves make the stream is unknown"
-        if site == "resid_mid":
-            site = "attn_out" if ("resid_mid", layer) in self._children else "resid_mid"
         if (site, layer) in self._children:
             return None
         return "no module of vLLM's layer was found that takes or gives what the sums need there"
@@ -150,15 +148,20 @@ class HookedModules:
         for index, layer in enumerate(self.layers):
             handles.append(layer.register_forward_pre_hook(self._entry(index), with_kwargs=True))
             handles.append(layer.register_forward_hook(self._exit(index)))
-            for site in ("attn_in", "mlp_in", "attn_out", "mlp_out"):
-                if (site, index) in self._children:
-                    child = layer.get_submodule(self._children[site, index])
-                    if site.endswith("_in"):
-                        hook = self._argument((site, index))
-                        handles.append(child.register_forward_pre_hook(hook, with_kwargs=True))
-                    else:
-                        hook = self._branch(site, index)
-                        handles.append(child.register_forward_hook(hook, with_kwargs=True))
+            for site in ("attn_in", "mlp_in", "attn_out", "resid_mid", "mlp_out"):
+                name = self._children.get((site, index))
+                if name is None:
+                    continue
+                child = layer.get_submodule(name)
+                if site.endswith("_in"):
+                    hook = self._argument((site, index))
+                elif site == "resid_mid" and name != self._children["attn_out", index]:
+                    hook = self._sum((site, index))
+                else:
+                    hook = self._branch(site, index)
+                    handles.append(child.register_forward_hook(hook, with_kwargs=True))
+                    continue
+                handles.append(child.register_forward_pre_hook(hook, with_kwargs=True))
         for site, module in self._ends.items():
             tap = site, ENDS[site] % len(self.layers)
             handles.append(
@@ -212,13 +215,27 @@ class HookedModules:
 
         return hook
 
+    def _sum(self, tap: Tap) -> Any:
+        """Return a hook for a child that takes both halves of a sum."""
+
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._meet(tap, self._tensors([*args, *kwargs.values()]), BOTH)
+
+        return hook
+
     def _branch(self, site: str, index: int) -> Any:
+        """Return a hook for a child's output, or for its sum with the stream at the entry."""
+
         def hook(_module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             given = self._results(args, kwargs, out)[:1]
-            self._meet((site, index), given, FIRST)
-            if site == "attn_out" and ("resid_mid", index) in self._children and self._taken:
+            if site != "resid_mid":
+                self._meet((site, index), given, FIRST)
+            elif self._taken:
                 pre = stream(self._taken[index], self._halves[index, False])
-                self._meet(("resid_mid", index), [*given, pre], BOTH)
+                parts = [given[0].clone(), pre.clone()]
+                self._meet((site, index), parts, BOTH)
+                if (site, index) in self._changes:
+                    given[0].copy_(stream(parts, BOTH).double() - pre.double())
 
         return hook
 
@@ -227,9 +244,14 @@ class HookedModules:
         rows = stream(parts, halves)
         change = self._changes.get(tap)
         if change is not None:
-            before, target = rows.cpu().double(), parts[halves.index(1)]
+            used = [part for part, factor in zip(parts, halves, strict=False) if factor]
+            before = torch.stack([part.cpu().double() for part in used]).sum(dim=0)
             self._before[tap].append(before.float())
-            target.copy_(target.cpu().double() + change(before) - before)
+            changed = change(before)
+            # The last half gets the rows, the other what was rounded off.
+            for part in reversed(used):
+                part.copy_(changed)
+                changed = changed - part.cpu().double()
             rows = stream(parts, halves)
         self._rows[tap].append(rows.cpu().float().clone())
 

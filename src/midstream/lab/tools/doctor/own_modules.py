@@ -152,7 +152,8 @@ class OwnModules(HookedModules):
 
 def find_branches(calls: Sequence[Call], pre: Tensor, post: Tensor) -> dict[str, str]:
     """Return the children of a layer that take and give its branches, by site: those by their names
-    and by the sums that the layer goes on with. `resid_mid` is where attention's is added.
+    and by the sums that the layer goes on with. `resid_mid` is the child that takes both halves of
+    the sum, or the one whose output is added.
 
     Args:
         calls: of the children, in order.
@@ -179,7 +180,13 @@ def find_branches(calls: Sequence[Call], pre: Tensor, post: Tensor) -> dict[str,
             middle = pre + branch
             branches["attn_out"] = calls[i].name
             if mlp < nowhere:
-                branches["resid_mid"] = calls[i].name
+                sums = (
+                    call.name
+                    for call in calls[i + 1 :]
+                    if len(call.taken) == 2
+                    and row_error(call.taken[0] + call.taken[1], middle) <= limit
+                )
+                branches["resid_mid"] = next(sums, calls[i].name)
             break
     for i, branch in outputs(mlp, attention) if mlp < nowhere else ():
         if middle is not None and row_error(middle + branch, post) <= limit:
