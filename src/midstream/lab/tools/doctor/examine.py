@@ -104,7 +104,7 @@ def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
     with _as_cannot_build("no small copy of it can be made"):
         small = small_config(config, options.size or Size())
     try:
-        with _as_cannot_build("transformers cannot make it"):
+        with _as_cannot_build("no small copy of it can be made"):
             save_copy(small, folder, options.seed, options.architecture)
         report = _examine_folder(options, str(folder), "")
     except CannotBuild as error:
@@ -164,7 +164,7 @@ def _examine_folder(options: Options, folder: str, lack: str) -> Report:
                 lack = f"transformers in float32 is too far from {options.dtype}"
         if lack:
             judged, compared = _compare_own(llm, judged, options)
-            lack = f"what transformers does not show: {lack}"
+            lack = f"transformers is not the reference: {lack}"
     assert judged is not None
     if loaded != named:
         lack = "; ".join(filter(None, (lack, f"vLLM loads {loaded} where {named} is named")))

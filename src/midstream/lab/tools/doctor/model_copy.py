@@ -43,8 +43,10 @@ def save_copy(config: Any, folder: Path, seed: int, architecture: str | None = N
         folder: created if missing.
         architecture: architecture name for vLLM to load; None: the name of transformers' class.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError("transformers has no causal language model with this configuration")
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     _draw(model)
