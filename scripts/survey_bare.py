@@ -41,6 +41,7 @@ _STEP3P5 = {
     "norm_expert_weight": True, "layer_types": ["full_attention"] * 3, "sliding_window": 64,
     "use_moe_router_bias": True, "need_fp32_gate": True, "att_impl_type": "GQA",
     "use_head_wise_attn_gate": False, "yarn_only_types": [], "partial_rotary_factors": [1.0] * 3,
+    "rope_parameters": None,
 }  # fmt: skip
 _SARVAM = {
     **_DEEPSEEK, "num_experts": 4, "num_shared_experts": 1, "use_qkv_bias": False,
@@ -66,6 +67,6 @@ _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "TeleFLMForCausalLM": ("TeleFLM", {"use_mup": False}),
 }
 BARE: dict[str, dict[str, Any]] = {
-    name: {**_SMALL, **fields, "model_type": model_type, "architectures": [name]}
+    name: {**_SMALL, "model_type": model_type, "architectures": [name], **fields}
     for name, (model_type, fields) in _TYPES.items()
 }

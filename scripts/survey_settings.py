@@ -68,7 +68,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.334,
     },
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
-    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid"},
+    # vLLM's CPU build has no router but with a softmax.
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "softmax"},
     "ministral": {"head_dim": 128},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "nemotron": {"num_key_value_heads": 8},

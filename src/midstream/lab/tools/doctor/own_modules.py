@@ -36,7 +36,7 @@ _SUMS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _LEFT = 0.25
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a layer's child; copies of the rows [T, H] that it took and gave."""
 
     name: str
@@ -55,7 +55,7 @@ class OwnModules(HookedModules):
         Raises:
             NoOwnModules: the engine keeps no model without taps, or runs in another process.
         """
-        calls: dict[int, list[Call]] = defaultdict(list)
+        calls: dict[int, list[ModuleCall]] = defaultdict(list)
         with self._hooked(self._call_hooks(calls)):
             plain = self.run(tokens).logits[-1]
         taken, given = dict(self._taken), dict(self._given)
@@ -127,7 +127,7 @@ class OwnModules(HookedModules):
         if self._given:
             raise NoOwnModules("the engine keeps no model without taps beside the tapped one")
 
-    def _call_hooks(self, calls: dict[int, list[Call]]) -> list[Any]:
+    def _call_hooks(self, calls: dict[int, list[ModuleCall]]) -> list[Any]:
         """Register hooks that record what the layers' children take and give."""
         handles = []
         for index, layer in enumerate(self.layers):
@@ -143,14 +143,14 @@ class OwnModules(HookedModules):
                     index: int = index, name: str = name, taken: list[Tensor] = taken,
                 ) -> None:  # fmt: skip
                     given = [part.clone() for part in self._results(args, kwargs, out)]
-                    calls[index].append(Call(name, list(taken), given))
+                    calls[index].append(ModuleCall(name, list(taken), given))
 
                 handles.append(child.register_forward_pre_hook(enter, with_kwargs=True))
                 handles.append(child.register_forward_hook(leave, with_kwargs=True))
         return handles
 
 
-def find_branches(calls: Sequence[Call], pre: Tensor, post: Tensor) -> dict[str, str]:
+def find_branches(calls: Sequence[ModuleCall], pre: Tensor, post: Tensor) -> dict[str, str]:
     """Return the children of a layer that take and give its branches, by site: those by their names
     and by the sums that the layer goes on with. `resid_mid` is the child that takes both halves of
     the sum, or the one whose output is added.
@@ -199,7 +199,7 @@ def find_branches(calls: Sequence[Call], pre: Tensor, post: Tensor) -> dict[str,
     return branches
 
 
-def _streams_of(call: Call) -> list[Tensor]:
+def _streams_of(call: ModuleCall) -> list[Tensor]:
     """Return what of a call may be the stream."""
     sums = [call.taken[0] + call.taken[1]] if len(call.taken) == 2 else []
     return [*sums, *call.taken, *call.given]
