@@ -38,7 +38,7 @@ TOOLS: tuple[Fault, ...] = (
     ),
     Fault(
         "The doctor adds a half that nothing reads to the stream of vLLM's own modules",
-        "_find_halves",
+        "OwnModules._find_halves",
         "if effect(0, 1) == 0:",
         "if False:",
         "tests/lab/tools/doctor/test_own_modules.py"
@@ -46,7 +46,7 @@ TOOLS: tuple[Fault, ...] = (
     ),
     Fault(
         "The doctor compares an engine with one model with that model's own taps",
-        "_check_apart",
+        "OwnModules._check_apart",
         "if self._given:",
         "if False:",
         "tests/lab/tools/doctor/test_own_modules.py"
@@ -54,7 +54,7 @@ TOOLS: tuple[Fault, ...] = (
     ),
     Fault(
         "The doctor blames taps for what vLLM itself computes differently than transformers",
-        "merge",
+        "judge:merge",
         "finding.outcome == WRONG and theirs.outcome != INCOMPARABLE",
         "finding.outcome == WRONG",
         "tests/lab/tools/doctor/test_judge.py"
@@ -62,7 +62,7 @@ TOOLS: tuple[Fault, ...] = (
     ),
     Fault(
         "The doctor takes a branch for the stream's whose sum the layer does not go on with",
-        "find_branches",
+        "own_modules:find_branches",
         "if any(row_error(rows, pre + branch) <= limit for rows in [*later, post]):",
         "if True:",
         "tests/lab/tools/doctor/test_own_modules.py"
