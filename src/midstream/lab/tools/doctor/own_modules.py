@@ -101,23 +101,24 @@ class OwnModules(HookedModules):
         return BOTH if effect(1, -1) <= _LEFT * alone else None
 
     def _find_ends(self, tokens: Sequence[int]) -> None:
-        """Find the embedding, unless the trunk changes it, and the model's output."""
-        firsts: dict[nn.Module, Tensor] = {}
+        """Find the embedding and the final norm, where the trunk gives on what they give."""
+        outputs: dict[nn.Module, Tensor] = {}
 
         def see(module: nn.Module, _args: Any, out: Any) -> None:
-            firsts.setdefault(module, self._tensors(out)[0].clone())
+            outputs.setdefault(module, self._tensors(out)[0].float().clone())
 
-        tables = [
-            module
-            for module in self._model.modules()
-            if type(module).__name__ == "VocabParallelEmbedding"
-        ]
-        with self._hooked([table.register_forward_hook(see) for table in tables]):
+        kinds = [(module, type(module).__name__) for module in self._model.modules()]
+        tables = [module for module, kind in kinds if kind == "VocabParallelEmbedding"]
+        norms = [module for module, kind in kinds if "norm" in kind.lower()]
+        watched = [self._model, *tables, *norms]
+        with self._hooked([module.register_forward_hook(see) for module in watched]):
             first = self.run(tokens).values.get(("resid_pre", 0))
-        for table, rows in firsts.items():
-            if first is not None and row_error(rows.float(), first) == 0:
+        for table in tables:
+            if first is not None and table in outputs and torch.equal(outputs[table], first):
                 self._ends["embed"] = table
-        self._ends["final_norm"] = self._model
+        given = outputs[self._model]
+        if any(norm in outputs and torch.equal(outputs[norm], given) for norm in norms):
+            self._ends["final_norm"] = self._model
 
     def _check_apart(self, tokens: Sequence[int]) -> None:
         """Check that captures run other modules than these."""
