@@ -105,7 +105,8 @@ class OwnModules(HookedModules):
         outputs: dict[nn.Module, Tensor] = {}
 
         def see(module: nn.Module, _args: Any, out: Any) -> None:
-            outputs.setdefault(module, self._tensors(out)[0].float().clone())
+            for rows in self._tensors(out)[:1]:
+                outputs.setdefault(module, rows.float().clone())
 
         kinds = [(module, type(module).__name__) for module in self._model.modules()]
         tables = [module for module, kind in kinds if kind == "VocabParallelEmbedding"]
@@ -116,8 +117,10 @@ class OwnModules(HookedModules):
         for table in tables:
             if first is not None and table in outputs and torch.equal(outputs[table], first):
                 self._ends["embed"] = table
-        given = outputs[self._model]
-        if any(norm in outputs and torch.equal(outputs[norm], given) for norm in norms):
+        given = outputs.get(self._model)
+        if given is not None and any(
+            norm in outputs and torch.equal(outputs[norm], given) for norm in norms
+        ):
             self._ends["final_norm"] = self._model
 
     def _check_apart(self, tokens: Sequence[int]) -> None:
