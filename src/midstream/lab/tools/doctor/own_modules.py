@@ -36,7 +36,7 @@ _SUMS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _LEFT = 0.25
 
 
-class ModuleCall(NamedTuple):
+class ChildCall(NamedTuple):
     """One call of a layer's child; copies of the rows [T, H] that it took and gave."""
 
     name: str
@@ -55,7 +55,7 @@ class OwnModules(HookedModules):
         Raises:
             NoOwnModules: the engine keeps no model without taps, or runs in another process.
         """
-        calls: dict[int, list[ModuleCall]] = defaultdict(list)
+        calls: dict[int, list[ChildCall]] = defaultdict(list)
         with self._hooked(self._call_hooks(calls)):
             plain = self.run(tokens).logits[-1]
         taken, given = dict(self._taken), dict(self._given)
@@ -131,30 +131,32 @@ class OwnModules(HookedModules):
         if self._given:
             raise NoOwnModules("the engine keeps no model without taps beside the tapped one")
 
-    def _call_hooks(self, calls: dict[int, list[ModuleCall]]) -> list[Any]:
+    def _call_hooks(self, calls: dict[int, list[ChildCall]]) -> list[Any]:
         """Register hooks that record what the layers' children take and give."""
-        handles = []
-        for index, layer in enumerate(self.layers):
-            for name, child in layer.named_children():
-                taken: list[Tensor] = []
+        return [
+            handle
+            for index, layer in enumerate(self.layers)
+            for name, child in layer.named_children()
+            for handle in self._child_hooks(calls[index], name, child)
+        ]
 
-                def enter(_m: Any, args: Any, kwargs: Any, taken: list[Tensor] = taken) -> None:
-                    rows = self._tensors([*args, *kwargs.values()])
-                    taken[:] = [part.clone() for part in rows]
+    def _child_hooks(self, calls: list[ChildCall], name: str, child: nn.Module) -> list[Any]:
+        taken: list[Tensor] = []
 
-                def leave(
-                    _m: Any, args: Any, kwargs: Any, out: Any,
-                    index: int = index, name: str = name, taken: list[Tensor] = taken,
-                ) -> None:  # fmt: skip
-                    given = [part.clone() for part in self._results(args, kwargs, out)]
-                    calls[index].append(ModuleCall(name, list(taken), given))
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            taken[:] = [part.clone() for part in self._tensors([*args, *kwargs.values()])]
 
-                handles.append(child.register_forward_pre_hook(enter, with_kwargs=True))
-                handles.append(child.register_forward_hook(leave, with_kwargs=True))
-        return handles
+        def leave(_module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            given = [part.clone() for part in self._results(args, kwargs, out)]
+            calls.append(ChildCall(name, list(taken), given))
+
+        return [
+            child.register_forward_pre_hook(enter, with_kwargs=True),
+            child.register_forward_hook(leave, with_kwargs=True),
+        ]
 
 
-def find_branches(calls: Sequence[ModuleCall], pre: Tensor, post: Tensor) -> dict[str, str]:
+def find_branches(calls: Sequence[ChildCall], pre: Tensor, post: Tensor) -> dict[str, str]:
     """Return the children of a layer that take and give its branches, by site: those by their names
     and by the sums that the layer goes on with. `resid_mid` is the child that takes both halves of
     the sum, or the one whose output is added.
@@ -203,7 +205,7 @@ def find_branches(calls: Sequence[ModuleCall], pre: Tensor, post: Tensor) -> dic
     return branches
 
 
-def _streams_of(call: ModuleCall) -> list[Tensor]:
+def _streams_of(call: ChildCall) -> list[Tensor]:
     """Return what of a call may be the stream."""
     sums = [call.taken[0] + call.taken[1]] if len(call.taken) == 2 else []
     return [*sums, *call.taken, *call.given]
