@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import survey_settings
 from markers import ROOT
+from survey_bare import BARE
 
 # A forked process does not have its parent's threads, so the parent must not start any.
 ENVIRONMENT = {
@@ -146,7 +147,7 @@ def _import_once() -> None:
 
 def _one(candidate: Candidate, limit: float) -> dict[str, Any]:
     """Return the doctor's findings for one architecture, from a separate process."""
-    if not candidate.model_type:
+    if not candidate.model_type and candidate.name not in BARE:
         return _entry(candidate, {"outcome": "cannot be built", "reason": NO_MODEL})
     reading, writing = os.pipe()
     child = os.fork()
@@ -186,12 +187,16 @@ def _examine(candidate: Candidate) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     from midstream.lab.tools.doctor.examine import Options, examine_config
+    from midstream.lab.tools.doctor.model_copy import unknown_config
 
     settings = survey_settings.SETTINGS.get(candidate.model_type, {})
     engine: dict[str, Any] = {}
     if candidate.name in survey_settings.LEFT_TO_THE_BACKEND:
         engine["model_impl"] = "transformers"
-    config = CONFIG_MAPPING[candidate.model_type](**settings)
+    if candidate.model_type:
+        config = CONFIG_MAPPING[candidate.model_type](**settings)
+    else:
+        config = unknown_config(BARE[candidate.name])
     dtype = "bfloat16" if candidate.model_type in survey_settings.BFLOAT16 else "float32"
     options = Options(
         candidate.name,
@@ -239,6 +244,8 @@ def _entry(candidate: Candidate, said: dict[str, Any]) -> dict[str, Any]:
         "outcome": said["outcome"],
         "reason": said["reason"],
     }
+    if said.get("compared_with"):
+        entry["compared_with"] = said["compared_with"]
     if sites:
         entry["layer_classes"] = said["layer_classes"]
         entry["layers"] = 1 + max(one["layer"] for one in sites)

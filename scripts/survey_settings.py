@@ -68,7 +68,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.334,
     },
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
-    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid"},
+    # vLLM's CPU build has no router but with a softmax.
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "softmax"},
     "ministral": {"head_dim": 128},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "nemotron": {"num_key_value_heads": 8},
@@ -76,8 +77,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }
 
-# Engines of these run in bfloat16, the only dtype of their linear attention in vLLM's CPU build.
-BFLOAT16 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+# Engines of these run in bfloat16: the only dtype of the linear attention of vLLM's CPU build, and
+# of its latent attention on CPUs with AMX.
+BFLOAT16 = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3",
+    "glm4_moe_lite",
+)  # fmt: skip
 
 # Architectures of vLLM's registry whose published models include their own code, but have the same
 # layout as a model type of transformers: its weights are loaded under the architecture's name.

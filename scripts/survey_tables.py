@@ -35,6 +35,7 @@ def blocks() -> dict[str, str]:
     return {
         "survey counts": counts(found),
         "survey ok": right(by_outcome["ok"]),
+        "survey own": own(by_outcome["ok"]),
         "survey inner": inner(by_outcome["ok"]),
         **{
             f"survey {outcome}": by_reason(by_outcome[outcome])
@@ -69,6 +70,16 @@ def right(models: dict[str, dict[str, Any]]) -> str:
         for (lacking, not_compared), by_kind in sorted(found.items())
     ]
     return markers.table(["missing", "not compared", *KINDS], rows)
+
+
+def own(models: dict[str, dict[str, Any]]) -> str:
+    """Return the table of architectures that match vLLM's own modules, by what was compared."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, one in models.items():
+        if "own modules" in one.get("compared_with", ""):
+            found[one["compared_with"]].append(f"`{_plain(name)}`")
+    rows = [[compared, ", ".join(names)] for compared, names in sorted(found.items())]
+    return markers.table(["compared with", "architectures"], rows) if rows else "None."
 
 
 def inner(models: dict[str, dict[str, Any]]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +18,8 @@ from midstream.lab.tools.doctor.report import LACKING, OK, REFUSED, WRONG
 from midstream.runtime.models import inner_sites
 from midstream.runtime.models import registry as conventions
 from midstream.runtime.models.convention import Refusal, dead
-from midstream.runtime.worker.taps import taps
-from midstream.sites import IN_LAYERS, INNER
+from midstream.runtime.worker.taps import sum_check, taps
+from midstream.sites import IN_LAYERS, INNER, OUTER
 
 LLAMA = ("model_executor.models.llama", "LlamaDecoderLayer")
 NORM = "post_attention_layernorm"
@@ -32,6 +34,12 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 ENDS = (("embed", 0), ("final_norm", 2))
+
+
+@pytest.fixture
+def no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine starts without the check of sums, which refuses what the doctor is to find."""
+    monkeypatch.setattr(sum_check, "claimed_sums", lambda *_: [])
 
 
 def test_a_right_model_is_ok_at_every_site_of_every_layer_and_in_every_operation(
@@ -59,6 +67,59 @@ def test_a_right_model_is_ok_at_every_site_of_every_layer_and_in_every_operation
     assert report.layer_classes == ("model_executor.models.llama.LlamaDecoderLayer",)
 
 
+def test_a_right_model_is_ok_in_bfloat16_too(tiny_llama: Path) -> None:
+    """transformers in float32 is too far away: vLLM's own modules tell, and to the bit."""
+    report = examine(Options(str(tiny_llama), size=None, dtype="bfloat16"))
+    assert (report.outcome, report.status) == (OK, 0), report.reason
+    assert report.compared_with.startswith("vLLM's own modules")
+    assert report.to_dict()["compared_with"] == report.compared_with
+    assert "too far from bfloat16" in report.reason
+    outer = [one for one in report.sites if one.site in (*OUTER, "embed", "final_norm")]
+    assert {(one.outcome, one.error) for one in outer} == {(OK, 0.0)}
+    assert {one.name for one in report.operations} >= {*OPERATIONS}
+    assert {one.outcome for one in report.operations if one.site in OUTER} == {OK}
+
+
+@pytest.mark.nightly
+def test_a_small_qwen3_is_ok_in_bfloat16() -> None:
+    report = examine_config(Options("Qwen3", dtype="bfloat16"), hf.Qwen3Config())
+    assert (report.outcome, report.status) == (OK, 0), report.reason
+
+
+def test_a_model_that_transformers_lacks_is_compared_with_vllms_own_modules(tmp_path: Path) -> None:
+    """Of a configuration alone, whose type only vLLM knows; nothing else is in the folder."""
+    config = {
+        "architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "vocab_size": 500,
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "bias": False,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_act": "silu",
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = examine(Options(str(tmp_path)))
+    assert (report.outcome, report.compared_with) == (OK, "vLLM's own modules"), report.reason
+    assert report.architecture == "InternLM2ForCausalLM"
+    assert "transformers has no causal language model" in report.reason
+    errors = {one.site: one.error for one in report.sites if one.outcome == OK}
+    assert errors == dict.fromkeys((*OUTER, "embed", "final_norm"), 0.0)
+    assert {one.name for one in report.operations} == {*OPERATIONS}
+    steered = {(one.site, one.layer) for one in report.operations if one.name == "Steer"}
+    assert steered == {*((site, layer) for site in OUTER for layer in range(3)), *ENDS}
+
+
+@pytest.mark.nightly
+def test_the_class_that_is_served_is_loaded_or_it_is_said_that_it_is_not() -> None:
+    config = hf.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])
+    report = examine_config(Options("Gemma 3"), config)
+    assert report.outcome == OK, report.reason
+    if importlib.util.find_spec("torchvision"):
+        assert report.architecture == "Gemma3ForConditionalGeneration"
+    else:
+        assert report.architecture == "Gemma3ForCausalLM"
+        assert "Gemma3ForConditionalGeneration" in report.reason
+        assert "its language model alone was loaded" in report.reason
+
+
 @pytest.mark.nightly
 def test_a_small_copy_says_what_its_layers_lack(tmp_path: Path) -> None:
     """A parallel block has no place between attention and the MLP."""
@@ -71,11 +132,13 @@ def test_a_small_copy_says_what_its_layers_lack(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("no_sums")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_convention_that_reads_half_of_the_stream_is_wrong_where_it_does(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     monkeypatch.setitem(conventions.CONVENTIONS, LLAMA, dead(NORM))
-    report = examine(Options(str(tiny_llama), size=None))
+    report = examine(Options(str(tiny_llama), size=None, dtype=dtype))
     assert (report.outcome, report.status) == (WRONG, 1)
     wrong = {(one.site, one.layer) for one in report.sites if one.outcome == WRONG}
     # Layer 0 is entered by one tensor; at its exit, and from there on, half is missed.
@@ -85,8 +148,10 @@ def test_a_convention_that_reads_half_of_the_stream_is_wrong_where_it_does(
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("no_sums")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_edit_that_is_not_written_is_wrong_though_all_is_read_rightly(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     fire = taps._fire
 
@@ -94,7 +159,7 @@ def test_an_edit_that_is_not_written_is_wrong_though_all_is_read_rightly(
         fire(module, table, hidden.clone(), residual)
 
     monkeypatch.setattr(taps, "_fire", on_a_copy)
-    report = examine(Options(str(tiny_llama), size=None))
+    report = examine(Options(str(tiny_llama), size=None, dtype=dtype))
     assert (report.outcome, report.status) == (WRONG, 1)
     assert {one.site for one in report.sites if one.outcome != OK} == {"router"}
     bad = {one.name for one in report.operations if one.outcome == WRONG}

@@ -28,4 +28,44 @@ TOOLS: tuple[Fault, ...] = (
         "plugins",
         "tests/lab/tools/doctor/test_environment.py::test_what_is_odd_is_named_with_what_to_do",
     ),
+    Fault(
+        "The doctor calls an edit wrong whose effect is too small to verify",
+        "judge_operation",
+        "return OperationFound(case.name, site, layer, UNCOMPARED, None, reason)",
+        "pass",
+        "tests/lab/tools/doctor/test_judge.py"
+        "::test_an_edit_that_does_too_little_to_verify_in_bfloat16_is_not_compared",
+    ),
+    Fault(
+        "The doctor adds a half that nothing reads to the stream of vLLM's own modules",
+        "OwnModules._find_halves",
+        "if effect(0, 1) == 0:",
+        "if False:",
+        "tests/lab/tools/doctor/test_own_modules.py"
+        "::test_a_second_half_that_nothing_reads_is_no_part_of_the_stream",
+    ),
+    Fault(
+        "The doctor compares an engine with one model with that model's own taps",
+        "OwnModules._check_apart",
+        "if self._given:",
+        "if False:",
+        "tests/lab/tools/doctor/test_own_modules.py"
+        "::test_an_engine_with_one_model_is_none_to_compare_with",
+    ),
+    Fault(
+        "The doctor blames taps for what vLLM itself computes differently than transformers",
+        "judge:merge",
+        "finding.outcome == WRONG and theirs.outcome != INCOMPARABLE",
+        "finding.outcome == WRONG",
+        "tests/lab/tools/doctor/test_judge.py"
+        "::test_where_vllm_itself_differs_only_what_matches_transformers_is_shown",
+    ),
+    Fault(
+        "The doctor takes a branch for the stream's whose sum the layer does not go on with",
+        "own_modules:find_branches",
+        "if any(row_error(rows, pre + branch) <= limit for rows in [*later, post]):",
+        "if True:",
+        "tests/lab/tools/doctor/test_own_modules.py"
+        "::test_a_branch_that_the_layer_scales_is_not_compared",
+    ),
 )

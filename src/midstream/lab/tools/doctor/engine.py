@@ -55,7 +55,6 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
 
 def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) -> list[Any]:
     """Run all cases as one batch, each with captures of its part of `taps`; return the outputs."""
-    from midstream import SamplingParams
 
     def captures(tap: Tap | None) -> list[Capture]:
         layers: dict[str, list[int]] = {}
@@ -69,19 +68,19 @@ def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) 
 
     outputs: list[Any] = llm.generate(
         [{"prompt_token_ids": case.prompt} for case in cases],
-        [
-            SamplingParams(
-                temperature=0,
-                max_tokens=len(case.tokens),
-                ignore_eos=True,
-                logprobs=LOGPROBS,
-                detokenize=False,
-            )
-            for case in cases
-        ],
+        [sampling(len(case.tokens)) for case in cases],
         capture=[captures(case.tap) for case in cases],
         edits=[None if case.edit is None else [case.edit] for case in cases],
         probes=[None if case.probe is None else [case.probe] for case in cases],
         use_tqdm=False,
     )
     return outputs
+
+
+def sampling(count: int) -> Any:
+    """Return the sampling parameters of a test request for `count` tokens."""
+    from midstream import SamplingParams
+
+    return SamplingParams(
+        temperature=0, max_tokens=count, ignore_eos=True, logprobs=LOGPROBS, detokenize=False
+    )

@@ -15,10 +15,26 @@ from midstream.errors import MidstreamError, UnsupportedError
 from midstream.lab.tools.doctor import cases, compare
 from midstream.lab.tools.doctor.cases import Case
 from midstream.lab.tools.doctor.engine import engine, run_cases
-from midstream.lab.tools.doctor.judge import CaseOutputs, judge
-from midstream.lab.tools.doctor.model_copy import save_copy, small_config
+from midstream.lab.tools.doctor.judge import CaseOutputs, Judgement, judge, merge
+from midstream.lab.tools.doctor.model_copy import (
+    drawn_weights,
+    read_config,
+    save_config,
+    save_copy,
+    small_config,
+    small_whole,
+)
+from midstream.lab.tools.doctor.module_hooks import NoOwnModules
+from midstream.lab.tools.doctor.own_modules import OwnModules
 from midstream.lab.tools.doctor.reference import Reference
-from midstream.lab.tools.doctor.report import REFUSED, UNBUILT, WRONG, Report
+from midstream.lab.tools.doctor.report import (
+    INCOMPARABLE,
+    REFUSED,
+    UNBUILT,
+    UNCOMPARED,
+    WRONG,
+    Report,
+)
 from midstream.lab.tools.doctor.small_config import Size
 from midstream.results.site_table import SiteTable
 
@@ -50,9 +66,7 @@ class CannotBuild(Exception):
 def examine(options: Options) -> Report:
     """Examine a model by its folder or name."""
     try:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(options.model)
+        config = read_config(options.model)
     except (OSError, ValueError, KeyError) as error:
         return _report(options, UNBUILT, f"cannot read its configuration: {_describe(error)}")
     return examine_config(options, config)
@@ -61,8 +75,10 @@ def examine(options: Options) -> Report:
 def examine_config(options: Options, config: Any) -> Report:
     """Examine a model by its transformers configuration; `options.model` is its name."""
     try:
-        with _folder(options, config) as folder:
-            return _examine_folder(options, folder)
+        if options.size is None:
+            return _examine_folder(options, options.model, "")
+        with tempfile.TemporaryDirectory(prefix="midstream-doctor-") as folder:
+            return _examine_copy(options, config, Path(folder))
     except UnsupportedError as error:
         return _report(options, REFUSED, str(error))
     except MidstreamError as error:
@@ -71,17 +87,42 @@ def examine_config(options: Options, config: Any) -> Report:
         return _report(options, UNBUILT, str(error))
 
 
-@contextmanager
-def _folder(options: Options, config: Any) -> Iterator[str]:
-    """Return the folder or name of the model to examine; a copy is deleted on exit."""
-    if options.size is None:
-        yield options.model
-        return
-    with tempfile.TemporaryDirectory(prefix="midstream-doctor-") as folder:
+def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
+    """Examine a small copy of a model: of the class that is served if that is multimodal and loads
+    here, else of the language model.
+    """
+    note = ""
+    if options.architecture is None and config.get_text_config(decoder=True) is not config:
+        try:
+            with _as_cannot_build("no small copy of it can be made"):
+                save_config(small_whole(config, options.size or Size()), folder)
+            served = replace(options, engine=(*options.engine, ("language_model_only", True)))
+            why = "transformers has no model of the language model alone in that class"
+            return _examine_folder(_drawn(served), str(folder), why)
+        except CannotBuild as error:
+            note = f"its language model alone was loaded: {error}"
+    with _as_cannot_build("no small copy of it can be made"):
+        small = small_config(config, options.size or Size())
+    try:
         with _as_cannot_build("no small copy of it can be made"):
-            small = small_config(config, options.size)
-            save_copy(small, Path(folder), options.seed, options.architecture)
-        yield folder
+            save_copy(small, folder, options.seed, options.architecture)
+        report = _examine_folder(options, str(folder), "")
+    except CannotBuild as error:
+        named = [options.architecture] if options.architecture else config.architectures
+        small.architectures = named
+        if not small.architectures:
+            raise
+        save_config(small, folder)
+        try:
+            report = _examine_folder(_drawn(options), str(folder), str(error))
+        except CannotBuild as second:
+            raise CannotBuild(f"{error}; with weights drawn in vLLM: {second}") from second
+    return replace(report, reason="; ".join(filter(None, (report.reason, note))))
+
+
+def _drawn(options: Options) -> Options:
+    """Return the options with an engine that draws the weights as it starts."""
+    return replace(options, engine=(*options.engine, ("load_format", drawn_weights(options.seed))))
 
 
 @contextmanager
@@ -98,32 +139,40 @@ def _as_cannot_build(what: str) -> Iterator[None]:
         raise CannotBuild(f"{what}: {_describe(error)}") from error
 
 
-def _examine_folder(options: Options, folder: str) -> Report:
-    # vLLM patches some of transformers' own classes, so transformers runs first.
-    try:
-        with _as_cannot_build("transformers cannot run it"):
-            reference, plain, edited = _run_transformers(options, folder)
-    except CannotBuild:
-        # If midstream rejects the model too, its error is the more useful one.
-        with _started(options, folder):
-            raise
+def _examine_folder(options: Options, folder: str, lack: str) -> Report:
+    """Args:
+    lack: why transformers is no reference; empty if it may be.
+    """
+    reference = None
+    if not lack:
+        # vLLM patches some of transformers' own classes, so transformers runs first.
+        try:
+            with _as_cannot_build("transformers cannot run it"):
+                reference = Reference(folder)
+                reference.find_sites(cases.prompts(reference.vocabulary, options.seed)[-1])
+                asked = _cases_of(reference, options.seed)
+        except CannotBuild as error:
+            lack, reference = str(error), None
     with _started(options, folder) as llm, _as_cannot_build("vLLM cannot run it here"):
-        classes, architecture = _model_of(llm)
-        table = SiteTable.of(llm.info.shape)
-        taps = [(state.site, state.layer) for state in table.states if state.tapped]
-        # Where even the widths differ, the rows of plain requests show it.
-        edited = [
-            case
-            for case in edited
-            if case.tap in taps and case.values[case.tap].shape[1] == llm.info.shape.width(case.tap)
-        ]
-        outputs = run_cases(llm, [*plain, *edited], taps)
-    plain_outputs = CaseOutputs(plain, outputs[: len(plain)])
-    edited_outputs = CaseOutputs(edited, outputs[len(plain) :])
-    judged = judge(reference, table, plain_outputs, edited_outputs, options.dtype)
+        classes, loaded, named = _model_of(llm)
+        judged = None
+        if reference is not None:
+            judged, compared = _compare(llm, reference, asked, options.dtype), reference.name
+            if judged.outcome == INCOMPARABLE:
+                lack = judged.reason
+            elif options.dtype != "float32":
+                lack = f"transformers in float32 is too far from {options.dtype}"
+        if lack:
+            judged, compared = _compare_own(llm, judged, options)
+            lack = f"transformers is not the reference: {lack}"
+    assert judged is not None
+    if loaded != named:
+        lack = "; ".join(filter(None, (lack, f"vLLM loads {loaded} where {named} is named")))
+    judged = replace(judged, reason="; ".join(filter(None, (judged.reason, lack))))
     return replace(
         _report(options, judged.outcome, judged.reason),
-        architecture=architecture,
+        architecture=loaded,
+        compared_with=compared,
         layer_classes=classes,
         sites=judged.sites,
         operations=judged.operations,
@@ -131,12 +180,54 @@ def _examine_folder(options: Options, folder: str) -> Report:
     )
 
 
-def _run_transformers(options: Options, folder: str) -> tuple[Reference, list[Case], list[Case]]:
-    """Return transformers' model, the plain cases and the cases that test operations."""
-    reference = Reference(folder)
-    reference.find_sites(cases.prompts(reference.vocabulary, options.seed)[-1])
-    plain = cases.plain_cases(reference, options.seed)
-    return reference, plain, cases.operation_cases(reference, options.seed)
+def _compare_own(llm: Any, theirs: Judgement | None, options: Options) -> tuple[Judgement, str]:
+    """Compare with vLLM's own modules; return the judgement, with what transformers showed of other
+    sites, and the references.
+    """
+    try:
+        own = OwnModules(llm)
+        own.find_sites(cases.prompts(own.vocabulary, options.seed)[-1])
+    except NoOwnModules as error:
+        if theirs is None:
+            return Judgement((), (), UNCOMPARED, str(error), 0.0), OwnModules.name
+        return replace(theirs, reason=f"{theirs.reason}; {error}"), Reference.name
+    judged = _compare(llm, own, _cases_of(own, options.seed), options.dtype)
+    if theirs is None:
+        return judged, own.name
+    merged = merge(theirs, judged)
+    both = merged.sites != judged.sites
+    return (
+        merged,
+        f"{own.name}, inside attention and the MLP with {Reference.name}" if both else own.name,
+    )
+
+
+def _cases_of(reference: Any, seed: int) -> tuple[list[Case], list[Case]]:
+    """Return the plain cases and the cases that test operations, with a reference's results."""
+    return cases.plain_cases(reference, seed), cases.operation_cases(reference, seed)
+
+
+def _compare(
+    llm: Any, reference: Any, asked: tuple[list[Case], list[Case]], dtype: str
+) -> Judgement:
+    """Run all cases in the engine and compare with a reference."""
+    table = SiteTable.of(llm.info.shape)
+    taps = [(state.site, state.layer) for state in table.states if state.tapped]
+    plain, edited = asked
+    # Where even the widths differ, the rows of plain requests show it.
+    edited = [
+        case
+        for case in edited
+        if case.tap in taps and case.values[case.tap].shape[1] == llm.info.shape.width(case.tap)
+    ]
+    every = [*plain, *edited]
+    if isinstance(reference, OwnModules):
+        # In a batch, a kernel may sum in another order than for one request.
+        outputs = [output for case in every for output in run_cases(llm, [case], taps)]
+    else:
+        outputs = run_cases(llm, every, taps)
+    read, done = outputs[: len(plain)], outputs[len(plain) :]
+    return judge(reference, table, CaseOutputs(plain, read), CaseOutputs(edited, done), dtype)
 
 
 @contextmanager
@@ -150,8 +241,10 @@ def _started(options: Options, folder: str) -> Iterator[Any]:
         started.__exit__(None, None, None)
 
 
-def _model_of(llm: Any) -> tuple[tuple[str, ...], str]:
-    """Return (classes of the decoder layers, architecture) of an engine's model."""
+def _model_of(llm: Any) -> tuple[tuple[str, ...], str, str]:
+    """Return (classes of the decoder layers, class of the model, class that its configuration
+    names) of an engine.
+    """
     from midstream.runtime.models.decoder import find_decoder
     from midstream.runtime.models.registry import key_of
 
@@ -159,8 +252,9 @@ def _model_of(llm: Any) -> tuple[tuple[str, ...], str]:
         keys = [key_of(type(layer.module)) for layer in find_decoder(model, 1, False).layers]
         return [f"{module}.{name}" for module, name in dict.fromkeys(filter(None, keys))]
 
-    architecture = llm.llm_engine.model_config.hf_config.architectures[0]
-    return tuple(llm.apply_model(classes)[0]), architecture
+    loaded: str = llm.apply_model(lambda model: type(model).__name__)[0]
+    named = llm.llm_engine.model_config.hf_config.architectures[0]
+    return tuple(llm.apply_model(classes)[0]), loaded, named
 
 
 def _report(options: Options, outcome: str, reason: str) -> Report:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.lab.attribution.hooked.end_hooks import COMPARED
-from midstream.lab.tools.doctor import compare, local
-from midstream.lab.tools.doctor.cases import EDITED, Case
+from midstream.lab.tools.doctor import compare
+from midstream.lab.tools.doctor.cases import Case
 from midstream.lab.tools.doctor.compare import ErrorLimits
-from midstream.lab.tools.doctor.reference import Reference
+from midstream.lab.tools.doctor.own_modules import OwnModules
 from midstream.lab.tools.doctor.report import (
     INCOMPARABLE,
     LACKING,
@@ -22,9 +22,7 @@ from midstream.lab.tools.doctor.report import (
     SiteFound,
 )
 from midstream.results.site_table import SiteTable
-from midstream.sites import IN_LAYERS, OUTER, Tap
-
-UNPROVEN = "vLLM's model differs from transformers' and neighbouring sites are not conclusive"
+from midstream.sites import IN_LAYERS, Tap
 
 
 @dataclass(frozen=True)
@@ -55,18 +53,20 @@ class Judgement:
 
 
 def judge(
-    reference: Reference, table: SiteTable, plain: CaseOutputs, edited: CaseOutputs, dtype: str
+    reference: Any, table: SiteTable, plain: CaseOutputs, edited: CaseOutputs, dtype: str
 ) -> Judgement:
-    """Compare every site and operation with transformers.
+    """Compare every site and operation with a reference.
 
-    Values are compared with those of the whole model. Where vLLM's own logits differ from
-    transformers' and sites do too, each site is compared with its neighbouring sites instead. That
-    finds faults, but it does not show that there are none: the outcome is then `INCOMPARABLE` or
-    `WRONG`.
+    Where vLLM's own logits differ from transformers' and sites do too, nothing is shown: the
+    outcome is `INCOMPARABLE`.
+
+    Args:
+        reference: a `Reference` or `OwnModules`.
     """
+    own = isinstance(reference, OwnModules)
     tie = compare.TIES[dtype]
     difference = compare.logit_error(plain.cases, plain.outputs, tie)
-    limits = compare.limits_for(dtype, difference)
+    limits = compare.limits_for(dtype, difference, own)
     errors = compare.site_errors(plain.cases, plain.outputs, limits.tie)
     sites = _sites(reference, table, errors, limits)
     differing = {(site.site, site.layer): 0.0 for site in sites if site.outcome == WRONG}
@@ -74,61 +74,55 @@ def judge(
         compare.judge_operation(case, output, limits, differing)
         for case, output in zip(edited.cases, edited.outputs, strict=True)
     ]
-    note, is_local = "", False
+    note = ""
     if difference > tie:
-        note = f"vLLM's own logits of plain requests differ from transformers' by {difference:.1e}"
-        outcomes = [site.outcome for site in sites] + [
-            operation.outcome for operation in operations
-        ]
-        if WRONG in outcomes:
-            try:
-                sites, operations = _compare_locally(reference, table, plain, edited, limits)
-            except Exception as error:  # noqa: BLE001 - vLLM may have patched its classes
-                note += f", and transformers' model fails after vLLM's ({type(error).__name__})"
-                return Judgement(tuple(sites), (), UNCOMPARED, note, limits.tolerance)
-            is_local = True
-        else:
-            note += ", so the tolerance was increased"
-    outcome, reason = _verdict(sites, operations, note)
-    if is_local and outcome != WRONG:
-        outcome, reason = INCOMPARABLE, _not_comparable(difference, reason if outcome != OK else "")
+        note = (
+            f"vLLM's own logits of plain requests differ from {reference.name}' by {difference:.1e}"
+        )
+        note += "" if own else ", so the tolerance was increased"
+    outcome, reason = verdict(sites, operations, note)
     if outcome == WRONG and not math.isfinite(difference):
         # For example because vLLM did not load some weights.
         outcome, reason = UNCOMPARED, "vLLM's own logits of plain requests are not finite"
+    elif outcome == WRONG and difference > tie and not own:
+        outcome = INCOMPARABLE
+        reason = (
+            f"vLLM itself differs from transformers by {difference:.1e} in the logits of plain "
+            "requests"
+        )
     return Judgement(tuple(sites), tuple(operations), outcome, reason, limits.tolerance)
 
 
-def _not_comparable(difference: float, more: str) -> str:
-    reason = (
-        f"vLLM itself differs from transformers by {difference:.1e} in the logits of plain "
-        "requests; the sites fit their neighbours, which does not show that each is in its place"
-    )
-    return f"{reason} ({more})" if more else reason
+def merge(theirs: Judgement, own: Judgement) -> Judgement:
+    """Return the judgement by vLLM's own modules, with what transformers showed of the sites that
+    those say nothing of. Where vLLM itself differs from transformers, only what matches is shown.
+    """
 
+    def shows(finding: SiteFound | OperationFound) -> bool:
+        return finding.outcome == OK or (
+            finding.outcome == WRONG and theirs.outcome != INCOMPARABLE
+        )
 
-def _compare_locally(
-    reference: Reference,
-    table: SiteTable,
-    plain: CaseOutputs,
-    edited: CaseOutputs,
-    limits: ErrorLimits,
-) -> tuple[list[SiteFound], list[OperationFound]]:
-    """Compare each site with its neighbouring sites; see `midstream.lab.tools.doctor.local`."""
-    errors = local.site_errors(reference, plain.cases, plain.outputs, limits)
-    unedited = [
-        output
-        for case, output in zip(edited.cases, edited.outputs, strict=True)
-        if case.edit is None
+    others = {(site.site, site.layer): site for site in theirs.sites if shows(site)}
+    sites = [
+        others.get((site.site, site.layer), site) if site.outcome == UNCOMPARED else site
+        for site in own.sites
     ]
+    shown = {(operation.name, operation.site, operation.layer) for operation in own.operations}
     operations = [
-        local.judge_operation(reference, case, output, [plain.outputs[EDITED], *unedited], limits)
-        for case, output in zip(edited.cases, edited.outputs, strict=True)
+        *own.operations,
+        *(
+            operation
+            for operation in theirs.operations
+            if shows(operation) and (operation.name, operation.site, operation.layer) not in shown
+        ),
     ]
-    return _sites(reference, table, errors, limits), operations
+    outcome, reason = verdict(sites, operations, "")
+    return Judgement(tuple(sites), tuple(operations), outcome, reason, own.tolerance)
 
 
 def _sites(
-    reference: Reference, table: SiteTable, errors: Mapping[Tap, float | None], limits: ErrorLimits
+    reference: Any, table: SiteTable, errors: Mapping[Tap, float], limits: ErrorLimits
 ) -> list[SiteFound]:
     """Return what was found at each site of each layer."""
     findings = []
@@ -142,16 +136,17 @@ def _sites(
         elif missing is not None:
             findings.append(SiteFound(*tap, UNCOMPARED, None, missing))
         elif error is None:
-            reason = UNPROVEN if state.site in OUTER else local.WITHIN
-            findings.append(SiteFound(*tap, UNCOMPARED, None, reason))
+            findings.append(SiteFound(*tap, UNCOMPARED, None, "no request captured it"))
         elif error <= limits.tolerance:
             findings.append(SiteFound(*tap, OK, error))
         else:
-            findings.append(SiteFound(*tap, WRONG, error, "its values differ from transformers'"))
+            findings.append(
+                SiteFound(*tap, WRONG, error, f"its values differ from {reference.name}'")
+            )
     return findings
 
 
-def _verdict(
+def verdict(
     sites: Sequence[SiteFound], operations: Sequence[OperationFound], note: str
 ) -> tuple[str, str]:
     """Return the overall (outcome, reason)."""
@@ -167,8 +162,6 @@ def _verdict(
     ]
     if wrong:
         return WRONG, "; ".join([*wrong, *([note] if note else [])])
-    if any(site.reason == UNPROVEN for site in sites):
-        return UNCOMPARED, f"{note}, which is not conclusive for every site"
     if not any(site.outcome == OK for site in sites):
-        return UNCOMPARED, "no site of this engine was found in transformers' layers"
+        return UNCOMPARED, "no site of this engine was found in the reference's layers"
     return OK, note

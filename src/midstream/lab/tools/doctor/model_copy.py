@@ -26,6 +26,16 @@ def small_config(config: Any, size: Size) -> Any:
     return type(text).from_dict(fields)
 
 
+def small_whole(config: Any, size: Size) -> Any:
+    """Return a multimodal configuration with a small language model; its towers are not loaded."""
+    small, fields = small_config(config, size), config.to_dict()
+    text = config.get_text_config(decoder=True)
+    name = next(name for name in fields if getattr(config, name, None) is text)
+    whole = type(config).from_dict({**fields, name: small.to_dict()})
+    whole.architectures = config.architectures
+    return whole
+
+
 def save_copy(config: Any, folder: Path, seed: int, architecture: str | None = None) -> None:
     """Save a model of this configuration with random weights.
 
@@ -33,11 +43,51 @@ def save_copy(config: Any, folder: Path, seed: int, architecture: str | None = N
         folder: created if missing.
         architecture: architecture name for vLLM to load; None: the name of transformers' class.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError("transformers has no causal language model with this configuration")
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval()
+    _draw(model)
+    model.save_pretrained(folder)
+    if architecture is not None:
+        path = folder / "config.json"
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields["architectures"] = [architecture]
+        path.write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
+def save_config(config: Any, folder: Path) -> None:
+    """Save a configuration alone, in place of a model that may be there."""
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / "config.json").write_text(config.to_json_string(use_diff=False), encoding="utf-8")
+
+
+def drawn_weights(seed: int) -> str:
+    """Return the load format of vLLM that draws weights as `save_copy` does."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class DrawnWeights(DummyModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            torch.manual_seed(seed)
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1 and parameter.is_floating_point():
+                    parameter.data.fill_(float(name.endswith("weight")))
+            _draw(model)
+
+    name = f"midstream_drawn_{seed}"
+    register_model_loader(name)(DrawnWeights)
+    return name
+
+
+def _draw(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
         if "correction_bias" in name:
             # vLLM's CPU build ignores this bias in some routers, so it keeps its initial value 0.
             parameter.data.zero_()
@@ -45,9 +95,35 @@ def save_copy(config: Any, folder: Path, seed: int, architecture: str | None = N
             torch.nn.init.normal_(parameter, std=WEIGHTS)
         else:
             parameter.data += OTHERS * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    if architecture is not None:
-        path = folder / "config.json"
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        fields["architectures"] = [architecture]
-        path.write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
+def read_config(model: str) -> Any:
+    """Return a model's configuration, from vLLM where transformers lacks the model type, and a bare
+    one where both do. Code that comes with the weights is not run.
+
+    Raises:
+        OSError, ValueError, KeyError: it cannot be read.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (ValueError, KeyError):
+        fields, _ = PretrainedConfig.get_config_dict(model)
+        if not {"model_type", "architectures"} <= fields.keys():
+            raise
+        return unknown_config(fields)
+
+
+def unknown_config(fields: dict[str, Any]) -> Any:
+    """Return the configuration of a model type that transformers lacks, which it knows from now on
+    by vLLM's class, or by a bare one.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    name = fields["model_type"]
+    if name not in CONFIG_MAPPING:
+        bare = type("BareConfig", (PretrainedConfig,), {"model_type": name})
+        AutoConfig.register(name, _CONFIG_REGISTRY.get(name, bare))
+    return CONFIG_MAPPING[name].from_dict(fields)

@@ -36,6 +36,8 @@ class ForwardPass:
 class Reference(HookedModel):
     """A transformers model in float32, run without a KV cache."""
 
+    name = "transformers"
+
     def __init__(self, folder: str | Path) -> None:
         """Load the model."""
         from transformers import AutoModelForCausalLM

@@ -58,6 +58,8 @@ class Report:
 
     Attributes:
         model: folder or name, as given.
+        architecture: class of vLLM that was loaded.
+        compared_with: the reference; empty if nothing was compared.
         layer_classes: classes of vLLM's decoder layers, each once.
         copy: description of the examined model: the model itself, or a copy with its width.
         outcome: one of OK, WRONG, REFUSED, UNBUILT, UNCOMPARED, INCOMPARABLE.
@@ -71,6 +73,7 @@ class Report:
     copy: str
     outcome: str
     reason: str = ""
+    compared_with: str = ""
     layer_classes: tuple[str, ...] = ()
     sites: tuple[SiteFound, ...] = ()
     operations: tuple[OperationFound, ...] = ()

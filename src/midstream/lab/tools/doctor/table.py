@@ -74,8 +74,8 @@ def verdict(report: Report) -> Text:
     skipped = sum(site.outcome == UNCOMPARED for site in report.sites)
     lacking = sum(site.outcome == "lacking" for site in report.sites)
     text = (
-        f"ok: {compared} taps and {len(report.operations)} operations match transformers; largest "
-        f"relative error {report.worst:.1e}"
+        f"ok: {compared} taps and {len(report.operations)} operations match "
+        f"{report.compared_with}; largest relative error {report.worst:.1e}"
     )
     if lacking:
         text += f"; {lacking} do not exist in this model"

@@ -1,0 +1,72 @@
+"""Whole configurations of architectures that transformers has no class of, for
+scripts/models_survey.py. Their weights are drawn in the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SMALL = {
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+_BAILING = {
+    "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1,
+    "moe_intermediate_size": 48, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "use_bias": False, "use_qkv_bias": False, "embedding_dropout": 0.0, "output_dropout": 0.0,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+    "moe_shared_expert_intermediate_size": 48, "use_qk_norm": True, "score_function": "softmax",
+    "moe_router_enable_expert_bias": False, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+_DEEPSEEK = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 48, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+}  # fmt: skip
+_EXAONE = {"activation_function": "silu", "num_layers": 3, "layer_norm_epsilon": 1e-6}
+_MINICPM = {
+    "scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 32, "num_experts": 0,
+    "num_experts_per_tok": 0,
+}  # fmt: skip
+_SOLAR = {
+    "bskcn_1": [1], "bskcn_2": [1], "bskcn_3": [1], "bskcn_4": [1], "bskcn_tv": [0.9, 0.8],
+    "attention_bias": False, "mlp_bias": False, "sliding_window": None,
+}  # fmt: skip
+_STEP3P5 = {
+    "num_attention_groups": 1, "moe_num_experts": 4, "moe_top_k": 2, "share_expert_dim": 48,
+    "moe_intermediate_size": 48, "moe_layers_enum": "1,2", "moe_router_scaling_factor": 1.0,
+    "norm_expert_weight": True, "layer_types": ["full_attention"] * 3, "sliding_window": 64,
+    "use_moe_router_bias": True, "need_fp32_gate": True, "att_impl_type": "GQA",
+    "use_head_wise_attn_gate": False, "yarn_only_types": [], "partial_rotary_factors": [1.0] * 3,
+    "rope_parameters": None,
+}  # fmt: skip
+_SARVAM = {
+    **_DEEPSEEK, "num_experts": 4, "num_shared_experts": 1, "use_qkv_bias": False,
+    "use_bias": False, "score_function": "sigmoid", "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.0, "moe_router_enable_expert_bias": False, "use_qk_norm": True,
+    "embedding_dropout": 0.0, "output_dropout": 0.0, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+
+_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "BailingMoeForCausalLM": ("bailing_moe", _BAILING),
+    "BailingMoeV2ForCausalLM": ("bailing_moe_v2", _BAILING),
+    "DeepseekForCausalLM": ("deepseek", _DEEPSEEK),
+    "ExaoneForCausalLM": ("exaone", _EXAONE),
+    "InternLM2ForCausalLM": ("internlm2", {"bias": False}),
+    "MiniCPMForCausalLM": ("minicpm", _MINICPM),
+    "NanbeigeForCausalLM": ("nanbeige", {"attention_bias": False, "mlp_bias": False}),
+    "OrionForCausalLM": ("orion", {}),
+    "PanguEmbeddedForCausalLM": ("PanguEmbedded", {"bias": True}),
+    "SarvamMoEForCausalLM": ("sarvam_moe", _SARVAM),
+    "SolarForCausalLM": ("solar", _SOLAR),
+    "Step3p5ForCausalLM": ("step3p5", _STEP3P5),
+    "TeleChat2ForCausalLM": ("telechat", {"add_bias_linear": False, "seq_length": 512}),
+    "TeleFLMForCausalLM": ("TeleFLM", {"use_mup": False}),
+}
+BARE: dict[str, dict[str, Any]] = {
+    name: {**_SMALL, "model_type": model_type, "architectures": [name], **fields}
+    for name, (model_type, fields) in _TYPES.items()
+}
