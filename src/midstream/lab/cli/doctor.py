@@ -64,9 +64,10 @@ def doctor(
     ] = None,
     verbose: Annotated[bool, typer.Option(help="Show vLLM's log.")] = False,
 ) -> None:
-    """Check midstream's reads and edits of a model against transformers, or the installation.
+    """Check midstream's reads and edits of a model, or the installation.
 
-    Compares every site of every layer with transformers in float32, and tries each operation. Exit
+    Compares every site of every layer with transformers in float32, or with hooks on vLLM's own
+    modules where transformers proves nothing, and tries each operation. Exit
     status: 0 everything matches; 1 something differs; 2 the check was rejected, or the model is
     unsupported or cannot be compared. With --env: versions, GPUs, extras, vLLM's seams and what is
     odd; 0 no problems, 1 some.

@@ -19,7 +19,7 @@ from unit.runtime.worker.taps.branching import (
     Single,
 )
 
-from midstream.errors import TapError, UnsupportedError
+from midstream.errors import SpecError, TapError, UnsupportedError
 from midstream.ops import layout
 from midstream.runtime.models.convention import (
     Half,
@@ -275,7 +275,7 @@ def test_a_module_that_is_not_called_as_expected_is_an_error_and_not_a_guess(sit
     ],
 )
 def test_conventions_that_make_no_sense_cannot_be_written(make):
-    with pytest.raises(AssertionError):
+    with pytest.raises(SpecError):
         make()
 
 
