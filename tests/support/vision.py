@@ -164,7 +164,7 @@ def make(name: str, folder: Path) -> Path:
     """Write a model for transformers and, beside it with `-served`, with the names of weights that
     published ones have; return the path of the first.
     """
-    path = folder / name
+    path = folder / f"vision-{name}"  # `tiny` has language models of the same names
     if (path / "config.json").exists():
         return path
     vision = MODELS[name]

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
 
-import msgspec
-
 from midstream.errors import ReceiptError
 
 STATUSES = ("ok", "partial", "error")
@@ -344,6 +342,8 @@ class Receipt:
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Receipt:
         """Create a receipt from the values of `to_dict`; manifests of sinks are not included."""
+        import msgspec  # here, as `import midstream` loads the standard library alone
+
         kept = [(result["sink"], result) for result in plain["kept"]]
         # Servers of earlier versions do not send it.
         coming_from = [*plain.get("coming_from", {}).items()]
