@@ -125,7 +125,9 @@ def _trial(
     and captures. Yields the ring's unit of each captured row.
     """
     table, bank = buffers.table, buffers.bank
-    row, unit = table.shape[1] - 1, buffers.units[next(iter(taps.values()))] if taps else 1
+    tapped = list(dict.fromkeys(chosen))
+    # Of a row of the stream; other sites may be narrower.
+    row, unit = table.shape[1] - 1, buffers.units[taps[tapped[0]]]
     count = min(2 * len(_SITES), bank.shape[0] // unit, buffers.instructions.shape[0])
     start, first = bank.shape[0] - count * unit, buffers.instructions.shape[0] - count
     written = [buffers.tokens[:1], buffers.tally[:1], table[:, 0], table[:, row], bank[start:]]
@@ -150,7 +152,7 @@ def _trial(
             table[taps[tap], row, layout.EDIT_START] = first + vector % count
             table[taps[tap], row, layout.EDIT_COUNT] = 1
     starts, end = {}, 0
-    for tap in dict.fromkeys(chosen):
+    for tap in tapped:
         starts[tap] = end
         table[taps[tap], row, layout.PLACE] = 1 + end
         end += buffers.units[taps[tap]]
@@ -173,7 +175,8 @@ def _error(claimed: Sum, rows: Mapping[Tap, Tensor]) -> float:
 
 def _message(claimed: Sum, error: float, layers: Sequence[DecoderLayer]) -> str:
     site, number = claimed.total
-    name = next(type(layer.module) for layer in layers if layer.index == number).__qualname__
+    cls = next(type(layer.module) for layer in layers if layer.index == number)
+    name = cls.__qualname__.removeprefix("Tapped")
     return (
         f"rows of {site} of layer {number}, a {name}, would be wrong: in a trial run {claimed} "
         f"(off by {error:.1e} of their norms). Another forward runs than the one that midstream "

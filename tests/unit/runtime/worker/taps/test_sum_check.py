@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from support.tapping import WIDTH
 from torch import Tensor, nn
 
 from midstream.errors import TapError, UnsupportedError
+from midstream.ops.site import bind
 from midstream.runtime.models.convention import (
     LONE_MIXER,
     PARALLEL,
@@ -115,6 +116,7 @@ class Trunk:
         ring_rows: int = 64,
         bank_rows: int = 16,
         max_edits: int = 16,
+        narrow: Mapping[Tap, int] | None = None,
         change: Callable[[list[Any]], None] = lambda layers: None,
     ) -> None:
         torch.manual_seed(5)
@@ -126,9 +128,11 @@ class Trunk:
         ]
         sites = [site for site in SITES if self.layers[0].convention.lack(site) is None]
         found = [(site, number) for number in range(LAYERS) for site in sites]
-        self.taps: dict[Tap, int] = {tap: index for index, tap in enumerate(found)}
+        widths = {**(narrow or {}), **dict.fromkeys(found, WIDTH)}
+        self.taps: dict[Tap, int] = {tap: index for index, tap in enumerate(widths)}
+        self.narrow = narrow or {}
         self.buffers = Buffers.allocate(
-            dict.fromkeys(self.taps, WIDTH),
+            widths,
             BufferSizes(
                 max_tokens=16, hidden_size=WIDTH, ring_rows=ring_rows,
                 room=Room(
@@ -139,11 +143,17 @@ class Trunk:
         )  # fmt: skip
         self.runs = 0
         self.between: Callable[[Tensor], Tensor] = lambda hidden: hidden
+        for tap, width in self.narrow.items():
+            bind(self.buffers.table[self.taps[tap]], self.buffers, width)
         for layer in self.layers:
             tap_layer(layer, self.taps, self.buffers)
 
     def run(self) -> None:
         self.runs += 1
+        for tap, width in self.narrow.items():
+            rows = torch.zeros(1, width, dtype=self.buffers.ring.dtype)
+            table = self.buffers.table[self.taps[tap]]
+            torch.ops.midstream.site(rows, None, table, self.buffers.tally)
         hidden = torch.zeros(1, WIDTH, dtype=self.buffers.ring.dtype)
         residual = None
         with torch.no_grad():
@@ -249,6 +259,15 @@ def test_what_branches_return_in_a_trial_does_not_matter(kind: type) -> None:
             layer.mlp.bias.data.fill_(3e38)
 
     Trunk(kind, change=change).check()
+
+
+@pytest.mark.parametrize("bank_rows", [1, 16])
+def test_a_site_that_is_narrower_than_the_stream_may_be_the_first_tap(bank_rows: int) -> None:
+    """As the keys of grouped heads are, with vectors of half of its width."""
+    narrow = {("k", 0): WIDTH // 2}
+    Trunk(PairLayer, narrow=narrow, bank_rows=bank_rows).check()
+    with pytest.raises(UnsupportedError, match="resid_post of layer 1, a PairLayer"):
+        Trunk(PairLayer, narrow=narrow, bank_rows=bank_rows, change=_scales_skip).check()
 
 
 @pytest.mark.parametrize(("bank_rows", "max_edits"), [(1, 16), (16, 1), (3, 16), (16, 7)])
