@@ -156,11 +156,8 @@ class Locator:
             )
         if item.occurrence != "all":
             if not -count <= item.occurrence < count:
-                return Found(
-                    (),
-                    f"occurrence {item.occurrence} is out of range: the prompt has {count} of "
-                    f"{show(item.text)}, expected 0 to {count - 1} (or −{count} to −1)",
-                )
+                what = f"the prompt has {count} of {show(item.text)}"
+                return _out_of_range(f"occurrence {item.occurrence}", what, count)
             numbers = numbers[[item.occurrence]]
         return Found(known.index.ranges(numbers, len(item.text)))
 
@@ -184,11 +181,8 @@ class Locator:
         count = len(of_role)
         if item.message != "all":
             if not -count <= item.message < count:
-                return Found(
-                    (),
-                    f"message {item.message} is out of range: the chat has {count} of role "
-                    f"{show(item.role)}, expected 0 to {count - 1} (or −{count} to −1)",
-                )
+                what = f"the chat has {count} of role {show(item.role)}"
+                return _out_of_range(f"message {item.message}", what, count)
             of_role = [of_role[item.message]]
         self.budget.match(len(of_role))
         ranges = tuple(content for message in of_role for content in _content(message))
@@ -203,15 +197,19 @@ class Locator:
             return Found((), f"{item} selects nothing: the prompt has no {item.kind}{has}")
         if item.index != "all":
             if not -count <= item.index < count:
-                return Found(
-                    (),
-                    f"{item.kind} {item.index} is out of range: the prompt has {count} of this "
-                    f"kind, expected 0 to {count - 1} (or −{count} to −1)",
-                )
+                what = f"the prompt has {count} of this kind"
+                return _out_of_range(f"{item.kind} {item.index}", what, count)
             of_kind = [of_kind[item.index]]
         ranges = tuple(span for media in of_kind for span in media.ranges)
         self.budget.match(len(ranges))
         return Found(ranges, "" if ranges else f"{item}: none of its tokens holds an embedding")
+
+
+def _out_of_range(item: str, there: str, count: int) -> Found:
+    return Found(
+        (),
+        f"{item} is out of range: {there}, expected 0 to {count - 1} (or −{count} to −1)",
+    )
 
 
 def _content(message: Message) -> list[Range]:

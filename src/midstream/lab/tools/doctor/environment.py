@@ -131,7 +131,10 @@ def find_problems(
 def _can_import(name: str) -> bool:
     """Return whether a package can be imported, in a process of its own."""
     command = [sys.executable, "-c", f"import {name}"]
-    done = subprocess.run(command, capture_output=True, check=False, timeout=_IMPORT_SECONDS)
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=_IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
     return done.returncode == 0
 
 

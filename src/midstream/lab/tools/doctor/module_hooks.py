@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from midstream.lab.attribution.hooked.inner_hooks import removing
 from midstream.lab.tools.doctor.engine import sampling
 from midstream.lab.tools.doctor.reference import Change, ForwardPass
 from midstream.sites import ENDS, OUTER, Tap
@@ -112,19 +112,11 @@ class HookedModules:
         """Run one request with hooks; return the generated tokens."""
         for record in (self._rows, self._before, self._logits, self._taken, self._given):
             record.clear()
-        with self._hooked(self._hooks()):
+        with removing(self._hooks()):
             output = self._llm.generate(
                 [{"prompt_token_ids": list(prompt)}], sampling(count), use_tqdm=False, **plan
             )[0]
         return list(output.outputs[0].token_ids)
-
-    @contextmanager
-    def _hooked(self, handles: Sequence[Any]) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _tensors(self, values: Any) -> list[Tensor]:
         """Return the rows [T, H] among arguments or results, in their order."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from midstream.lab.attribution.hooked.inner_hooks import removing
 from midstream.lab.tools.doctor.compare import row_error
 from midstream.lab.tools.doctor.module_hooks import (
     BOTH,
@@ -56,7 +57,7 @@ class OwnModules(HookedModules):
             NoOwnModules: the engine keeps no model without taps, or runs in another process.
         """
         calls: dict[int, list[ChildCall]] = defaultdict(list)
-        with self._hooked(self._call_hooks(calls)):
+        with removing(self._call_hooks(calls)):
             plain = self.run(tokens).logits[-1]
         taken, given = dict(self._taken), dict(self._given)
         for index in range(len(self.layers)):
@@ -90,7 +91,7 @@ class OwnModules(HookedModules):
                 for factor, half in zip((first, second), self._tensors(out), strict=True):
                     half += factor * shift.to(half)
 
-            with self._hooked([self.layers[index].register_forward_hook(move)]):
+            with removing([self.layers[index].register_forward_hook(move)]):
                 return float((self.run(tokens).logits[-1] - plain).norm())
 
         if effect(0, 1) == 0:
@@ -112,7 +113,7 @@ class OwnModules(HookedModules):
         tables = [module for module, kind in kinds if kind == "VocabParallelEmbedding"]
         norms = [module for module, kind in kinds if "norm" in kind.lower()]
         watched = [self._model, *tables, *norms]
-        with self._hooked([module.register_forward_hook(see) for module in watched]):
+        with removing([module.register_forward_hook(see) for module in watched]):
             first = self.run(tokens).values.get(("resid_pre", 0))
         for table in tables:
             if first is not None and table in outputs and torch.equal(outputs[table], first):
