@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support import tiny
+from support.example_packages import install
 from support.own_process import ROOT, python
 
 pytestmark = pytest.mark.engine
@@ -59,21 +57,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip has installed the package; a build leaves things at its source."""
-    folder = tmp_path_factory.mktemp("example")
-    source = folder / "source"
-    shutil.copytree(ROOT / "examples" / "midstream-layer-example", source)
-    target = folder / "installed"
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
-        [*command, "--no-index", "--quiet", "--target", str(target), str(source)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return target
+    return install("midstream-layer-example", tmp_path_factory.mktemp("example"))
 
 
 @pytest.fixture(scope="module")
