@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import functools
-import gc
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from midstream.runtime.vllm.seam_lines import Fields, Seam
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.syntax import tree_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -90,7 +94,7 @@ class Release:
         path = self._base.joinpath(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
-                return _tree_of(file.read_text(encoding="utf-8"))
+                return tree_of(file)
         return None
 
     def _function(self, module: str, name: str) -> Function | None:
@@ -142,18 +146,6 @@ class Release:
                     if (alias.asname or alias.name) == name and item.module.startswith("vllm"):
                         return self._find(item.module, alias.name)
         return None
-
-
-@functools.cache
-def _tree_of(text: str) -> ast.Module:
-    """Parse a module, which several releases may have as it is."""
-    searches = gc.isenabled()
-    gc.disable()  # searches for garbage take most of the time else, and find nothing in a tree
-    try:
-        return ast.parse(text)
-    finally:
-        if searches:
-            gc.enable()
 
 
 def _parameters(function: Function) -> list[str]:
