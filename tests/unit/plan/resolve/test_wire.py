@@ -54,7 +54,7 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 11",
+    "format": "midstream plan 12",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
