@@ -184,7 +184,8 @@ class _Selector:
         allowed = subtract(((self.locator.prompt.length, None),), excluded.ranges)
         wanted = intersect(included.ranges, allowed)
         if included.marks or excluded.marks:
-            return self._marked_part(included, excluded, wanted, allowed)
+            with at("positions"):
+                return self._marked_part(included, excluded, wanted, allowed)
         matches = []
         if excluded.ids:
             matches.append(Match(self._reachable(wanted), tuple(sorted(excluded.ids)), others=True))
