@@ -17,6 +17,7 @@ from midstream.lab.jobs.job import Job
 from midstream.lab.jobs.records import Failed, Record
 from midstream.lab.jobs.sources import open_source
 from midstream.plan.positions.decoded_text import text_map
+from midstream.plan.positions.items import CONTENT
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.shape import ModelShape
@@ -109,11 +110,15 @@ class _Model:
         tokenizer, job = self._tokenizer, self._job
         ids = _token_ids(tokenizer, record.prompt)
         chat: Any = None if isinstance(record.prompt, str) else record.prompt
+
+        def messages(part: str = CONTENT) -> Any:
+            return message_spans(tokenizer, chat, ids, part=part, add_generation_prompt=True)
+
         prompt = Prompt(
             len(ids),
             ids,
             lambda: text_map(tokenizer, ids),
-            chat and (lambda: message_spans(tokenizer, chat, ids, add_generation_prompt=True)),
+            chat and messages,
         )
         plan = resolve(job.plan, self._shape, prompt, job.max_tokens)
         return plan.expected_rows(len(ids) + job.max_tokens - 1, ())[self.taps[0]]

@@ -15,6 +15,9 @@ MAX_ROLE = 256  # characters of a role's name
 MAX_MARK = 16  # tokens of a mark
 
 MEDIA_KINDS = ("image", "audio", "video")
+# Parts of a message.
+CONTENT: Literal["content"] = "content"
+PARTS = (CONTENT, "thinking", "answer", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +189,16 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The content tokens of a chat's messages of one role. Requires a chat call.
+    """The tokens of a chat's messages of one role, or of a part of these. Requires a chat call.
 
     Attributes:
         role: "user", "assistant", "system", "tool" or any other role of the chat.
         message: index among the messages of that role, from 0; negative: from the last; or "all".
+        part: "content"; "thinking", the field `reasoning` (or `reasoning_content`, `thinking`), or
+            what the content has between `<think>` and `</think>`; "answer", the content after
+            that; "tool_calls", from the name of the first call to the arguments of the last.
+            A message without the part is skipped by "all". One of which the chat template leaves
+            the part out is rejected.
 
     Raises:
         SpecError: a field is malformed.
@@ -198,20 +206,25 @@ class Role:
 
     role: str
     message: int | Literal["all"] = -1
+    part: Literal["content", "thinking", "answer", "tool_calls"] = CONTENT
 
     def __post_init__(self) -> None:
         with at("role"):
             _check_string(self.role, MAX_ROLE)
+        with at("part"):
+            read_word(self.part, PARTS)
         with at("message"):
             object.__setattr__(self, "message", _read_which(self.message))
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which Positions reads."""
-        return {"role": self.role, "message": self.message}
+        part = {} if self.part == CONTENT else {"part": self.part}
+        return {"role": self.role, "message": self.message, **part}
 
     def __str__(self) -> str:
         which = show(self.message) if self.message == "all" else self.message
-        return f"Role({show(self.role)}, {which})"
+        part = "" if self.part == CONTENT else f", {show(self.part)}"
+        return f"Role({show(self.role)}, {which}{part})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,7 @@ class Locator:
         return Found(known.index.ranges(numbers, len(item.text)))
 
     def _role(self, item: Role) -> Found:
-        known = self.prompt.roles
+        known = self.prompt.roles(item.part)
         if known is None:
             raise SpecError(
                 "",
@@ -211,7 +211,8 @@ class Locator:
             of_role = [of_role[item.message]]
         self.budget.match(len(of_role))
         ranges = tuple(content for message in of_role for content in _content(message))
-        return Found(ranges, "" if ranges else f"{item}: the message has no content in the prompt")
+        nothing = f"{item}: the message has no {item.part.replace('_', ' ')} in the prompt"
+        return Found(ranges, "" if ranges else nothing)
 
     def _media(self, item: Media) -> Found:
         of_kind = [media for media in self.prompt.media if media.kind == item.kind]

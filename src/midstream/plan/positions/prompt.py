@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from midstream.errors import SpecError
+from midstream.plan.positions.items import CONTENT
 from midstream.plan.positions.ranges import Ranges
 from midstream.plan.positions.text_map import TextMap
 
@@ -42,13 +43,14 @@ class MediaItem:
 class Prompt:
     """A prompt: its length P, and optional information for locating positions; None: unknown.
 
-    `text` and `messages` may be functions, which are called at most once, on first use.
+    `text` and `messages` may be functions, which are called at most once, on first use; `messages`
+    once more for each part of messages that is not their content, with its name, see `Role`.
     """
 
     length: int
     token_ids: tuple[int, ...] | None = None
     text: TextMap | Callable[[], TextMap] | None = None
-    messages: tuple[Message, ...] | Callable[[], tuple[Message, ...]] | None = None
+    messages: tuple[Message, ...] | Callable[..., tuple[Message, ...]] | None = None
     media: tuple[MediaItem, ...] = ()  # in the order of the prompt
     # Returns the id of a token, given by its text or its id, or raises a SpecError.
     token_id: Callable[[str | int], int] | None = None
@@ -77,14 +79,22 @@ class Prompt:
         return self.messages() if callable(self.messages) else self.messages
 
     @cached_property
-    def roles(self) -> Mapping[str, list[Message]] | None:
-        """The messages of `chat` by role, in the order of the chat."""
-        if self.chat is None:
-            return None
-        messages_by_role: dict[str, list[Message]] = {}
-        for message in self.chat:
-            messages_by_role.setdefault(message.role, []).append(message)
-        return messages_by_role
+    def _by_part(self) -> dict[str, Mapping[str, list[Message]]]:
+        return {}
+
+    def roles(self, part: str = CONTENT) -> Mapping[str, list[Message]] | None:
+        """Return a part of the messages by role, in the order of the chat; None: it is no chat."""
+        if part not in self._by_part:
+            chat = self.chat
+            if part != CONTENT:
+                chat = self.messages(part) if callable(self.messages) else None
+            if chat is None:
+                return None
+            messages_by_role: dict[str, list[Message]] = {}
+            for message in chat:
+                messages_by_role.setdefault(message.role, []).append(message)
+            self._by_part[part] = messages_by_role
+        return self._by_part[part]
 
     @cached_property
     def token_index(self) -> TokenIndex | None:

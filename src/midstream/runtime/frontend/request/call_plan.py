@@ -13,6 +13,7 @@ from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.plan import Plan
 from midstream.plan.control.controller import Controller
+from midstream.plan.positions.items import CONTENT
 from midstream.plan.positions.prompt import MediaItem, Message
 from midstream.runtime.frontend.request.prompt.message_spans import (
     chat_params,
@@ -40,10 +41,17 @@ class CallPlan:
         return self
 
     def spans(
-        self, engine: Any, tokenizer: Any, tokens: Sequence[int], media: Sequence[MediaItem]
+        self,
+        engine: Any,
+        tokenizer: Any,
+        tokens: Sequence[int],
+        media: Sequence[MediaItem],
+        part: str = CONTENT,
     ) -> tuple[Message, ...]:
         render = chat_renderer(engine.renderer, chat_params(**self.template))
-        return message_spans(tokenizer, self.messages, tokens, render=render, media=media)
+        return message_spans(
+            tokenizer, self.messages, tokens, render=render, media=media, part=part
+        )
 
 
 def has_plan(params: Any) -> bool:

@@ -21,6 +21,7 @@ from midstream.plan import (
 )
 from midstream.plan.plan import ServerWide, asks_engine
 from midstream.plan.positions.decoded_text import text_map
+from midstream.plan.positions.items import CONTENT
 from midstream.plan.readouts import ReadOut
 from midstream.plan.readouts.capture import SHARDED
 from midstream.plan.readouts.reduced import check_codec, num_sums, with_split_rows
@@ -298,15 +299,15 @@ class PlanResolver:
         tokens = tuple(ids)
         tokenizer = self._tokenizer
 
-        def messages() -> Any:
-            return call_plan.spans(self._engine, tokenizer(), tokens, media)
+        def parts(part: str = CONTENT) -> Any:
+            return call_plan.spans(self._engine, tokenizer(), tokens, media, part)
 
         def make() -> Prompt:
             return Prompt(
                 len(tokens),
                 token_ids=tokens,
                 text=lambda: text_map(tokenizer(), tokens),
-                messages=None if call_plan.messages is None else messages,
+                messages=None if call_plan.messages is None else parts,
                 media=media,
                 token_id=self._token_id,
             )

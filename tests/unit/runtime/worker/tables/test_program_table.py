@@ -447,12 +447,14 @@ def _has_room(buffers, held, wanted) -> bool:
 
 @given(edits(NUM_TAPS))
 def test_an_edit_is_known_by_its_content(edit):
-    again = TapProgramStep(edit.tap, edit.steps, Steps(edit.steps).digest, edit.ids, edit.others)
+    digest = Steps(edit.steps).digest
+    again = TapProgramStep(edit.tap, edit.steps, digest, edit.ids, edit.others, edit.bit)
     assert again == edit
     assert hash(again) == hash(edit)
     assert edit != "something else"
     assert edit.counted == sum(Flags.COUNTED in step.flags for step in edit.steps)
     assert replace(edit, tap=edit.tap + 1) != edit
+    assert replace(edit, bit=1 + (edit.bit or 0)) != edit
 
 
 def test_counts_of_programs_are_arrays_that_a_step_can_index():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
 from midstream.plan.positions.decoded_text import Region, map_of_rendering
+from midstream.plan.positions.items import CONTENT
 from midstream.plan.positions.prompt import MediaItem, Message
 from midstream.plan.positions.ranges import merge
 from midstream.plan.positions.text_map import TextMap
 from midstream.plan.positions.work import check_rendered
+from midstream.runtime.frontend.request.prompt.message_parts import PartFinder
 from midstream.validation import show
 
 if TYPE_CHECKING:
@@ -55,9 +58,10 @@ def message_spans(
     *,
     render: Render | None = None,
     media: Sequence[MediaItem] = (),
+    part: str = CONTENT,
     **template_kwargs: Any,
 ) -> tuple[Message, ...]:
-    """Return the tokens of each message's content.
+    """Return the tokens of each message's content, or of another `part` of it, see `Role`.
 
     Contents are located by rendering the chat again with markers in their places: the text before
     and after a marker must be the text before and after the content. A token with characters of
@@ -71,7 +75,8 @@ def message_spans(
     message_dicts = [dict(message) for message in messages]
     text = render(message_dicts)
     tokens = map_of_rendering(tokenizer, text, prompt_token_ids, _regions_of(media))
-    return _Finder(message_dicts, render, text, tokens).all()
+    finder = _Finder(message_dicts, render, text, tokens)
+    return finder.all() if part == CONTENT else finder.parts(part)
 
 
 def _regions_of(media: Sequence[MediaItem]) -> list[Region]:
@@ -185,6 +190,32 @@ class _Finder:
         regions = self._regions()
         return tuple(self._message(index, regions) for index in range(len(self._messages)))
 
+    def parts(self, part: str) -> tuple[Message, ...]:
+        """Return a part of each message; one that has none is empty."""
+        finder = PartFinder(self._render_with, self._text, self._mark)
+        find = getattr(finder, part)
+        contents: tuple[Message, ...] = ()
+        spans = []
+        for index, message in enumerate(self._messages):
+            role = str(message.get("role", ""))
+            try:
+                region = find(index, message)
+            except SpecError as error:
+                spans.append(Message(role, index, problem=error.problem))
+                continue
+            if region is None and part == "answer":
+                contents = contents or self.all()
+                spans.append(contents[index])
+                continue
+            start, stop = (0, 0) if region is None else self._tokens.tokens(*region)
+            spans.append(Message(role, index, start, stop))
+        return tuple(spans)
+
+    def _render_with(self, index: int, message: dict[str, Any]) -> str:
+        self._rendered += len(self._messages)
+        check_rendered(self._rendered)
+        return self._render([*self._messages[:index], message, *self._messages[index + 1 :]])
+
     def _message(self, index: int, regions: dict[int, Region]) -> Message:
         role = str(self._messages[index].get("role", ""))
         parts = self._contents.get(index)
@@ -254,9 +285,8 @@ class _Finder:
 
     def _region_of(self, index: int) -> Region:
         """Return [start, stop) of what the template wrote for a content, by another rendering."""
-        self._rendered += len(self._messages)
-        check_rendered(self._rendered)
-        pieces = re.split(f"{self._mark}{index}end", self._render(self._marked({index})))
+        (marked,) = self._marked({index})[index : index + 1]
+        pieces = re.split(f"{self._mark}{index}end", self._render_with(index, marked))
         if len(pieces) != 2:
             how = "does not write it as it is" if len(pieces) == 1 else "writes it more than once"
             raise SpecError("", f"the chat template {how}")
@@ -332,6 +362,16 @@ def _whole(region: str, texts: list[str]) -> Region:
     return 0, len(region)
 
 
+def _is_json_of(region: str, content: str) -> bool:
+    """Return whether the template wrote a content as the inside of a string of JSON."""
+    if "\\" not in region:
+        return False
+    try:
+        return bool(json.loads(f'"{region}"') == content)
+    except json.JSONDecodeError:
+        return False
+
+
 def _within(region: str, parts: list[str]) -> tuple[int, int]:
     """Return [start, stop) of the parts in the text that the template wrote for them. A template
     may drop the outer whitespace of a content: then all of the region is content.
@@ -347,6 +387,8 @@ def _within(region: str, parts: list[str]) -> tuple[int, int]:
                 f"the chat template leaves out {show(left_out[0])} of its content; give the "
                 "content without it, or select what is left by a Text",
             )
+        return 0, len(region)
+    if _is_json_of(region, whole):
         return 0, len(region)
     texts = [part for part in (text.strip() for text in parts) if part] or [whole]
     start, reached = None, 0

@@ -8,6 +8,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.plan.positions.decoded_text import decode, text_map
 from midstream.plan.positions.following_text import one_token_id
+from midstream.plan.positions.items import CONTENT
 from midstream.plan.positions.prompt import Prompt
 from midstream.runtime.frontend.request.prompt.inputs import named_refusals
 from midstream.runtime.frontend.request.prompt.message_spans import (
@@ -84,7 +85,11 @@ def _of_messages(engine: Any, messages: list[Any], template: Mapping[str, Any]) 
     render = chat_renderer(engine.renderer, chat_params(**template))
     with named_refusals():
         ids = list(tokenizer.encode(render(messages), add_special_tokens=False))
-    return _with_text(engine, ids, lambda: message_spans(tokenizer, messages, ids, render=render))
+
+    def parts(part: str = CONTENT) -> Any:
+        return message_spans(tokenizer, messages, ids, render=render, part=part)
+
+    return _with_text(engine, ids, parts)
 
 
 def _with_text(engine: Any, ids: list[int], messages: Any = None) -> Prompt:

@@ -1,0 +1,96 @@
+"""Where parts of a chat's messages are in its text: what an answer thought and said, tool calls."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from midstream.errors import SpecError
+
+Region = tuple[int, int]
+# Renders the chat with one message in place of that with an index.
+RenderWith = Callable[[int, dict[str, Any]], str]
+
+# Fields in which messages have their reasoning beside the content.
+_REASONING = ("reasoning", "reasoning_content", "thinking")
+# Of a content: what is before, in and after the part of it that was thought.
+_THOUGHT = re.compile(r"(?s)(\s*(?:<think>|\[THINK\])?\s*)(.*?)(\s*(?:</think>|\[/THINK\])\s*)(.*)")
+
+
+class PartFinder:
+    """Locates a part of each message in the text of a chat, by rendering it with a mark instead."""
+
+    def __init__(self, render: RenderWith, text: str, mark: str) -> None:
+        self._render = render
+        self._text = text
+        self._mark = mark
+
+    def thinking(self, index: int, message: Mapping[str, Any]) -> Region | None:
+        """Return [start, stop) of what a message thought; None: it has nothing of that kind."""
+        fields = [name for name in _REASONING if _text_of(message, name)]
+        if fields:
+            changed = {**message, **dict.fromkeys(fields, self._mark)}
+            return self._region(index, changed, [message[name] for name in fields], "its thinking")
+        match = _thought(message)
+        if match is None or not match[2]:
+            return None
+        before, thought, end, said = match.groups()
+        changed = {**message, "content": f"{before}{self._mark}{end}{said}"}
+        return self._region(index, changed, [thought], "its thinking")
+
+    def answer(self, index: int, message: Mapping[str, Any]) -> Region | None:
+        """Return the same of the content after what was thought; None: the content is all of it."""
+        match = _thought(message)
+        if match is None:
+            return None
+        *before, said = match.groups()
+        changed = {**message, "content": "".join([*before, self._mark])}
+        return self._region(index, changed, [said], "its answer")
+
+    def tool_calls(self, index: int, message: Mapping[str, Any]) -> Region | None:
+        """Return the same from the name of the first tool call to the arguments of the last."""
+        if not message.get("tool_calls"):
+            return None
+        first, last = copy.deepcopy(dict(message)), copy.deepcopy(dict(message))
+        try:
+            named, called = first["tool_calls"][0]["function"], last["tool_calls"][-1]["function"]
+            name, named["name"] = str(named["name"]), self._mark
+            called["arguments"] = {self._mark: self._mark}
+        except (LookupError, TypeError):
+            raise SpecError("", "its tool calls are not those of functions") from None
+        begun, _, _ = self._render(index, first).partition(self._mark)
+        _, is_there, rest = self._render(index, last).rpartition(self._mark)
+        # The value is text in JSON: its quote may be another character, or none, of other values.
+        is_json = rest.startswith('"}')
+        stop = len(self._text) - len(rest) + (2 if is_json else 0)
+        ends = self._text.endswith(rest[1:] if is_json else rest)
+        if not (is_there and ends and self._text.startswith(begun + name) and len(begun) < stop):
+            raise SpecError("", "the chat template leaves out its tool calls, or rewrites them")
+        return len(begun), stop
+
+    def _region(
+        self, index: int, changed: dict[str, Any], parts: Sequence[str], what: str
+    ) -> Region:
+        """Return what the template wrote for one of some texts, in whose place the mark is."""
+        pieces = self._render(index, changed).split(self._mark)
+        if len(pieces) == 1:
+            raise SpecError("", f"the chat template leaves out {what}")
+        before, after = pieces[0], pieces[-1]
+        stop = len(self._text) - len(after)
+        matches = self._text.startswith(before) and self._text.endswith(after)
+        written = self._text[len(before) : stop].strip()
+        if len(pieces) > 2 or not matches or written not in [part.strip() for part in parts]:
+            raise SpecError("", f"the chat template rewrites {what}, or writes it more than once")
+        return len(before), stop
+
+
+def _text_of(message: Mapping[str, Any], name: str) -> bool:
+    value = message.get(name)
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _thought(message: Mapping[str, Any]) -> re.Match[str] | None:
+    content = message.get("content")
+    return _THOUGHT.fullmatch(content) if isinstance(content, str) else None

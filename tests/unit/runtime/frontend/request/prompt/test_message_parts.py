@@ -1,0 +1,124 @@
+"""What answers thought and said, and their tool calls, in the tokens of a chat template."""
+
+from __future__ import annotations
+
+import pytest
+from support.chat_templates import TEMPLATES, with_template
+
+from midstream.plan.positions.decoded_text import decode
+from midstream.runtime.frontend.request.prompt.message_spans import message_spans
+
+ASKED = {"role": "user", "content": "what is two plus two?"}
+THOUGHT = {"role": "assistant", "content": "<think>\nadd them\n</think>\n\nfour"}
+REASONED = {
+    "role": "assistant",
+    "content": "four",
+    "reasoning_content": "add them",
+    "thinking": "add them",
+}
+CALLS = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "two"}}}
+    ],
+}
+RESULT = {"role": "tool", "content": '{"sum": "4"}'}
+AGAIN = {"role": "user", "content": "and three?"}
+
+
+def found(template: str, messages: list[dict], part: str, add: bool = False) -> list[str]:
+    """What the tokens of a part of each message spell, or its problem."""
+    tokenizer = with_template(template)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    spans = message_spans(tokenizer, messages, ids, part=part, add_generation_prompt=add)
+    assert [span.index for span in spans] == list(range(len(messages)))
+    return [span.problem or decode(tokenizer, ids[span.start : span.stop]) for span in spans]
+
+
+DROPS = "the chat template leaves out its thinking"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "thinking"),
+    [
+        ("qwen", THOUGHT, "add them"),
+        ("qwen", REASONED, "add them"),
+        ("harmony", REASONED, "add them"),
+        ("deepseek", THOUGHT, DROPS),
+        ("deepseek", REASONED, DROPS),
+        ("glm", THOUGHT, DROPS),
+    ],
+)
+def test_thinking_is_selected_or_said_to_be_dropped(template, answer, thinking):
+    chat = [ASKED, answer]
+    assert found(template, chat, "thinking") == ["", thinking]
+    assert found(template, chat, "answer") == [ASKED["content"], "four"]
+    # What an earlier answer thought is dropped by all of them.
+    later = [*chat, AGAIN]
+    assert found(template, later, "thinking", add=True) == ["", DROPS, ""]
+    assert found(template, later, "answer", add=True)[1] == "four"
+
+
+def test_channels_of_a_harmony_chat_are_parts():
+    """Analysis, commentary and final; a tool's result is written as JSON."""
+    said = {**REASONED, "thinking": "it is in the result"}
+    chat = [ASKED, {**CALLS, "thinking": "call it"}, RESULT, said]
+    assert found("harmony", chat, "thinking") == ["", "call it", "", "it is in the result"]
+    calls = 'add<|channel|>commentary json<|message|>{"a": 2, "b": "two"}'
+    assert found("harmony", chat, "tool_calls") == ["", calls, "", ""]
+    assert found("harmony", chat, "answer")[3] == "four"
+    assert found("harmony", chat, "content")[2] == r"{\"sum\": \"4\"}"
+
+
+@pytest.mark.parametrize(
+    ("template", "calls"),
+    [
+        ("qwen", 'add", "arguments": {"a": 2, "b": "two"}'),
+        ("glm", "add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n"
+                "<arg_value>two"),
+    ],
+)  # fmt: skip
+def test_tool_calls_are_selected_from_the_first_name_to_the_last_argument(template, calls):
+    assert found(template, [ASKED, CALLS, RESULT], "tool_calls") == ["", calls, ""]
+    (call,) = CALLS["tool_calls"]
+    both = {**CALLS, "tool_calls": [call, {"function": {"name": "halve", "arguments": {"c": "x"}}}]}
+    first, second = found(template, [ASKED, both], "tool_calls")[1].split("halve")
+    assert first.startswith(calls)
+    assert "c" in second
+    assert second.rstrip('}"').endswith("x")
+
+
+def test_tool_calls_that_the_template_leaves_out_are_refused():
+    assert found("deepseek", [ASKED, {**CALLS, "content": "calling"}], "tool_calls") == [
+        "", "the chat template leaves out its tool calls, or rewrites them"
+    ]  # fmt: skip
+    odd = {**CALLS, "tool_calls": [{"type": "search"}]}
+    tokenizer = with_template("deepseek")
+    (span,) = message_spans(
+        tokenizer, [odd], tokenizer("<bos><|Assistant|><eos>")["input_ids"], part="tool_calls"
+    )
+    assert span.problem == "its tool calls are not those of functions"
+
+
+@pytest.mark.parametrize("template", list(TEMPLATES))
+def test_messages_without_a_part_have_none(template):
+    chat = [ASKED, {"role": "assistant", "content": "four </thin"}, AGAIN]
+    for part in ("thinking", "tool_calls"):
+        assert found(template, chat, part) == ["", "", ""]
+    assert found(template, chat, "answer") == found(template, chat, "content")
+
+
+def test_thinking_that_is_written_twice_or_changed_is_refused():
+    tokenizer = with_template("qwen")
+    rewritten = "the chat template rewrites its thinking, or writes it more than once"
+    for template in (
+        "{% for m in messages %}{{ m.content }}|{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:15] }}{{ m.content[18:] }}{% endfor %}",
+    ):
+        text = tokenizer.apply_chat_template([THOUGHT], chat_template=template, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        (span,) = message_spans(tokenizer, [THOUGHT], ids, part="thinking", chat_template=template)
+        assert span.problem in (rewritten, DROPS)
