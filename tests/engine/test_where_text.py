@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.chat_templates import DEEPSEEK, QWEN
 from support.edit_cases import Case, problems
 from support.engines import engine, greedy
+from support.marks import between
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
 
-from midstream import Capture, Role, SpecError, Steer, Text
+from midstream import Between, Capture, Role, SpecError, Steer, Text
 
 pytestmark = pytest.mark.model
 
@@ -164,3 +166,59 @@ def test_texts_and_roles_in_one_batch_of_chats(llm: Any, oracle: EditOracle) -> 
         seen.add(frozenset(places))
         check(oracle, output, edit, places)
     assert len(seen) == 3
+
+
+ANSWERED = [
+    {"role": "user", "content": "Is the sky blue?"},
+    {
+        "role": "assistant",
+        "content": "I look up.",
+        "reasoning": "It is day.",
+        "tool_calls": [
+            {
+                "id": "1",
+                "type": "function",
+                "function": {"name": "look", "arguments": '{"at": "sky"}'},
+            }
+        ],
+    },
+    {"role": "tool", "content": '{"seen": "blue"}', "tool_call_id": "1"},
+]
+
+
+def test_parts_of_messages_are_where_the_template_writes_them(llm: Any, oracle: EditOracle) -> None:
+    """As vLLM renders them: fields of a message are given other names on the way."""
+    call = 'look", "arguments": {"at": "sky"}'
+    for part, wanted in (
+        ("thinking", "It is day."),
+        ("answer", "I look up."),
+        ("tool_calls", call),
+    ):
+        edit = steer(Role("assistant", part=part))
+        output = llm.chat(
+            ANSWERED, greedy(3, logprobs=3), capture=SITES, edits=[edit], use_tqdm=False,
+            chat_template=QWEN,
+        )[0]  # fmt: skip
+        ids = output.prompt_token_ids
+        text = llm.get_tokenizer().decode(ids)
+        start = text.index(wanted)
+        check(oracle, output, edit, spelt(llm, text, ids, start, start + len(wanted)))
+    with pytest.raises(
+        SpecError, match="positions: the tokens of message 1 are unknown: .*thinking"
+    ):
+        llm.chat(
+            [*ANSWERED, ANSWERED[0]], greedy(2), edits=steer(Role("assistant", part="thinking")),
+            use_tqdm=False, chat_template=DEEPSEEK,
+        )  # fmt: skip
+
+
+def test_marks_may_be_the_texts_of_special_tokens(llm: Any, oracle: EditOracle) -> None:
+    edit = steer(Between("<|im_start|>", "<|im_end|>"))
+    output = llm.chat(TALK, greedy(3, logprobs=3), capture=SITES, edits=[edit], use_tqdm=False)[0]
+    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+    start, end = llm.get_tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    check(oracle, output, edit, set(between(ids, [start], [end])))
+    with pytest.raises(
+        SpecError, match=r"positions\.start: '<think>' is 3 tokens, '<' 'think' '>'"
+    ):
+        llm.chat(TALK, greedy(2), edits=steer(Between("<think>", "</think>")), use_tqdm=False)

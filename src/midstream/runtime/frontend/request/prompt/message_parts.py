@@ -15,6 +15,8 @@ RenderWith = Callable[[int, dict[str, Any]], str]
 
 # Fields in which messages have their reasoning beside the content.
 _REASONING = ("reasoning", "reasoning_content", "thinking")
+# Roles that do not answer.
+_ASKING = ("system", "developer", "user", "tool")
 # Of a content: what is before, in and after the part of it that was thought.
 _THOUGHT = re.compile(r"(?s)(\s*(?:<think>|\[THINK\])?\s*)(.*?)(\s*(?:</think>|\[/THINK\])\s*)(.*)")
 
@@ -92,5 +94,7 @@ def _text_of(message: Mapping[str, Any], name: str) -> bool:
 
 
 def _thought(message: Mapping[str, Any]) -> re.Match[str] | None:
+    if message.get("role") in _ASKING:  # who may write of marks
+        return None
     content = message.get("content")
     return _THOUGHT.fullmatch(content) if isinstance(content, str) else None

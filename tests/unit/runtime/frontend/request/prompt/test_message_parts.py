@@ -104,7 +104,8 @@ def test_tool_calls_that_the_template_leaves_out_are_refused():
 
 @pytest.mark.parametrize("template", list(TEMPLATES))
 def test_messages_without_a_part_have_none(template):
-    chat = [ASKED, {"role": "assistant", "content": "four </thin"}, AGAIN]
+    asked = {"role": "user", "content": "what does </think> mean?"}
+    chat = [asked, {"role": "assistant", "content": "four </thin"}, AGAIN]
     for part in ("thinking", "tool_calls"):
         assert found(template, chat, part) == ["", "", ""]
     assert found(template, chat, "answer") == found(template, chat, "content")
