@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from midstream import Ablate, Capture, Client, Gate, LogitDiff, Probe, Reading, Steer
+from midstream import Ablate, Between, Capture, Client, Gate, LogitDiff, Probe, Reading, Steer
 from midstream.client import ServedOutput
 from support.serving import ENGINE, NAME
 
@@ -60,6 +60,15 @@ CASES = {
     "last": Case("Water boils at", {"capture": Capture("all", positions="last_prompt")}),
     "chat": Case(
         HELLO, {"capture": Capture([15]), "probes": Probe(VECTOR, 9, name="p", phase="prompt")}
+    ),
+    # The answer is "Hello there, welcome to my": the marks are its "Hello" and its "welcome".
+    "between": Case(
+        HELLO,
+        {
+            "capture": Capture([15], positions=Between("<|im_start|>", "<|im_end|>")),
+            "probes": Probe(VECTOR, 9, name="p", positions=Between([19556], [10668])),
+            "edits": Steer(VECTOR, 3, 1e-3, positions=Between([19556], [10668])),
+        },
     ),
 }
 

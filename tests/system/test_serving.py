@@ -81,7 +81,7 @@ def openai(server: Running) -> OpenAI:
 def ways(name: str) -> Iterator[Any]:
     """A case in both ways in which rows come; inline, all of them at night."""
     yield pytest.param(name, "handle", id=f"{name}-handle")
-    marks = () if name in ("everything", "chat") else pytest.mark.nightly
+    marks = () if name in ("everything", "chat", "between") else pytest.mark.nightly
     yield pytest.param(name, "inline", id=f"{name}-inline", marks=marks)
 
 
@@ -92,7 +92,7 @@ def test_an_answer_is_bit_by_bit_what_the_offline_engine_gives(client, offline, 
     assert_equal(plain(found), offline[name])
 
 
-STREAMED = "plain", "everything", "remembered", "chat"
+STREAMED = "plain", "everything", "remembered", "chat", "between"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,8 @@ def test_a_stream_comes_to_bit_by_bit_what_the_offline_engine_gives(client, offl
     case = CASES[name]
     asked = {**ASKED, **case.asked}
     prompt = {"messages": case.prompt} if case.is_chat else {"prompt": case.prompt}
+    if name == "between":
+        assert offline[name]["probes"]["p"][2].tolist() == [665, 28]
     [found] = [*client.stream(**prompt, **asked)][-1].outputs
     assert_equal(plain(found), offline[name])
 
