@@ -88,7 +88,7 @@ def _caller_enables() -> bool:
             candidates.append(kwargs.get("vllm_config"))
         if any(_enables(candidate) for candidate in candidates):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

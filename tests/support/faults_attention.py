@@ -306,7 +306,7 @@ ATTENTION = (
     ),
     Fault(
         "Logits are returned with the request's biases added",
-        "endpoint:_head",
+        "assembly:_head",
         "Head(compute_logits, int(vllm_config.model_config.get_vocab_size()), adapters)",
         """
         Head(

@@ -146,9 +146,9 @@ ORDER: tuple[Fault, ...] = (
     ),
     Fault(
         "llm.sites() tells to add a site to the settings that the layers do not have",
-        "WorkerEndpoint.__init__",
-        "{**all_lacks(model, *args, *limits), **self._decoder.lacking}",
-        "dict(self._decoder.lacking)",
+        "tapped_rank:tap_model",
+        "{**all_lacks(model, *args, *limits), **decoder.lacking}",
+        "dict(decoder.lacking)",
         "tests/engine/test_sites.py::test_sites_that_a_model_lacks_are_refused_by_name",
     ),
 )

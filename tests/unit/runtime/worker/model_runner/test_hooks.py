@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from midstream.runtime.worker.endpoint import _ahead
+from midstream.runtime.worker.assembly import _ahead
 from midstream.runtime.worker.model_runner.hooks import Hooks
 
 
