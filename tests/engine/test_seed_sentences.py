@@ -191,14 +191,6 @@ def test_vectors_of_a_request_are_added_where_they_should_be(wide: Any, oracle: 
     assert not torch.equal(plain.activations["resid_post", 2], steered.activations["resid_post", 2])
 
 
-@shows("S2.23")
-def test_enable_steering_taps_the_three_sites_of_the_stream() -> None:
-    from midstream.runtime.vllm.additional_config import with_midstream
-
-    enabled = with_midstream(None, None, True)["midstream"]
-    assert list(enabled["sites"]) == ["resid_pre", "resid_mid", "resid_post"]
-
-
 @shows("S4.8")
 def test_server_wide_vectors_shift_the_output_until_they_are_cleared(wide: Any) -> None:
     capture = Capture("all")

@@ -20,6 +20,14 @@ MODELS: tuple[Fault, ...] = (
         "tests/engine/test_two_models.py::test_a_step_without_work_reaches_no_tap",
     ),
     Fault(
+        "A step of the second runner has the padding of its batch as requests",
+        "v2:_batch",
+        "batch.num_scheduled_tokens[:num_requests]",
+        "batch.num_scheduled_tokens",
+        "tests/unit/runtime/worker/model_runner/test_v2.py"
+        "::test_a_step_has_the_requests_of_the_batch_and_none_of_its_padding",
+    ),
+    Fault(
         "The tapped model's steps replay the untapped model's CUDA graphs",
         "GraphSets.use",
         "self._sets[tapped]",

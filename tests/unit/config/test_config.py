@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from midstream import sites
 from midstream.config.config import STAMP, Config, from_additional_config, from_environment
 from midstream.errors import ConfigError
+from midstream.runtime.vllm.additional_config import with_midstream
 
 counts = st.integers(16, 10**9)
 configs = st.builds(
@@ -310,3 +311,8 @@ def test_places_of_reconstructions_have_canonical_names():
 def test_places_that_are_none_are_refused_by_name(value, message):
     with pytest.raises(ConfigError, match=message):
         Config.parse({"reconstruct": value})
+
+
+def test_enable_steering_taps_the_three_sites_of_the_stream():
+    enabled = with_midstream(None, None, True)["midstream"]
+    assert list(enabled["sites"]) == ["resid_pre", "resid_mid", "resid_post"]
