@@ -82,7 +82,7 @@ def test_the_engines_are_vllms_with_arguments_added() -> None:
 # ---------------------------------------------------------------- captures
 
 
-@shows("S0.1", "S0.3", "S1.4", "S1.5", "S1.13", "S2.6", "S2.35", "S4.21", "S4.9")
+@shows("S0.1", "S0.3", "S1.4", "S1.5", "S1.13", "S2.6", "S2.35", "S4.21", "S4.9", "S4.16")
 def test_rows_of_all_tokens_are_those_of_one_forward_pass(wide: Any, oracle: Oracle) -> None:
     engine = wide.llm_engine
     step, steps = engine.step, 0
@@ -96,9 +96,10 @@ def test_rows_of_all_tokens_are_those_of_one_forward_pass(wide: Any, oracle: Ora
     try:
         plain = ask(wide)
         without, steps = steps, 0
-        hooks = ["pre_attn", "post_attn", "post_block"]
         captures = [
-            Capture("all", hooks),
+            Capture("all", ["pre_attn", "post_attn"]),
+            Capture(0, "post_block"),
+            Capture([1, 2], "post_mlp"),
             Capture(0, "mlp_in", "last_prompt"),
             Capture(1, "mlp_in", "generated"),
             Capture(2, "mlp_in", [0, 3]),
@@ -205,6 +206,27 @@ def test_server_wide_vectors_shift_the_output_until_they_are_cleared(wide: Any) 
     assert generated(after) == generated(before)
     for tap, rows in before.activations.items():
         assert torch.equal(after.activations[tap], rows)
+
+
+@shows("S2.40")
+def test_what_is_read_of_a_request_decides_how_later_ones_are_steered(
+    wide: Any, oracle: Oracle
+) -> None:
+    scores = [
+        float(ask(wide, prompt, probes=Probe(V, 1, name="p")).probes["p"][-1])
+        for prompt in (PROMPT, PROMPT[::-1])
+    ]
+    threshold = sum(scores) / 2
+    assert min(scores) < threshold
+    for score in scores:
+        vector = U if score > threshold else W
+        wide.steering.set(base={"post_block": {1: vector}})
+        later = ask(wide, capture=Capture("all"))
+        wide.steering.clear()
+        edit = HookEdit("resid_post", 1, vector, 1.0, lambda _: True)
+        _, theirs = oracle.run([*PROMPT, *generated(later)][:-1], (edit,))
+        for layer in range(tiny.LAYERS):
+            assert_close(later.activations["resid_post", layer], theirs["resid_post", layer])
 
 
 @shows("S2.42", "S2.43", "S3.28")

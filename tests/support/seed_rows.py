@@ -69,7 +69,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S0.14": ("a file for each request and layer", _ACT_FILES),
     "S0.15": ("a manifest has shapes, paths and compression", _ACT_FILES),
     "S0.16": ("VLLM_ACT_CAPTURE", _ACT + "switched_off_it_is_plain_vllm"),
-    "S0.17": ("VLLM_ACT_MODE", _ACT_UNIT + "the_mode_is_the_codec"),
+    "S0.17": ("VLLM_ACT_MODE", _ACT_ROWS),
     "S0.18": ("VLLM_ACT_RP_K", _ACT_FILES),
     "S0.19": ("VLLM_ACT_RETURN, in the manifest", _ACT_FILES),
     "S0.20": ("VLLM_ACT_OUTDIR", _ACT_UNIT + "the_folder_is_that_of_the_sink"),
@@ -223,7 +223,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S2.39": ("real weights of large models", "open: size"),
     "S2.40": (
         "steering that changes for later requests",
-        _TIERS + "a_request_keeps_the_tiers_that_were_in_force_when_it_came",
+        HERE,
     ),
     "S2.41": (
         "steering that changes within a request",
@@ -342,7 +342,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S4.15": ("tiers of prompt and of generated tokens alone", HERE),
     "S4.16": (
         "pre_attn, post_attn and post_mlp",
-        _UNIT + "test_sites.py::names_of_other_tools_mean_sites",
+        HERE,
     ),
     "S4.17": ("eager and with graphs", _GPU_MIX),
     "S4.18": (
