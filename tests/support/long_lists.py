@@ -131,38 +131,9 @@ LISTS: dict[str, Callable[[int], Any]] = {
 }  # fmt: skip
 # Fields that take no list: a list there is refused. `bias` and `scale` of other classes, too.
 SINGLE = frozenset(
-    [
-        "phase",
-        "norm",
-        "scale",
-        "lens",
-        "low",
-        "high",
-        "mode",
-        "threshold",
-        "sae",
-        "error",
-        "alpha",
-        "bias",
-        "name",
-        "codec",
-        "sink",
-        "tag",
-        "request_id",
-        "stream",
-        "layout",
-        "max_rows",
-        "reuse",
-        "reduce",
-        "top",
-        "kind",
-        "sharpness",
-        "hold",
-        "smooth",
-        "release",
-        "k",
-        "return_",
-    ]
+    "phase norm scale lens low high mode threshold sae error alpha bias name codec sink tag "
+    "request_id stream layout max_rows reuse reduce top kind sharpness hold smooth release k "
+    "return_".split()
 )
 
 
@@ -204,16 +175,8 @@ BODIES: dict[str, dict[str, Callable[[int], Any]]] = {
 }  # fmt: skip
 SINGLE_OF_BODIES = {
     "sweep": frozenset(
-        [
-            "alpha",
-            "repeats",
-            "sae",
-            "model",
-            "stream",
-            "add_generation_prompt",
-            "continue_final_message",
-            "chat_template_kwargs",
-        ]
+        "alpha repeats sae model stream add_generation_prompt continue_final_message "
+        "chat_template_kwargs".split()
     ),
     "fit": frozenset(["method", "site", "reduce", "folds", "seed", "name", "model"]),
 }
