@@ -25,7 +25,7 @@ MODELS = {
 QUICK = ("llama", "gemma2", "phi")
 
 
-def of_all_tokens(logits: torch.Tensor) -> torch.Tensor:
+def of_all_tokens(logits):
     """A loss of the whole prompt."""
     return logits.log_softmax(dim=-1)[range(len(TOKENS) - 1), TOKENS[1:]].sum()
 
@@ -36,7 +36,7 @@ def of_all_tokens(logits: torch.Tensor) -> torch.Tensor:
         name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS
     ],
 )
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+def pair(request, tmp_path_factory):
     """(a twin, the oracle of the same model, its sites)."""
     folder = tiny.make(request.param, tmp_path_factory.mktemp("twin"))
     spec, (branches, z) = tiny.MODELS[request.param], MODELS[request.param]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ TOKENS = [5, 17, 33, 101, 8, 77, 54, 23, 9]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tiny.make("llama", tmp_path_factory.mktemp("loading"))
 
 
@@ -113,7 +111,7 @@ def test_a_missing_package_is_named_with_its_extra(folder, package, monkeypatch)
         Twin.load(folder)
 
 
-def engine(**changes: Any) -> Any:
+def engine(**changes):
     """What `ModelFiles` reads of an engine."""
     model = {
         "model": "some/model", "quantization": None, "hf_overrides": {}, "revision": "abc",

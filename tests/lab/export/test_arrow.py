@@ -154,9 +154,6 @@ def test_pyarrow_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
         record_batches(selection)
 
 
-# ---------------------------------------------------------------- datasets
-
-
 @pytest.fixture
 def datasets(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

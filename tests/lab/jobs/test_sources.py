@@ -197,10 +197,7 @@ def test_a_data_set_is_asked_for_by_name_subset_and_split(tmp_path, monkeypatch)
     assert list(source) == [Record(1, "a"), Record(2, "b")]
 
 
-# ---------------------------------------------------------------- the standard input
-
-
-def give(monkeypatch, lines) -> None:
+def give(monkeypatch, lines):
     text = "".join(json.dumps(line) + "\n" for line in lines).encode()
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(text)))
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from datetime import datetime, timezone
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +20,7 @@ from midstream.lab.jobs.records import Record
 LINES = tuple((f"id-{line}", Record(line, f"prompt {line}")) for line in range(1, 5))
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
+def run(work):
     return asyncio.run(asyncio.wait_for(work, 20))
 
 

@@ -21,7 +21,7 @@ ONE_CPU = [{"CPU": 2.0}]
 GPUS = [{"CPU": 64.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 8.0}, {"CPU": 16.0}]
 
 
-def settle(spread: Placement, machines, **engine_args) -> tuple[int, float, float]:
+def settle(spread, machines, **engine_args):
     found = spread.resolve(job(Path("."), engine_args=engine_args), machines)
     return found.engines, found.cpus, found.gpus
 

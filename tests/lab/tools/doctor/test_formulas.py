@@ -15,7 +15,7 @@ TAP = ("resid_mid", 1)
 
 
 @pytest.fixture
-def rows() -> torch.Tensor:
+def rows():
     return torch.randn(13, 24, generator=torch.Generator().manual_seed(5))
 
 

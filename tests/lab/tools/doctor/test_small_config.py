@@ -82,9 +82,6 @@ def test_a_wider_copy_has_more_heads_of_the_same_width():
     assert found["head_dim"] == HEAD_DIM
 
 
-# ---------------------------------------------------------------- which layers
-
-
 @pytest.mark.parametrize(
     ("lists", "kept"),
     [

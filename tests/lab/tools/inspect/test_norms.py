@@ -28,7 +28,7 @@ def make(root, requests=30, rows=4):
     return open_store(root)
 
 
-def norms_at(tap: int, requests=30, rows=4) -> np.ndarray:
+def norms_at(tap, requests=30, rows=4):
     """[requests, rows]: what `make` stored at a tap, by its index."""
     head = header()
     return np.stack(
@@ -112,9 +112,6 @@ def test_rows_of_several_codecs_are_not_put_into_one_picture(tmp_path):
     write(tmp_path / "acts", [entry("z", head=header(codec="full8"))], header(codec="full8"))
     with pytest.raises(StoreError, match="different codecs"):
         NormSample.of(open_store(tmp_path / "acts"))
-
-
-# ---------------------------------------------------------------- the picture
 
 
 def test_an_svg_has_the_names_of_what_is_drawn_as_text(tmp_path):
