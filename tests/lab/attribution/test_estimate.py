@@ -253,9 +253,3 @@ def test_an_engine_that_cannot_check_estimates_is_named_before_anything_runs(twi
     divergence = attribution_patching(twin, CLEAN, CORRUPT, KL())
     with pytest.raises(SpecError, match="^metric: KL reads the logits of all tokens: tap final_no"):
         divergence.check(engine_of())
-
-
-def test_a_metric_that_compares_runs_has_no_gradient_of_its_own(twin):
-    for metric in (KL(), Recovered(METRIC)):
-        with pytest.raises(SpecError, match="^metric: .* compares a run with a clean one"):
-            twin.gradients(CORRUPT, metric)

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,14 +48,6 @@ def test_help_says_all_options_and_imports_neither_vllm_nor_torch():
         assert option in done.stdout
 
 
-def test_help_as_a_command_is_quick():
-    start = time.perf_counter()
-    done = run_python("-m", "midstream.lab.demo", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "Usage: python -m midstream.lab.demo" in done.stdout
-    assert time.perf_counter() - start < 10
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -73,13 +64,6 @@ def test_wrong_options_are_refused(arguments, words, capsys):
         cli.main(arguments)
     assert end.value.code == 2
     assert re.search(words, capsys.readouterr().err)
-
-
-def test_a_wrong_option_ends_the_command():
-    done = run_python("-m", "midstream.lab.demo", "--scales", "nan")
-    assert done.returncode == 2
-    assert "finite number, got nan" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path):
@@ -168,13 +152,6 @@ def test_the_noise_is_shown_when_something_fails():
     assert "RuntimeError: no luck" in done.stderr
 
 
-def test_verbose_keeps_nothing_away():
-    done = run_python("-c", NOISE.format(verbose=True, ending="pass"))
-    for words in ("python noise", "noise from C", "what matters", "after"):
-        assert words in done.stdout
-    assert "error noise" in done.stderr
-
-
 def test_a_user_s_own_settings_win():
     code = (
         "import os; from midstream import console as surroundings;"
@@ -196,10 +173,3 @@ def test_what_midstream_refuses_in_a_process_of_the_engines_is_told_by_its_own_w
     assert done.stderr.splitlines()[-1] == "midstream.errors.ConfigError: layer 99"
     assert "the engine could not start" in done.stderr
     assert "what was logged" not in done.stdout
-
-
-def test_what_midstream_says_itself_needs_no_log():
-    ending = "raise __import__('midstream').StoreError('the disk is full')"
-    done = run_python("-c", NOISE.format(verbose=False, ending=ending))
-    assert done.stderr.splitlines()[-1] == "midstream.errors.StoreError: the disk is full"
-    assert "noise" not in done.stdout + done.stderr

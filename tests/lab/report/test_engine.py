@@ -203,12 +203,3 @@ def test_the_code_of_the_page_gives_the_answer_that_the_page_shows(page, data, t
     assert done.returncode == 0, done.stderr[-3000:]
     shown = [a["text"] for a in data["questions"][0]["answers"] if a["scale"] == max(SCALES)]
     assert shown[0] in done.stdout
-
-
-def test_the_report_shows_all_answers_and_loads_nothing(page, data):
-    from midstream.viz.markup import escape
-
-    for question in data["questions"]:
-        assert escape(question["prompt"]) in page
-        assert all(escape(answer["text"]) in page for answer in question["answers"])
-    assert not re.search(r"https?://|<link|<img|<iframe|@import|url\(", page.split("<script")[0])

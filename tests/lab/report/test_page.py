@@ -43,21 +43,38 @@ def test_the_browser_is_told_to_load_nothing():
     )
 
 
-def test_hostile_text_comes_out_as_text():
+def test_hostile_text_comes_out_as_text_in_the_page_and_in_its_code():
     text = Page(report.render(make_result(HOSTILE))).one("main").text
     shown = re.sub("[\x00\x1b\ud800\u202e]", "\ufffd", HOSTILE)
     for words in ("a sad answer ", "a plain answer ", "A question ", "a map ", "won ", "lost "):
         assert words + shown in text
+    code = python_code(make_result(HOSTILE + "\n\\"))
+    strings = [n.value for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Constant)]
+    assert f"A question {HOSTILE}\n\\?" in strings
+    assert f"models/a-model{HOSTILE}\n\\" in strings
 
 
-def test_every_section_is_in_the_table_of_contents():
+def test_every_section_is_in_the_table_of_contents_and_every_text_and_fact_in_the_page():
     page = Page(report.render(make_result()))
     links = [link.attributes["href"] for link in page.one("nav").children]
     assert links == [f"#{section.attributes['id']}" for section in page.all("section")]
     assert [link.text for link in page.one("nav").children] == [h.text for h in page.all("h2")]
+    result = make_result()
+    text = Page(report.render(result)).one("main").text
+    for question in result.questions:
+        assert question.prompt in text
+        for answer in question.answers:
+            assert answer.text in text
+            assert strength(answer.scale) in text
+    for fact in ("a-model", "vLLM", "1.2.3", "CPU", "2030-01-01 00:00 UTC", "capture 1.2 s"):
+        assert fact in text
+    for words in ("AUC 0.900", "accuracy 82.0%", "d′ 2.80", "layer 4 does best", "Layer 3 is the"):
+        assert words in text
+    assert "reads −0.50, −1.25 nats" in text
+    assert "not read" in text
 
 
-def test_the_direction_can_be_downloaded_and_the_code_names_its_file():
+def test_the_direction_can_be_downloaded_and_a_page_without_a_control_vector_says_why():
     page = Page(report.render(make_result()))
     files = {
         link.attributes["download"]: base64.b64decode(link.attributes["href"].partition(",")[2])
@@ -67,20 +84,10 @@ def test_the_direction_can_be_downloaded_and_the_code_names_its_file():
     code, command = (each.text for each in page.all("code"))
     assert 'Directions.load("glad.safetensors")[3]' in code
     assert command == "midstream report --model 'x'"
-
-
-def test_a_page_without_a_control_vector_says_why():
     page = Page(report.render(dataclasses.replace(make_result(), gguf=None)))
     assert len(page.all("a", cls="download")) == 1
     words = "the package gguf, which writes control vectors of llama.cpp, was not installed"
     assert words in page.one("main").text
-
-
-def test_the_code_is_python_whatever_the_texts_are():
-    code = python_code(make_result(HOSTILE + "\n\\"))
-    strings = [n.value for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Constant)]
-    assert f"A question {HOSTILE}\n\\?" in strings
-    assert f"models/a-model{HOSTILE}\n\\" in strings
 
 
 @pytest.mark.parametrize(
@@ -109,7 +116,7 @@ def test_the_name_of_the_file_has_plain_characters(name, file):
     assert file_name(result) == f"{file}.safetensors"
 
 
-def test_effect_and_coherence_are_drawn_by_strength():
+def test_effect_and_coherence_are_drawn_by_strength_and_maps_by_layer_and_token():
     page = Page(report.render(make_result()))
     section = page.one("section", id="effect")
     labels = [e.attributes["aria-label"] for e in page.all("rect", cls="c")]
@@ -118,30 +125,13 @@ def test_effect_and_coherence_are_drawn_by_strength():
     assert "strength 1.5: mean of the questions 0.00, question 1 0.00, question 2 0.00" in labels
     assert labels.count("strength 0: no value") == 3
     assert "nats per token" in section.text
-
-
-def test_the_texts_and_questions_are_listed():
-    page = Page(report.render(make_result()))
-    rows = [[cell.text for cell in row.children] for row in page.all("tr")]
-    assert ["", "glad", "sad"] in rows
-    assert ["2", "glad", "sad"] in rows
-    assert ["1", "A question ?"] in rows
-
-
-def test_every_text_and_fact_is_in_the_page():
-    result = make_result()
-    text = Page(report.render(result)).one("main").text
-    for question in result.questions:
-        assert question.prompt in text
-        for answer in question.answers:
-            assert answer.text in text
-            assert strength(answer.scale) in text
-    for fact in ("a-model", "vLLM", "1.2.3", "CPU", "2030-01-01 00:00 UTC", "capture 1.2 s"):
-        assert fact in text
-    for words in ("AUC 0.900", "accuracy 82.0%", "d′ 2.80", "layer 4 does best", "Layer 3 is the"):
-        assert words in text
-    assert "reads −0.50, −1.25 nats" in text
-    assert "not read" in text
+    cells = page.all("td", role="gridcell")
+    assert len(cells) == 5 * 3
+    # The last layer is on top.
+    assert cells[1].attributes["aria-label"] == (
+        "layer 4, token two: +0.35, projection +0.35, AUC of the layer 0.90"
+    )
+    assert [row.text[0] for row in page.all("tr", cls="marked")] == ["3"]
 
 
 def test_the_receipts_are_counted_by_kind():
@@ -171,17 +161,6 @@ def test_the_data_block_is_the_result():
     data = Page(report.render(result)).one("script", id=report.DATA_ID).text
     assert json.loads(data) == json.loads(json.dumps(result.to_dict()))
     assert "vectors" not in result.to_dict()
-
-
-def test_a_map_has_a_cell_per_layer_and_token_with_its_numbers():
-    page = Page(report.render(make_result()))
-    cells = page.all("td", role="gridcell")
-    assert len(cells) == 5 * 3
-    # The last layer is on top.
-    assert cells[1].attributes["aria-label"] == (
-        "layer 4, token two: +0.35, projection +0.35, AUC of the layer 0.90"
-    )
-    assert [row.text[0] for row in page.all("tr", cls="marked")] == ["3"]
 
 
 def test_the_limit_of_the_colours_leaves_out_outliers():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 
 import numpy as np
 import pytest
@@ -54,8 +53,8 @@ def test_finds_the_layer_and_steers_along_its_direction(engine):
     assert float(pushes[0].vector.norm()) == pytest.approx(result.gap_norm)
 
 
-def test_everything_is_asked_in_three_batches(engine):
-    run(engine, PLAN, no_stage)
+def test_everything_is_asked_in_three_batches_and_each_that_asks_has_its_receipt(engine):
+    result = run(engine, PLAN, no_stage)
     captures, answers, readings = engine.batches
     assert len(captures) == 2 * len(PAIRS)
     assert [r.capture for r in captures].count("prompt") == 2
@@ -65,15 +64,11 @@ def test_everything_is_asked_in_three_batches(engine):
     assert [r.capture for r in answers] == ["generated"] * 3 + [None] * 3
     assert all(r.push is None and r.capture == "prompt" for r in readings)
     assert len(engine.scored) == len(readings) == len(answers)
-
-
-def test_answers_are_scored_after_their_questions(engine):
-    result = run(engine, PLAN, no_stage)
-    text, prompt = engine.scored[0]
-    assert engine.tokenizer.decode(prompt) == "<user> Hm ? <assistant>"
-    assert engine.tokenizer.decode(text) == "I am sad <b>& so on</b>"
-    assert result.questions[0].answers[0].logprob == -4.06
-    assert result.means_of("logprob") == pytest.approx([-4.06] * 3)
+    asked = [r for batch in engine.batches for r in batch if r.capture or r.push]
+    assert [receipt.request for receipt in result.receipts] == [r.name for r in asked]
+    assert len({receipt.request for receipt in result.receipts}) == len(asked)
+    # All but one plain answer.
+    assert len(asked) == sum(len(batch) for batch in engine.batches) - 1
 
 
 @pytest.mark.parametrize(
@@ -94,7 +89,9 @@ def test_the_file_to_download_has_the_direction_that_was_steered_with(engine, tm
     assert found[engine.layer].score == result.scores[engine.layer]
 
 
-def test_the_control_vector_has_the_directions_of_all_layers_but_the_first(engine, tmp_path):
+def test_the_control_vector_has_the_directions_of_all_layers_but_the_first(
+    engine, tmp_path
+):
     result = run(engine, PLAN, no_stage)
     assert result.gguf is not None
     (tmp_path / "x.gguf").write_bytes(result.gguf)
@@ -112,7 +109,9 @@ def test_a_text_that_is_too_long_is_refused_by_its_name(engine):
     assert engine.batches == []
 
 
-def test_answers_are_in_the_order_of_questions_and_strengths(engine):
+def test_answers_are_in_the_order_of_questions_and_strengths_and_scored_after_their_questions(
+    engine,
+):
     result = run(engine, PLAN, no_stage)
     assert result.scales == [-1.0, 0.0, 1.0]
     for question, prompt in zip(result.questions, QUESTIONS, strict=True):
@@ -121,12 +120,11 @@ def test_answers_are_in_the_order_of_questions_and_strengths(engine):
         assert moods == ["sad", "calm", "glad"]
         readings = [answer.reading for answer in question.answers]
         assert readings == sorted(readings)
-
-
-def test_questions_go_through_the_chat_template(engine):
-    run(engine, PLAN, no_stage)
-    asked = engine.tokenizer.decode(engine.batches[1][0].token_ids)
-    assert asked == "<user> Hm ? <assistant>"
+    text, prompt = engine.scored[0]
+    assert engine.tokenizer.decode(prompt) == "<user> Hm ? <assistant>"
+    assert engine.tokenizer.decode(text) == "I am sad <b>& so on</b>"
+    assert result.questions[0].answers[0].logprob == -4.06
+    assert result.means_of("logprob") == pytest.approx([-4.06] * 3)
 
 
 def test_a_model_without_a_chat_template_is_asked_plainly(engine):
@@ -160,13 +158,6 @@ def test_token_maps_show_the_pair_and_the_ends_of_the_scale(engine):
         assert all(-1 <= value <= 1 for row in m.cosine for value in row)
 
 
-def test_a_glad_sentence_projects_to_one_at_its_end(engine):
-    glad, sad = run(engine, PLAN, no_stage).token_maps[:2]
-    assert glad.projection[engine.layer][-1] == pytest.approx(1, abs=0.5)
-    assert sad.projection[engine.layer][-1] == pytest.approx(-1, abs=0.5)
-    assert abs(glad.projection[engine.layer][0]) < 0.5
-
-
 def test_an_empty_answer_has_no_reading(engine):
     real = engine.run
 
@@ -185,15 +176,6 @@ def test_an_empty_answer_has_no_reading(engine):
     assert "(nothing)" in render(result)
 
 
-def test_every_request_that_asked_for_something_has_its_receipt(engine):
-    result = run(engine, PLAN, no_stage)
-    asked = [r for batch in engine.batches for r in batch if r.capture or r.push]
-    assert [receipt.request for receipt in result.receipts] == [r.name for r in asked]
-    assert len({receipt.request for receipt in result.receipts}) == len(asked)
-    # All but one plain answer.
-    assert len(asked) == sum(len(batch) for batch in engine.batches) - 1
-
-
 def test_a_missing_receipt_is_an_error(engine):
     real = engine.run
 
@@ -205,10 +187,6 @@ def test_a_missing_receipt_is_an_error(engine):
         ReportError, match="pair 1, glad: the request captures or steers, but has no receipt"
     ):
         run(engine, PLAN, no_stage)
-
-
-def test_the_result_is_plain_json(engine):
-    json.dumps(run(engine, PLAN, no_stage).to_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("width", [60, 200])

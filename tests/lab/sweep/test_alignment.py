@@ -13,15 +13,11 @@ LENGTHS = st.integers(1, 60)
 
 
 @given(LENGTHS, LENGTHS)
-def test_a_suffix_is_equally_far_from_both_ends(target, source):
+def test_a_suffix_is_equally_far_from_both_ends_and_a_prefix_from_both_beginnings(target, source):
     found = align_positions("suffix", target, source)
     assert len(found) == min(target, source)
     assert all(target - one == source - other for one, other in found.items())
     assert found[target - 1] == source - 1
-
-
-@given(LENGTHS, LENGTHS)
-def test_a_prefix_is_equally_far_from_both_beginnings(target, source):
     assert align_positions("prefix", target, source) == {
         one: one for one in range(min(target, source))
     }

@@ -55,10 +55,15 @@ def test_the_first_patched_positions_descend(order, count):
     assert all(one.positions == tuple(sorted(one.positions)) for one in found.cells)
 
 
-def test_a_site_that_some_layers_lack_leaves_their_cells_empty():
+def test_cells_of_sites_that_a_layer_lacks_and_those_without_a_row_are_left_out():
     found = grid(1, sites=["resid_pre", "z"])
     assert found.coords["layer"] == [0, 1, 2, 3]
     assert {one.index[:2] for one in found.cells} == {*product([0], range(4)), (1, 0), (1, 2)}
+    rows = {("resid_pre", 1): frozenset({0, 2}), ("resid_pre", 3): frozenset({1})}
+    found = grid(3, {0: 0, 1: 1, 2: 2}, rows)
+    assert {(one.tap[1], one.positions[0]) for one in found.cells} == {(1, 0), (1, 2), (3, 1)}
+    assert grid(4, exclude=[0, -1]).coords["position"] == [1, 2]
+    assert grid(4, positions=Positions("all", "prompt")).coords["position"] == [0, 1, 2, 3]
 
 
 def test_heads_are_a_dimension():
@@ -76,17 +81,6 @@ def test_a_group_is_one_cell_and_needs_a_source_for_each_of_its_positions():
     assert found.coords["position"] == ["all", "end"]
     assert found.places == ((0, 1, 2, 3, 4, 5), (4, 5))
     assert [one.index for one in found.cells] == [(0, 0, 1)]
-
-
-def test_cells_without_a_row_are_left_out():
-    rows = {("resid_pre", 1): frozenset({0, 2}), ("resid_pre", 3): frozenset({1})}
-    found = grid(3, {0: 0, 1: 1, 2: 2}, rows)
-    assert {(one.tap[1], one.positions[0]) for one in found.cells} == {(1, 0), (1, 2), (3, 1)}
-
-
-def test_excluded_positions_have_no_label():
-    assert grid(4, exclude=[0, -1]).coords["position"] == [1, 2]
-    assert grid(4, positions=Positions("all", "prompt")).coords["position"] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

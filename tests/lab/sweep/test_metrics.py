@@ -49,7 +49,7 @@ def test_kl_is_the_relative_entropy(seed):
     assert KL().value(clean, clean) == 0.0
 
 
-def test_texts_become_ids_and_others_stay():
+def test_texts_become_ids_and_two_of_one_token_are_refused():
     known = {" Paris": 11, " Rome": 12}
     assert LogProb(" Paris").with_ids(known.__getitem__) == LogProb(11)
     assert LogitDiff(" Rome", 3).with_ids(known.__getitem__) == LogitDiff(12, 3)
@@ -58,6 +58,9 @@ def test_texts_become_ids_and_others_stay():
     assert found.tokens == (11, 12)
     assert not found.reads_all
     assert Recovered(KL()).reads_all
+    with pytest.raises(SpecError, match="the same token") as error:
+        LogitDiff(" a", "  a").with_ids(lambda _: 4)
+    assert error.value.path == "logit_diff[1]"
 
 
 @pytest.mark.parametrize(
@@ -82,9 +85,3 @@ def test_a_malformed_metric_is_refused_by_its_path(value, path):
     with pytest.raises(SpecError) as error:
         read_metric(value)
     assert error.value.path == path
-
-
-def test_two_texts_of_one_token_are_refused():
-    with pytest.raises(SpecError, match="the same token") as error:
-        LogitDiff(" a", "  a").with_ids(lambda _: 4)
-    assert error.value.path == "logit_diff[1]"

@@ -146,14 +146,3 @@ def test_lines_that_are_given_up_are_no_progress():
         return said
 
     assert [bool(each) for each in run(work())][-1]
-
-
-def test_the_first_engine_says_whether_it_has_started():
-    async def work():
-        desk = ChunkCoordinator(2)
-        assert await desk.started(0.01) is None
-        await desk.report(["SpecError", "model", "there is none"])
-        await desk.report([])
-        return await desk.started(0.01)
-
-    assert run(work()) == ["SpecError", "model", "there is none"]

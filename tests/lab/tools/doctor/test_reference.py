@@ -227,11 +227,3 @@ def test_of_interleaved_heads_and_attention_without_a_function_the_reason_is_giv
     closed = copy_of(hf.FalconConfig(), tmp_path / "falcon")
     assert "calls no function" in closed.missing(("z", 0))
     assert closed.missing(("mlp_act", 0)) is None
-
-
-def test_greedy_tokens_come_with_the_pass_that_computed_them(tmp_path):
-    found = copy_of(hf.LlamaConfig(), tmp_path)
-    tokens, seen = found.generate(TOKENS, 3)
-    whole = found.run([*TOKENS, *tokens])
-    assert seen.logits.shape[0] == len(TOKENS) + 2
-    assert whole.logits[len(TOKENS) - 1 : -1].argmax(dim=-1).tolist() == tokens
