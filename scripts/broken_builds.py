@@ -1,6 +1,6 @@
 """Check that tests find faults: midstream is broken on purpose, one fault at a time.
 
-For each fault of `tests/support`, a copy of the package with the fault takes precedence
+For each fault of `tests/support/planted`, a copy of the package with the fault takes precedence
 over the installed package, and the test that must find it runs. Prints a table; the exit status is
 the number of faults that were not found.
 
@@ -22,8 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.fault import Fault  # noqa: E402
-from support.faults import FAULTS  # noqa: E402
+from support.faults import FAULTS, Fault  # noqa: E402
 from support.planting import NoPlaceError, Package  # noqa: E402
 
 _SOURCE = ROOT / "src" / "midstream"

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,7 +25,7 @@ INSTRUCTIONS = {
 }  # fmt: skip
 
 
-def instructions(path: Path) -> list[tuple[str, str]]:
+def instructions(path):
     """(instruction, arguments) of a Dockerfile, lines that go on joined."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     text = re.sub(r"\\\n\s*", " ", "\n".join(lines))
@@ -37,17 +36,17 @@ def instructions(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def base_of(found: list[tuple[str, str]]) -> str:
+def base_of(found):
     """The image that a Dockerfile builds upon, unless the argument BASE says otherwise."""
     [base] = [rest for name, rest in found if name == "ARG" and rest.startswith("BASE=")]
     return base.removeprefix("BASE=")
 
 
-def compose() -> Any:
+def compose():
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
-def exported() -> set[str]:
+def exported():
     """Names of the series that the server exports."""
     suffixes = ("_bucket", "_sum", "_count")
     return {
@@ -110,7 +109,7 @@ def test_the_health_of_an_image_is_what_the_page_has_a_server_restarted_by(path)
     assert "`HEALTHCHECK` is the liveness" in page
 
 
-def ignored(name: str) -> bool:
+def ignored(name):
     """Whether Docker leaves a file of the repository out of what an image is built of."""
     found = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
@@ -229,7 +228,7 @@ def test_the_dashboard_asks_the_data_source_that_is_provisioned():
     assert len(ids) == len(set(ids))
 
 
-def has_docker() -> bool:
+def has_docker():
     """Whether there is a daemon that builds images."""
     if shutil.which("docker") is None:
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,11 @@ FOREIGN = {
 LAZY = "lab/attribution/__init__.py"
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return path.relative_to(PACKAGE).as_posix()
 
 
-def imports_for_types() -> Iterator[tuple[str, str]]:
+def imports_for_types():
     """(name, module) of what the top of the package imports for type checkers alone."""
     for node in nodes_of(PACKAGE / "__init__.py"):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":

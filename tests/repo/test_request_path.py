@@ -33,7 +33,7 @@ def test_a_plain_request_and_its_step_enter_few_files_of_the_worker():
 
 
 @pytest.mark.parametrize(("key", "most"), [("norms", MOST_OF_A_READ_OUT), ("features", 14)])
-def test_a_read_out_is_named_by_few_files_of_the_package(key: str, most: int):
+def test_a_read_out_is_named_by_few_files_of_the_package(key, most):
     """Its file, that of its result, the two tables, and the two lists of public names; one that
     reads registered weights, also what registers these.
     """
@@ -44,7 +44,7 @@ def test_a_read_out_is_named_by_few_files_of_the_package(key: str, most: int):
     assert len(files) <= most, sorted(files)
 
 
-def _names_any(path: Path, *kinds: type) -> bool:
+def _names_any(path, *kinds):
     """Return whether a file defines one of some classes, or imports it or from its module."""
     modules = {kind.__module__ for kind in kinds}
     if path.with_suffix("").relative_to(PACKAGE.parent).as_posix().replace("/", ".") in modules:

@@ -17,7 +17,7 @@ RUN = "tests/engine/test_seed_sentences.py"
 
 
 @functools.cache
-def functions(path: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(path):
     nodes = ast.walk(ast.parse((ROOT / path).read_text()))
     return {
         node.name: node
@@ -27,7 +27,7 @@ def functions(path: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 @functools.cache
-def names(path: str) -> set[str]:
+def names(path):
     return set(re.findall(r"^ *(?:async )?def (\w+)", (ROOT / path).read_text(), re.MULTILINE))
 
 
@@ -102,9 +102,6 @@ def test_the_rows_that_are_run_are_those_that_tests_name():
         if isinstance(argument, ast.Constant)
     ]
     assert sorted(named) == sorted(row for row, (_, shown) in ROWS.items() if shown == HERE)
-
-
-# ---------------------------------------------------------------- tests of other projects
 
 
 def test_what_other_projects_ask_is_shown_by_a_test_or_named_as_lacking():

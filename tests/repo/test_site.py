@@ -39,14 +39,14 @@ TERMS = [
 class Links(html.parser.HTMLParser):
     """What a page links to, what it loads, and its anchors."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.links: list[str] = []
         self.loads: list[str] = []
         self.anchors: set[str] = set()
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         values = {name: value or "" for name, value in attrs}
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
@@ -58,7 +58,7 @@ class Links(html.parser.HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """The site, built as for a release."""
     folder = tmp_path_factory.mktemp("site") / "site"
     done = subprocess.run(
@@ -71,7 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pages(site: Path) -> dict[Path, Links]:
+def pages(site):
     return {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
 
 

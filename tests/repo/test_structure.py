@@ -28,17 +28,17 @@ MOST_MODULES = 20
 NOUNS = {"string", "steering", "tracing", "listing", "sizing"}
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return path.relative_to(PACKAGE).as_posix()
 
 
 @functools.cache
-def trees() -> dict[Path, ast.Module]:
+def trees():
     return {path: tree_of(path) for path in SOURCES}
 
 
 @functools.cache
-def scopes() -> list[tuple[Path, ast.AST]]:
+def scopes():
     """Each module, class and function of the package, with its file."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [
@@ -49,7 +49,7 @@ def scopes() -> list[tuple[Path, ast.AST]]:
     ]
 
 
-def classes() -> list[tuple[str, ast.ClassDef]]:
+def classes():
     return [
         (name_of(path), node)
         for path, tree in trees().items()
@@ -170,9 +170,6 @@ def test_importing_the_package_loads_neither_torch_nor_vllm(script):
     assert done.stdout == "[]\n"
 
 
-# ---------------------------------------------------------------- what is public
-
-
 @pytest.mark.parametrize("name", midstream.__all__)
 def test_every_public_name_resolves(name):
     assert getattr(midstream, name) is not None
@@ -192,9 +189,6 @@ def test_the_installed_version_is_the_packages():
     from importlib.metadata import version
 
     assert version("midstream") == midstream.__version__
-
-
-# ---------------------------------------------------------------- exceptions
 
 
 def exceptions():
@@ -256,9 +250,6 @@ def test_no_exception_is_defined_elsewhere():
     # Raised and caught within the report, or within the doctor.
     own = ("lab/report/", "lab/tools/doctor/")
     assert {name for name in defined if not name.startswith(own)} == set()
-
-
-# ---------------------------------------------------------------- ops
 
 
 def ops():

@@ -130,40 +130,11 @@ LISTS: dict[str, Callable[[int], Any]] = {
     "strength": numbers,
 }  # fmt: skip
 # Fields that take no list: a list there is refused. `bias` and `scale` of other classes, too.
-SINGLE = frozenset(
-    [
-        "phase",
-        "norm",
-        "scale",
-        "lens",
-        "low",
-        "high",
-        "mode",
-        "threshold",
-        "sae",
-        "error",
-        "alpha",
-        "bias",
-        "name",
-        "codec",
-        "sink",
-        "tag",
-        "request_id",
-        "stream",
-        "layout",
-        "max_rows",
-        "reuse",
-        "reduce",
-        "top",
-        "kind",
-        "sharpness",
-        "hold",
-        "smooth",
-        "release",
-        "k",
-        "return_",
-    ]
-)
+SINGLE = frozenset([
+    "phase", "norm", "scale", "lens", "low", "high", "mode", "threshold", "sae", "error", "alpha",
+    "bias", "name", "codec", "sink", "tag", "request_id", "stream", "layout", "max_rows", "reuse",
+    "reduce", "top", "kind", "sharpness", "hold", "smooth", "release", "k", "return_",
+])  # fmt: skip
 
 
 def fields() -> list[tuple[type, str]]:
@@ -203,20 +174,12 @@ BODIES: dict[str, dict[str, Callable[[int], Any]]] = {
     },
 }  # fmt: skip
 SINGLE_OF_BODIES = {
-    "sweep": frozenset(
-        [
-            "alpha",
-            "repeats",
-            "sae",
-            "model",
-            "stream",
-            "add_generation_prompt",
-            "continue_final_message",
-            "chat_template_kwargs",
-        ]
-    ),
+    "sweep": frozenset([
+        "alpha", "repeats", "sae", "model", "stream", "add_generation_prompt",
+        "continue_final_message", "chat_template_kwargs",
+    ]),
     "fit": frozenset(["method", "site", "reduce", "folds", "seed", "name", "model"]),
-}
+}  # fmt: skip
 KNOWN = {"sweep": sweep_body._KNOWN, "fit": fit_body._KNOWN}
 BODY = {
     "sweep": {"prompt": "abc", "source": 0, "metric": "kl"},

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from support import tiny
 from support.gradient_oracle import difference
 from support.oracle import relative_error
 
-from midstream.errors import MissingExtraError, SpecError, UnsupportedError
+from midstream.errors import SpecError, UnsupportedError
 from midstream.lab.attribution import Twin
 from midstream.lab.attribution.model_files import ModelFiles
 
@@ -24,7 +21,7 @@ TOKENS = [5, 17, 33, 101, 8, 77, 54, 23, 9]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tiny.make("llama", tmp_path_factory.mktemp("loading"))
 
 
@@ -103,17 +100,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
         Twin.load(tmp_path)
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_a_missing_package_is_named_with_its_extra(folder, package, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == package else found(name)
-    )
-    with pytest.raises(MissingExtraError, match=rf"needs the package {package}: .*midstream\[vllm"):
-        Twin.load(folder)
-
-
-def engine(**changes: Any) -> Any:
+def engine(**changes):
     """What `ModelFiles` reads of an engine."""
     model = {
         "model": "some/model", "quantization": None, "hf_overrides": {}, "revision": "abc",
@@ -148,8 +135,3 @@ def test_engines_with_other_weights_than_their_files_are_refused(changes, messag
         ModelFiles.of(engine(**changes))
     with pytest.raises(UnsupportedError, match=message):
         Twin(engine(**changes))
-
-
-def test_what_is_no_engine_is_refused():
-    with pytest.raises(SpecError, match="^llm: expected a midstream.LLM, got `str`"):
-        Twin("some/model")

@@ -81,17 +81,13 @@ def test_rows_of_a_codec_are_decoded(tmp_path, codec):
     assert holds(table.to_pydict(), expected(selection))
 
 
-def test_an_arrow_stream_has_the_same_rows(tmp_path):
+def test_an_arrow_stream_and_a_file_of_many_groups_have_the_same_rows(tmp_path, monkeypatch):
     selection = selected(tmp_path)
     path = export_arrow(selection, tmp_path / "rows.arrow")
     with pa.memory_map(str(path)) as file:
         table = pa.ipc.open_stream(file).read_all()
     assert table.equals(record_batches(selection).read_all())
-
-
-def test_many_batches_are_one_file_of_many_groups(tmp_path, monkeypatch):
     monkeypatch.setattr("midstream.lab.export.arrow._BATCH_BYTES", 7 * 8 * 4)
-    selection = selected(tmp_path)
     path = export_parquet(selection, tmp_path / "rows.parquet")
     file = pa.parquet.ParquetFile(path)
     assert file.num_row_groups == 5
@@ -152,9 +148,6 @@ def test_pyarrow_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(StoreError, match=r'pip install "midstream\[arrow\]"'):
         record_batches(selection)
-
-
-# ---------------------------------------------------------------- datasets
 
 
 @pytest.fixture

@@ -25,12 +25,12 @@ unit_numbers = st.floats(0, 1)
 
 
 @st.composite
-def directions(draw: st.DrawFn, first: int = 0, site: str | None = None) -> Directions:
+def directions(draw, first=0, site=None):
     """Directions of any layers and width, with or without midpoints and scores."""
     layers = sorted(draw(st.sets(st.integers(first, 200), min_size=1, max_size=5)))
     width = draw(st.integers(1, 6))
 
-    def rows() -> np.ndarray:
+    def rows():
         size = len(layers) * width
         found = draw(st.lists(numbers, min_size=size, max_size=size))
         return np.array(found, np.float32).reshape(len(layers), width)
@@ -49,7 +49,7 @@ def directions(draw: st.DrawFn, first: int = 0, site: str | None = None) -> Dire
     )
 
 
-def check_same(found: Directions, wanted: Directions) -> None:
+def check_same(found, wanted):
     np.testing.assert_array_equal(found.vectors, wanted.vectors)
     assert found.vectors.dtype == np.float32
     assert (found.midpoints is None) == (wanted.midpoints is None)
@@ -61,7 +61,7 @@ def check_same(found: Directions, wanted: Directions) -> None:
 
 @given(directions())
 @settings(max_examples=60)
-def test_a_file_of_safetensors_has_everything(wanted: Directions) -> None:
+def test_a_file_of_safetensors_has_everything(wanted):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "d.safetensors"
         wanted.save(path)
@@ -71,7 +71,7 @@ def test_a_file_of_safetensors_has_everything(wanted: Directions) -> None:
 
 @given(directions(first=1, site="resid_post"))
 @settings(max_examples=60)
-def test_a_control_vector_has_the_vectors_and_the_model(wanted: Directions) -> None:
+def test_a_control_vector_has_the_vectors_and_the_model(wanted):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "d.gguf"
         wanted.to_gguf(path)
@@ -89,13 +89,13 @@ def test_a_control_vector_has_the_vectors_and_the_model(wanted: Directions) -> N
         del reader, tensor  # it maps the file
 
 
-def small(layers: tuple[int, ...] = (1, 2)) -> Directions:
+def small(layers=(1, 2)):
     rows = np.arange(1, 3 * len(layers) + 1, dtype=np.float32).reshape(-1, 3)
     scores = {layers[0]: LayerScore(0.5, 1.0, 2.0)}
     return Directions(rows, layers, "resid_post", rows + 1, scores, "mean", 5, "llama")
 
 
-def test_an_engine_registers_the_file_and_the_directions(tmp_path: Path) -> None:
+def test_an_engine_registers_the_file_and_the_directions(tmp_path):
     taps = frozenset({("resid_post", layer) for layer in range(4)})
     registry = VectorRegistry(ModelShape(4, 3, taps, {}))
     small().save(tmp_path / "d.safetensors")
@@ -109,7 +109,7 @@ def test_an_engine_registers_the_file_and_the_directions(tmp_path: Path) -> None
     )
 
 
-def test_what_a_format_cannot_have_is_rejected(tmp_path: Path) -> None:
+def test_what_a_format_cannot_have_is_rejected(tmp_path):
     with pytest.raises(SpecError, match=r"path: expected a name that ends in \.safetensors"):
         small().save(tmp_path / "d.gguf")
     with pytest.raises(SpecError, match=r"path: expected a name that ends in \.gguf"):
@@ -123,7 +123,7 @@ def test_what_a_format_cannot_have_is_rejected(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_of_vectors_alone_steers_and_has_no_probe(tmp_path: Path) -> None:
+def test_a_file_of_vectors_alone_steers_and_has_no_probe(tmp_path):
     np.savez(tmp_path / "v.npz", **{"mlp_out.3": np.ones(4), "mlp_out.7": np.ones(4)})
     found = Directions.load(tmp_path / "v.npz")
     assert (found.layers, found.site, found.midpoints, found.scores) == (
@@ -168,7 +168,7 @@ GOOD = {
         ({"scores": {"1": [0.5, 1.0, "x"]}}, "expected a number, got `str`"),
     ],
 )
-def test_forged_metadata_are_rejected(tmp_path: Path, change: dict, match: str) -> None:
+def test_forged_metadata_are_rejected(tmp_path, change, match):
     path = tmp_path / "d.safetensors"
     tensors = {f"resid_post.{layer}": np.ones(3, np.float32) for layer in (1, 2)}
     save_file(tensors, path, {KEY: json.dumps(GOOD | change)})
@@ -182,7 +182,7 @@ def test_forged_metadata_are_rejected(tmp_path: Path, change: dict, match: str) 
 
 @given(st.text(max_size=40))
 @settings(max_examples=40)
-def test_metadata_of_any_text_are_read_or_rejected(text: str) -> None:
+def test_metadata_of_any_text_are_read_or_rejected(text):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "d.safetensors"
         save_file({"1": np.ones(3, np.float32)}, path, {KEY: text})
@@ -190,7 +190,7 @@ def test_metadata_of_any_text_are_read_or_rejected(text: str) -> None:
             Directions.load(path)
 
 
-def test_files_without_layers_or_of_several_sites_are_rejected(tmp_path: Path) -> None:
+def test_files_without_layers_or_of_several_sites_are_rejected(tmp_path):
     save_file({"vector": np.ones(3, np.float32)}, tmp_path / "a.safetensors")
     with pytest.raises(SpecError, match="its vector has no layer"):
         Directions.load(tmp_path / "a.safetensors")
@@ -206,7 +206,7 @@ def test_files_without_layers_or_of_several_sites_are_rejected(tmp_path: Path) -
         Directions.load(tmp_path / "d.pt")
 
 
-def test_repengs_vectors_are_read_and_written() -> None:
+def test_repengs_vectors_are_read_and_written():
     given_ = SimpleNamespace(model_type="mistral", directions={2: np.ones(3), 1: np.zeros(3)})
     found = Directions.from_repeng(given_)
     assert (found.layers, found.site, found.model_type) == ((1, 2), "resid_post", "mistral")
@@ -225,7 +225,7 @@ def test_repengs_vectors_are_read_and_written() -> None:
         Directions.from_repeng(given_)
 
 
-def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_with_their_extra(monkeypatch):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -237,7 +237,7 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyP
         Directions.from_rows(np.ones((4, 1, 3)), np.zeros((4, 1, 3)), "logistic")
 
 
-def test_layers_that_are_given_twice_or_with_midpoints_in_part_are_rejected() -> None:
+def test_layers_that_are_given_twice_or_with_midpoints_in_part_are_rejected():
     rows = np.random.default_rng(0).normal(size=(5, 2, 4))
     form = Directions.from_rows(rows + 1, rows).to_json()
     first, second = form["layers"]

@@ -76,16 +76,6 @@ def test_prompts_and_terms_that_differ_have_ids_that_differ(tmp_path):
     assert len(ids) == 9
 
 
-def test_where_it_comes_from_and_goes_to_makes_no_other_ids(tmp_path):
-    first = job(tmp_path)
-    for changes in (
-        {"data": "elsewhere"}, {"out": "b"}, {"limit": 3}, {"resume": True}, {"errors": "e"},
-        {"keep_prompts": True}, {"prompt_field": "p"}, {"flush_seconds": 1.0},
-    ):  # fmt: skip
-        other = dataclasses.replace(first, **changes)
-        assert Identity(other).id(Record(1, "x")) == Identity(first).id(Record(1, "x"))
-
-
 def test_paths_may_be_path_objects(tmp_path):
     names = ("data", "out", "errors")
     texts = {name: str(tmp_path / name) for name in names}

@@ -69,8 +69,3 @@ def test_every_value_is_a_record_or_a_failure(value, chat):
             assert found.reason
         else:
             assert isinstance(found.prompt, list if chat else str)
-
-
-@given(text=st.binary(max_size=60))
-def test_every_line_is_a_record_or_a_failure(text):
-    assert isinstance(read_text(1, text, "text", False), (Record, Failed))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from support.codec_rows import CODECS, codec
 from support.sinking import ORIGIN, RECEIPT, WIDE, WIDE_ORIGIN, WIDTH, activations, delivery
 
-from midstream.codecs import Codec, parse_codec
+from midstream.codecs import parse_codec
 from midstream.errors import SpecError
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
@@ -37,7 +35,7 @@ def sink(root):
     return made
 
 
-def reduced(codec: Codec, plain: Activations) -> Activations:
+def reduced(codec, plain):
     """Rows as they come from the device under a codec."""
     rows = {
         tap: Rows(codec, value.shape[1], torch.float32, (codec.encode(value)[:, None],), (0,))
@@ -46,17 +44,14 @@ def reduced(codec: Codec, plain: Activations) -> Activations:
     return Activations(rows, dict.fromkeys(rows, plain.positions), torch.arange(100, 104))
 
 
-def written(sink: FileSink, **given: Any) -> Any:
+def written(sink, **given):
     sink.write(delivery(**given))
     (result,) = sink.flush()
     return result
 
 
-def files_in(folder: Path) -> list[str]:
+def files_in(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
-
-# ---------------------------------------------------------------- what is there
 
 
 def test_a_request_has_a_file_for_each_site_and_layer_and_a_manifest(sink, root):
@@ -137,7 +132,7 @@ def test_rows_of_a_codec_read_from_their_arrays_as_the_codec_reads_them(sink, ro
 
 
 @pytest.mark.parametrize("spec", CODECS)
-def test_rows_of_every_codec_are_in_its_arrays(spec: str, sink: FileSink, root: Path) -> None:
+def test_rows_of_every_codec_are_in_its_arrays(spec, sink, root):
     """`rows`; or a scale, a zero and uint8 values: another codec needs a case in `npz_arrays`."""
     given = codec(spec.replace("k=16", "k=4"))
     plain = activations(TAPS)
@@ -198,20 +193,17 @@ def test_rows_that_never_came_leave_empty_arrays(sink, root):
         assert found["rows"].shape == (0, WIDTH)
 
 
-# ---------------------------------------------------------------- durable, whole, never overwritten
-
-
 def test_a_folder_appears_with_all_of_its_files_after_they_were_synced(sink, root, monkeypatch):
     seen: list[str] = []
     rename, fsync = os.rename, os.fsync
 
-    def watched_rename(*args: Any, **kwargs: Any) -> None:
+    def watched_rename(*args, **kwargs):
         seen.append("rename")
         assert not (root / "r").exists()
         rename(*args, **kwargs)
         assert files_in(root / "r") == ["manifest.json", "resid_post.1.npz"]
 
-    def watched_fsync(descriptor: int) -> None:
+    def watched_fsync(descriptor):
         seen.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
@@ -247,7 +239,7 @@ def test_of_two_that_come_at_once_under_one_name_the_second_is_an_error(sink, ro
 
 
 def test_what_cannot_be_synced_leaves_nothing(sink, root, monkeypatch):
-    def broken(_: int) -> None:
+    def broken(_):
         raise OSError(5, "Input/output error")
 
     sink.write(delivery("a", tag="t"))
@@ -260,7 +252,7 @@ def test_what_cannot_be_synced_leaves_nothing(sink, root, monkeypatch):
 
 
 def test_a_write_that_fails_leaves_nothing_and_the_next_is_well(sink, root, monkeypatch):
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -281,9 +273,6 @@ def test_a_root_that_is_deleted_is_an_error_and_not_made_anew(sink, root):
     with pytest.raises(FileNotFoundError):
         sink.write(delivery())
     assert not root.exists()
-
-
-# ---------------------------------------------------------------- nowhere else
 
 
 @pytest.mark.parametrize("target", ["folder", "nothing"])
@@ -358,9 +347,6 @@ def test_every_allowed_name_is_a_folder_right_beneath_the_one_before(tmp_path_fa
     assert os.listdir(root / tag) == [name]
 
 
-# ---------------------------------------------------------------- settings
-
-
 @pytest.mark.parametrize("root", ["", None, 7, ["a"]])
 def test_a_root_that_is_no_path_is_refused(root):
     with pytest.raises(ValueError, match="root: expected the path of a folder"):
@@ -377,9 +363,6 @@ def test_a_receipt_with_problems_is_in_the_manifest(sink):
     bad = replace(RECEIPT, problems=("a row is missing",))
     manifest = written(sink, receipt=bad).manifest
     assert (manifest["status"], manifest["problems"]) == ("error", ["a row is missing"])
-
-
-# ---------------------------------------------------------------- layouts
 
 
 def read_back(manifest):

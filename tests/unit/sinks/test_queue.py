@@ -217,7 +217,7 @@ def test_one_who_does_not_wait_for_room_any_more_takes_none(sink, queue):
     sink.go.clear()
     first = queue.put(delivery("first"), 90)
 
-    async def give_up() -> None:
+    async def give_up():
         task = asyncio.create_task(told_soon(queue, delivery("never"), 90))
         await asyncio.sleep(0.1)
         task.cancel()
@@ -235,7 +235,7 @@ def test_one_who_does_not_wait_for_room_any_more_takes_none(sink, queue):
 def test_one_who_does_not_wait_for_the_result_any_more_disturbs_nobody(sink, queue):
     sink.go.clear()
 
-    async def give_up() -> None:
+    async def give_up():
         task = asyncio.create_task(told_soon(queue, delivery("left"), 10))
         await asyncio.sleep(0.1)
         task.cancel()
@@ -256,7 +256,7 @@ def test_one_who_does_not_wait_for_the_result_any_more_disturbs_nobody(sink, que
 def test_many_callers_who_wait_share_a_flush(sink, queue):
     sink.group_seconds = 0.2
 
-    async def ask() -> list[CaptureResult]:
+    async def ask():
         return await asyncio.gather(*(told_soon(queue, delivery(f"r{n}"), 1) for n in range(20)))
 
     found = asyncio.run(ask())
@@ -292,16 +292,13 @@ def test_what_has_no_rows_needs_no_room_and_keeps_its_place(sink, queue):
     assert sink.calls == ["write large", "write end", "flush"]
 
 
-# ---------------------------------------------------------------- room
-
-
 @given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=30))
 def test_room_is_given_in_order_never_too_much_and_never_forgotten(asked):
     bound = ByteBudget(10)
     held: list[int] = []
     waiting: list[tuple[int, Future[None]]] = []
 
-    def check() -> None:
+    def check():
         while waiting and waiting[0][1].done():
             held.append(waiting.pop(0)[0])
         assert not any(room.done() for _, room in waiting), "somebody overtook"

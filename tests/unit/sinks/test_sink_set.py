@@ -22,7 +22,7 @@ class Opening(Noting):
 
     made: list[Opening] = []
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails=False):
         super().__init__()
         self.is_failing = fails
 

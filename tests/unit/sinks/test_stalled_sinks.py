@@ -142,8 +142,6 @@ def test_a_slow_sink_within_its_limits_loses_nothing():
     assert [one.result(FOREVER).paths for one in told] == [(f"r{n} is stored",) for n in range(3)]
 
 
-# ------------------------------------------------------------------ the process
-
 HANGING = """
 import threading, time
 from midstream.sinks import Sink

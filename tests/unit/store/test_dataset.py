@@ -44,9 +44,6 @@ def flat(batches):
     return [index for batch in batches for index in batch]
 
 
-# ---------------------------------------------------------------- every row once
-
-
 @pytest.mark.parametrize("workers", [0, *(pytest.param(n, marks=WORKERS) for n in (1, 3))])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_comes_once_whatever_the_number_of_workers(selection, workers, shuffle):
@@ -83,9 +80,6 @@ def test_workers_that_get_nothing_to_do_are_no_harm(selection, tmp_path):
     assert sorted(flat(epoch(RowDataset(open_store(tmp_path).select(), 2), 3))) == list(range(5))
 
 
-# ---------------------------------------------------------------- the rows themselves
-
-
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=WORKERS)])
 def test_each_row_comes_with_what_belongs_to_it(selection, workers):
     dataset = RowDataset(selection, 64)
@@ -118,9 +112,6 @@ def test_an_object_store_can_be_read_by_workers(bucket):  # noqa: F811
     selection = open_store(root).select()
     found = epoch(RowDataset(selection, 50), 2)
     assert sorted(flat(found)) == list(range(1200))
-
-
-# ---------------------------------------------------------------- the order
 
 
 @WORKERS

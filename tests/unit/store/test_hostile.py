@@ -37,7 +37,7 @@ GOOD = shard_bytes(
 START = 8 + int.from_bytes(GOOD[:8], "little")
 
 
-def everything(root) -> list:
+def everything(root):
     """All that can be read of a store, as plain values."""
     store = open_store(root)
     found: list = []
@@ -53,7 +53,7 @@ def everything(root) -> list:
     return found
 
 
-def refused(root, data: bytes, problem: str) -> str:
+def refused(root, data, problem):
     """Sees to it that reading, and verifying, refuse a shard by name; returns the message."""
     (root / NAME).write_bytes(data)
     with pytest.raises(StoreError, match=problem) as caught:
@@ -65,7 +65,7 @@ def refused(root, data: bytes, problem: str) -> str:
     return finding.problem
 
 
-def changed(change) -> bytes:
+def changed(change):
     """The good shard after something was done to its header, with checksums that fit."""
     described, parts = take_apart(GOOD)
     change(described)
@@ -78,9 +78,6 @@ def test_the_good_shard_is_good(tmp_path):
     (tmp_path / NAME).write_bytes(GOOD)
     assert verify(tmp_path).ok
     assert len(everything(tmp_path)) > 8
-
-
-# ---------------------------------------------------------------- lengths
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, START - 1, START, START + 1, len(GOOD) - 1])
@@ -101,9 +98,6 @@ def test_a_header_of_an_impossible_length_is_refused(tmp_path, length):
     with pytest.raises(StoreError, match="truncated|header of .* bytes; the limit is"):
         open_store(tmp_path).shards  # noqa: B018
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "KiB"
-
-
-# ---------------------------------------------------------------- headers
 
 
 @pytest.mark.parametrize(
@@ -254,19 +248,17 @@ def test_a_header_with_spaces_is_refused(tmp_path):
     refused(tmp_path, seal(head_of(text.rstrip()), GOOD[START:-12]), "not in canonical form")
 
 
-# ---------------------------------------------------------------- requests and index
-
 LINE = json.loads(take_apart(GOOD)[1]["requests"].split(b"\n")[0])
 
 
-def with_line(**fields) -> bytes:
+def with_line(**fields):
     """The good shard with another first line, all lengths as they must be then."""
     described, parts = take_apart(GOOD)
     line = json.dumps(LINE | fields, separators=(",", ":")).encode()
     return with_requests(line + b"\n" + parts["requests"].split(b"\n", 1)[1])
 
 
-def with_requests(text: bytes, data: bytes = GOOD) -> bytes:
+def with_requests(text, data=GOOD):
     layout = read_head(data[: 8 + int.from_bytes(data[:8], "little")], len(data))
     _, parts = take_apart(data)
     metadata = parts["metadata"].rstrip(b" ")
@@ -386,9 +378,6 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
     ]
 
 
-# ---------------------------------------------------------------- damage
-
-
 @settings(max_examples=rounds(suite=60, nightly=20_000))
 @given(bit=st.integers(0, 8 * len(GOOD) - 1))
 @example(bit=8 * (len(GOOD) - 1))
@@ -461,9 +450,6 @@ def test_a_forged_shard_is_read_or_refused_but_never_anything_else(tmp_path_fact
     verify(root)
     with contextlib.suppress(StoreError):
         everything(root)
-
-
-# ---------------------------------------------------------------- cost
 
 
 def test_refusing_takes_no_time_and_no_memory(tmp_path):

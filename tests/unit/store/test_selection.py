@@ -68,9 +68,6 @@ def prompt(row):
     return int(row[2][1:])
 
 
-# ---------------------------------------------------------------- order and values
-
-
 def test_rows_come_by_layer_and_site_then_as_they_were_stored(store):
     assert chosen(store.select()) == every()
     assert len(store.select()) == len(every())
@@ -138,9 +135,6 @@ def test_indices_beyond_the_selection_are_refused(store):
             selection.batches(size)
 
 
-# ---------------------------------------------------------------- by what they are of
-
-
 @pytest.mark.parametrize(
     ("asked", "keep"),
     [
@@ -205,9 +199,6 @@ def test_what_is_not_there_is_refused_by_name(store, asked, problem):
 def test_positions_that_are_malformed_are_refused_as_everywhere(store):
     with pytest.raises(SpecError, match="empty for every prompt"):
         store.select(position=slice(3, 2))
-
-
-# ---------------------------------------------------------------- by position and token
 
 
 @pytest.mark.parametrize(
@@ -285,9 +276,6 @@ def test_any_filter_chooses_what_it_says_of_any_store(tmp_path_factory, data):
     assert values == [100.0 * row[2] + row[3] for row in wanted]
 
 
-# ---------------------------------------------------------------- several kinds
-
-
 def test_rows_of_different_kinds_do_not_go_into_one_tensor(tmp_path):
     write(tmp_path, [entry("a")])
     wide = header(hidden_size=16, model="acme/wide")
@@ -312,9 +300,6 @@ def test_models_of_one_kind_go_together(tmp_path):
     for model in ("a", "b"):
         write(tmp_path, [entry(model)], header(model=model))
     assert len(open_store(tmp_path).select(site="resid_pre")) == 6
-
-
-# ---------------------------------------------------------------- the store
 
 
 def test_a_store_says_what_is_in_it(store, tmp_path):

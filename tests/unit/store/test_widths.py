@@ -32,9 +32,6 @@ def headers(root):
     return [shard.header for shard in open_store(root).shards]
 
 
-# ---------------------------------------------------------------- round trip
-
-
 @pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=64,seed=3", "topk8:k=4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_each_tap_reads_as_the_codec_decodes_rows_of_its_width(tmp_path, codec, dtype):
@@ -96,9 +93,6 @@ def test_any_widths_come_back(tmp_path_factory, codec, widths, hidden, rows):
             assert same(found.encoded(*tap), made.taps[tap].data)
             wanted = head.open_codec().decode(made.taps[tap].data, widths[tap], torch.float32)
             assert same(found[tap], wanted)
-
-
-# ---------------------------------------------------------------- bytes
 
 
 def test_a_shard_without_another_width_is_that_of_a_model_without_one():
@@ -164,7 +158,7 @@ def test_widths_that_cannot_be_are_refused(widths, problem):
         header(widths=widths)
 
 
-def forged(**about) -> bytes:
+def forged(**about):
     described, parts = take_apart(shard_bytes([entry("a", taps=BOTH, head=wide())], wide()))
     described["__metadata__"] |= about
     return put_together(described, parts)
@@ -224,9 +218,6 @@ def test_any_text_as_widths_is_read_or_refused(tmp_path_factory):
     check()
 
 
-# ---------------------------------------------------------------- selections
-
-
 def test_rows_of_two_widths_are_not_read_together(tmp_path):
     write(tmp_path, [entry("a", taps=BOTH, head=wide())], wide())
     rows = open_store(tmp_path).select()
@@ -239,9 +230,6 @@ def test_rows_of_two_widths_are_not_read_together(tmp_path):
     one = open_store(tmp_path).select(site="attn_out")
     assert one.width() == 12
     assert [len(batch["values"][0]) for batch in RowDataset(one, 3)] == [12]
-
-
-# ---------------------------------------------------------------- maintenance
 
 
 def test_merged_shards_keep_the_widths_of_all_their_taps(tmp_path):

@@ -22,9 +22,6 @@ def files(root):
     return sorted(path.name for path in root.iterdir())
 
 
-# ---------------------------------------------------------------- shards
-
-
 def test_nothing_is_there_before_flush_and_one_shard_after(tmp_path):
     writer = Writer(tmp_path / "deep" / "store", header())
     writer.add(entry("a"))
@@ -128,9 +125,6 @@ def test_many_groups_make_a_shard_full(tmp_path, monkeypatch):
     taps = [("resid_post", layer) for layer in range(10)]
     write(tmp_path, [entry(str(i), taps=taps[i : i + 1]) for i in range(10)])
     assert [len(shard.lines) for shard in open_store(tmp_path).shards] == [5, 5]
-
-
-# ---------------------------------------------------------------- refusals
 
 
 GOOD = entry("a").taps[TAPS[0]]
@@ -262,9 +256,6 @@ def test_a_closed_writer_takes_nothing(tmp_path):
     assert ids(tmp_path) == [("a", 0)]
 
 
-# ---------------------------------------------------------------- failures
-
-
 def failing(name, number, after=0):
     """A patch of an os function that fails from call `after` on."""
     real, calls = getattr(os, name), []
@@ -393,9 +384,6 @@ def test_what_was_added_is_written_when_the_block_ends_with_an_error(tmp_path):
     with pytest.raises(ZeroDivisionError), writer:
         _ = 1 / 0
     assert ids(tmp_path) == [("a", 0)]
-
-
-# ---------------------------------------------------------------- several
 
 
 def test_threads_share_a_writer(tmp_path):

@@ -13,21 +13,20 @@ from hypothesis import strategies as st
 from support.open_files import open_files
 from support.stored import SEGMENT, check_idle, make_arena
 
-from midstream.transport.arena import Arena
 from midstream.transport.reader import MappedArena
 
 
-def take(arena: Arena, nbytes: int):
+def take(arena, nbytes):
     extent = arena.take(nbytes)
     assert extent is not None
     return extent
 
 
-def mapped(arena: Arena) -> MappedArena:
+def mapped(arena):
     return MappedArena(arena.leases.address)
 
 
-def leased(arena: Arena, reader: MappedArena, segments: list[int]) -> dict[int, torch.Tensor]:
+def leased(arena, reader, segments):
     """Tensors over segments that the reader has learnt of."""
     arrays = reader.lease(arena.lease(segments), segments)
     return {segment: torch.from_numpy(array) for segment, array in arrays.items()}
@@ -172,9 +171,6 @@ def test_whatever_is_held_keeps_its_bytes(seed, overflow):
     one = tensors = None
     check_idle(arena)
     assert reader.held == 0
-
-
-# ---------------------------------------------------------------- readers
 
 
 def test_a_lease_ends_once_when_the_last_tensor_that_shares_its_memory_is_gone():

@@ -16,7 +16,7 @@ from midstream.codecs import Full8, Raw, RowEncoding, parse_codec
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 from midstream.transport import ring_copy
 from midstream.transport.arena import Arena, ArenaSettings
-from midstream.transport.base import Parcel, Shipment
+from midstream.transport.base import Parcel
 from midstream.transport.ring_copy import (
     CpuTransport,
     CudaShipment,
@@ -43,16 +43,16 @@ def scores(rows=4, device="cpu"):
     return torch.arange(rows * 2, dtype=torch.float32, device=device).view(rows, 2)
 
 
-def encoding(codec, width: int) -> RowEncoding:
+def encoding(codec, width):
     """Rows of a ring whose unit is a vector."""
     return RowEncoding.of(codec, (width,), width)
 
 
-def raw(first: int, num_rows: int, width: int = 3) -> list[Parcel]:
+def raw(first, num_rows, width=3):
     return [Parcel(first, num_rows, encoding(Raw(), width))]
 
 
-def rows_of(shipment: Shipment, nth: int = 0, dtype=torch.float32, width: int = 3):
+def rows_of(shipment, nth=0, dtype=torch.float32, width=3):
     shipment.wait()
     extent = shipment.extents[nth]
     assert extent is not None
@@ -162,10 +162,7 @@ def test_a_step_may_fill_the_ring_but_no_more():
         transport.reserve(9)
 
 
-# ---------------------------------------------------------------- CUDA
-
-
-def pinned_arena() -> Arena:
+def pinned_arena():
     return Arena(ArenaSettings(64 << 20, 1 << 20, "block", Path("/tmp")), pin=True)
 
 
@@ -328,7 +325,7 @@ class Stream:
 
 
 @pytest.fixture
-def model_stream(monkeypatch) -> Stream:
+def model_stream(monkeypatch):
     """The stream of a model, on a driver that is none."""
     stream = Stream()
     monkeypatch.setattr(Event, "made", [])

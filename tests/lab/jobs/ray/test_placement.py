@@ -21,7 +21,7 @@ ONE_CPU = [{"CPU": 2.0}]
 GPUS = [{"CPU": 64.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 8.0}, {"CPU": 16.0}]
 
 
-def settle(spread: Placement, machines, **engine_args) -> tuple[int, float, float]:
+def settle(spread, machines, **engine_args):
     found = spread.resolve(job(Path("."), engine_args=engine_args), machines)
     return found.engines, found.cpus, found.gpus
 
@@ -128,7 +128,7 @@ def test_what_is_raised_elsewhere_comes_back_as_what_midstream_raises():
     assert str(foreign) == "KeyError: 'x'"
 
 
-def test_a_ray_that_is_too_old_is_refused_by_name(monkeypatch):
+def test_a_ray_that_is_too_old_or_missing_is_refused_by_name(monkeypatch):
     import ray
 
     from midstream.lab.jobs.ray.cluster import import_ray
@@ -137,9 +137,6 @@ def test_a_ray_that_is_too_old_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(ray, "__version__", "2.54.1")
     with pytest.raises(UnsupportedError, match=r"Ray 2\.55 or later, and this is 2\.54\.1"):
         import_ray()
-
-
-def test_it_is_said_what_to_install_where_ray_is_not(monkeypatch):
     from midstream.lab.jobs.ray.cluster import import_ray
 
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -14,7 +14,7 @@ MODELS = FOUND["models"]
 OUTCOMES = {"ok", "not comparable", "refused", "not compared", "cannot be built"}
 
 
-def registry(name: str) -> list[str]:
+def registry(name):
     """The architectures in one of the registry's tables, as its source has them."""
     tree = ast.parse((package_path("vllm") / "model_executor/models/registry.py").read_text())
     for node in tree.body:

@@ -38,9 +38,6 @@ def keys(client, bucket):  # noqa: F811
     return [each["Key"] for each in client.list_objects_v2(Bucket=bucket).get("Contents", [])]
 
 
-# ---------------------------------------------------------------- the same store
-
-
 def test_what_is_read_is_what_a_directory_would_have(root, tmp_path):
     write(root, ENTRIES, shard_bytes=2000)
     write(tmp_path, ENTRIES, shard_bytes=2000)
@@ -103,9 +100,6 @@ def test_a_forked_process_reads_and_writes(root):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     store.refresh()
     assert "b" in store
-
-
-# ---------------------------------------------------------------- all of a shard, or nothing
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(root, s3, bucket):  # noqa: F811
@@ -174,9 +168,6 @@ def test_a_part_that_cannot_be_uploaded_leaves_nothing(root, s3, bucket, monkeyp
         folder.put("a.safetensors", [memoryview(bytes(12 << 20))])
     assert keys(s3, bucket) == []
     assert "Uploads" not in s3.list_multipart_uploads(Bucket=bucket)
-
-
-# ---------------------------------------------------------------- refused by name
 
 
 @pytest.mark.parametrize(
@@ -253,18 +244,15 @@ def test_an_object_that_is_gone_is_named(root, s3, bucket):  # noqa: F811
     assert len(store) == 0
 
 
-# ---------------------------------------------------------------- what is fetched
-
-
 class Fetched(CloudFolder):
     """The bytes of one object without a server, and which of them were fetched."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data):
         super().__init__("s3://bucket/x")
         self.data = data
         self.fetched: list[tuple[int, int]] = []
 
-    def _fetch(self, name: str, start: int, stop: int) -> bytes:
+    def _fetch(self, name, start, stop):
         self.fetched.append((start, stop))
         return self.data[start:stop]
 

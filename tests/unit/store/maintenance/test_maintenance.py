@@ -58,9 +58,6 @@ def crashing(monkeypatch, method, after):
     monkeypatch.setattr(LocalFolder, method, wrapper)
 
 
-# ---------------------------------------------------------------- verify
-
-
 def test_a_store_that_is_right_is_found_to_be(tmp_path):
     for i in range(3):
         write(tmp_path, seeded([2 * i, 2 * i + 1], metadata={"i": i}))
@@ -93,9 +90,6 @@ def test_verify_of_nothing(tmp_path):
     assert verify(tmp_path).ok
     with pytest.raises(StoreError, match="no such store"):
         verify(tmp_path / "nowhere")
-
-
-# ---------------------------------------------------------------- merge
 
 
 def test_small_shards_become_one(tmp_path):
@@ -343,9 +337,6 @@ def test_duplicates_of_a_store_that_cannot_be_pruned_are_removed_from_its_merged
     monkeypatch.setattr("midstream.store.backends.local.folder_of", lambda root: f"{root}")
     with pytest.raises(StoreError, match="`midstream merge s3://bucket --into DIR` copies"):
         prune("s3://bucket", duplicates=True)
-
-
-# ---------------------------------------------------------------- prune
 
 
 def test_only_temporaries_that_are_old_are_removed(tmp_path):
