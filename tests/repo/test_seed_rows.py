@@ -71,10 +71,10 @@ def test_over_a_hundred_architectures_were_seen_to_be_right():
 def test_the_families_that_are_named_were_seen_to_be_right():
     seen = {
         family
-        for family in (*FAMILIES, *FAMILIES_NOT_SEEN)
+        for family in f"{FAMILIES} {FAMILIES_NOT_SEEN}".split()
         if any(name.lower().startswith(family.lower()) for name in right_classes())
     }
-    assert seen == set(FAMILIES), "a family that is seen at last leaves FAMILIES_NOT_SEEN"
+    assert seen == set(FAMILIES.split()), "a family that is seen at last leaves FAMILIES_NOT_SEEN"
 
 
 def test_an_idle_engine_was_measured_at_the_speed_of_plain_vllm():
