@@ -20,6 +20,14 @@ IMAGES: tuple[Fault, ...] = (
         "first",
     ),
     Fault(
+        "A plain request gets rows of an image that another request edited",
+        "end_of_images",
+        "max(stop, end)",
+        "stop",
+        "tests/engine/test_image_cache.py::"
+        "test_requests_with_edits_in_and_beside_images_get_what_they_get_alone",
+    ),
+    Fault(
         "A model whose image tokens attend both ways counts as causal",
         "BaseFrontEnd.__init__",
         "bool(engine.vllm_config.model_config.is_mm_prefix_lm)",
