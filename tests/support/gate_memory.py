@@ -79,6 +79,7 @@ class Scan:
     begins: int
     ends: int
     gap: int
+    by_bit: bool  # its tokens have a bit each, so that the op needs no list of ids
 
     def reads(self, position: int) -> bool:
         """Whether the program of the token at a position has it."""
@@ -118,6 +119,7 @@ def random_scan(draw: random.Random) -> Scan:
         begins=begins,
         ends=begins + draw.choice([5, 12, 100]),
         gap=draw.choice([5, 9, 200]),
+        by_bit=draw.random() < 0.5,
     )
 
 
@@ -158,7 +160,7 @@ def random_steps(
     drafted = [0] * len(requests)
     for _ in range(steps):
         tokens = torch.zeros(rows, layout.TOKEN_COLUMNS, dtype=torch.int32)
-        ids = torch.zeros(rows, dtype=torch.int32)
+        ids = torch.zeros(rows, layout.ID_COLUMNS, dtype=torch.int32)
         hidden, residual = torch.zeros(rows, WIDTH), torch.zeros(rows, WIDTH)
         armed = torch.zeros(6, layout.SCAN_COLUMNS, dtype=torch.int32)
         row, wanted = 0, []
@@ -182,7 +184,9 @@ def random_steps(
                 hidden[row], residual[row] = halves
                 request.h.append(halves.sum(0))
                 request.ids.append(draw.randrange(VOCABULARY))
-                ids[row] = request.ids[-1]
+                token = request.ids[-1]
+                bits = sum(1 << which for which in range(SCANS) if token in scans[which].ids)
+                ids[row] = torch.tensor([token, bits])
                 has = [which for which in request.scans if scans[which].reads(position)]
                 tokens[row, layout.PROGRAM] = 2 + sum(1 << which for which in has)
                 tokens[row, layout.POSITION] = position
@@ -221,9 +225,10 @@ def _tables(scans: Sequence[Scan]) -> tuple[Tensor, ...]:
             flags |= Flags.STEP if scan.step else Flags.NONE
             flags |= Flags.OTHER_IDS if scan.others and scan.ids else Flags.NONE
             read = which * (WIDTH // UNIT)
-            words.append(
-                [int(Op.SCAN), read, scan.hold, 1 + which, int(flags), len(lists), len(scan.ids), 0]
-            )
+            ids = [len(lists), len(scan.ids)]
+            if scan.ids and scan.by_bit:
+                ids = [which, layout.BY_BIT]
+            words.append([int(Op.SCAN), read, scan.hold, 1 + which, int(flags), *ids, 0])
             params.append(scan.numbers)
             lists += scan.ids
         table[2 + bits, layout.EDIT_COUNT] = len(words) - int(table[2 + bits, layout.EDIT_START])

@@ -29,7 +29,7 @@ def _is_plain(one: tuple[TapProgramStep, Instruction]) -> bool:
     """Whether an instruction only adds a vector, to every token."""
     edit, step = one
     return (
-        not edit.ids
+        not edit.by_token
         and step.op == Op.ADD
         and step.mask is None
         and step.flags | Flags.FRESH | Flags.COUNTED == (Flags.FRESH | Flags.COUNTED)
@@ -45,7 +45,10 @@ def _assert_instruction(
     assert flags == step.flags | (Flags.OTHER_IDS if edit.others else Flags.NONE)
     assert slot == (0 if step.slot is None else 1 + step.slot)
     assert buffers.params[place].tolist() == [step.a, step.b, step.c, step.d]
-    assert tuple(buffers.lists[ids_start : ids_start + ids_count].tolist()) == edit.ids
+    if edit.bit is None:
+        assert tuple(buffers.lists[ids_start : ids_start + ids_count].tolist()) == edit.ids
+    else:
+        assert (ids_start, ids_count) == (edit.bit, layout.BY_BIT)
     if step.read is not None:
         rows = step.read.size // buffers.unit
         assert buffers.bank[read : read + rows].flatten().tolist() == step.read.numpy().tolist()
@@ -114,7 +117,8 @@ def edits(draw: st.DrawFn, num_taps: int) -> TapProgramStep:
     steps, ids = draw(all_steps), draw(id_lists)
     others = bool(ids) and draw(st.booleans())
     tap = draw(st.integers(0, num_taps - 1))
-    return TapProgramStep(tap, steps.instructions, steps.digest, ids, others)
+    bit = draw(st.none() if ids else st.none() | st.integers(0, layout.MAX_BITS - 1))
+    return TapProgramStep(tap, steps.instructions, steps.digest, ids, others, bit)
 
 
 def programs(num_taps: int) -> st.SearchStrategy[tuple[TapProgramStep, ...]]:

@@ -94,12 +94,13 @@ class Step:
     slot: int | None = None
     ids: tuple[int, ...] = ()
     mask: int | None = None
+    bit: int | None = None  # of the tokens to which it applies; without `ids`
 
     @property
     def plain(self) -> bool:
         rare = Flags.GATED | Flags.KEEP | Flags.ROW_BY_POSITION | Flags.STEP | Flags.OTHER_IDS
         is_add = self.op is Op.ADD and self.mask is None
-        return is_add and not self.ids and not self.flags & rare
+        return is_add and not self.ids and self.bit is None and not self.flags & rare
 
 
 def case(
@@ -150,7 +151,7 @@ def case(
         hidden=(normal(rows, width) * magnitude).to(dtype),
         residual=(normal(rows, width) * magnitude).to(dtype) if residual else None,
         tokens=tokens,
-        ids=below(VOCABULARY, rows + spare_rows),
+        ids=_with_bits(below(VOCABULARY, rows + spare_rows), seed),
         tally=tally,
         table=table,
         instructions=instructions,
@@ -167,6 +168,12 @@ def case(
         ring=torch.full((FIRST + 4 * rows + 4, width), -77.0).to(dtype),
         mapped=torch.full((rows + spare_rows if maps else 0, width), math.nan),
     )
+
+
+def _with_bits(ids: Tensor, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 2**31 - 1, ids.shape, generator=draw, dtype=torch.int32)
+    return torch.stack((ids, bits), dim=1)
 
 
 def matrix_row(nth: int, width: int, bank_rows: int = 11) -> int:
@@ -187,7 +194,7 @@ def _tables(programs: list[list[Step]]) -> tuple[Tensor, Tensor, Tensor, Tensor]
         table[program, layout.KIND] = layout.WITH_MAP + maps[0] if maps else int(plain)
         for step in steps:
             slot = 0 if step.slot is None else step.slot + 1
-            ids = [len(lists), len(step.ids)]
+            ids = [len(lists), len(step.ids)] if step.bit is None else [step.bit, layout.BY_BIT]
             mask = 0 if step.mask is None else step.mask + 1
             words.append([step.op, step.read, step.write, slot, int(step.flags), *ids, mask])
             params.append([step.a, step.b, step.c, step.d])
@@ -243,7 +250,7 @@ def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list
             Op.PROBE: (normal(), 0, 0, 0),
             Op.UNIT: (normal(), normal(), int(draw.integers(4)), 0),
         }[op]
-        listed = draw.integers(3) == 0
+        chosen = draw.integers(6)
         ids = tuple(sorted({int(each) for each in draw.integers(0, VOCABULARY, 4)}))
         mask = bank_rows + int(draw.integers(MASKS)) if draw.integers(3) == 0 else None
         steps.append(
@@ -254,8 +261,9 @@ def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list
                 a=a, b=b, c=c, d=d,
                 flags=flags,
                 slot=slot,
-                ids=ids if listed else (),
+                ids=ids if chosen < 2 else (),
                 mask=mask,
+                bit=int(draw.integers(layout.MAX_BITS)) if chosen == 2 else None,
             )
         )  # fmt: skip
     return steps

@@ -116,8 +116,12 @@ class _Run:
         a, b, c, d = params
         flags = Flags(bits)
         if ids_count:
-            ids = self.case.lists[ids_start : ids_start + ids_count].tolist()
-            if (int(self.case.ids[self.row]) in ids) == (Flags.OTHER_IDS in flags):
+            token, selected = self.case.ids[self.row].tolist()
+            if ids_count == layout.BY_BIT:
+                applies = bool(selected & 2**ids_start)
+            else:
+                applies = token in self.case.lists[ids_start : ids_start + ids_count].tolist()
+            if applies == (Flags.OTHER_IDS in flags):
                 return
         if Flags.COUNTED in flags:
             self.done += 1

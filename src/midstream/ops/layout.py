@@ -63,7 +63,10 @@ RECORD = 2  # 1 + unit at which this token's record begins, from `FIRST` on; 0: 
 POSITION = 3  # the token's position in its request; read by ROW_BY_POSITION only
 TOKEN_COLUMNS = 4
 
-# ids: int32 [max tokens]: each token's id. Only instructions with a list of ids read it.
+# ids: int32 [max tokens, ID_COLUMNS]. Only instructions for some tokens read it.
+TOKEN_ID = 0
+SELECTED = 1  # bits: by which of its request's automata the token is selected
+ID_COLUMNS = 2
 
 # tally: int32 [max tokens, TALLY_COLUMNS]. Counts of the work done per token in this forward pass.
 SIGNATURE = 0  # sum (wrapping) of the codes of the sites that ran
@@ -98,14 +101,17 @@ READ = 1  # unit of `bank` at which the read vector begins
 WRITE = 2  # unit of `bank` at which the write vector begins; of a SCAN: hold
 SLOT = 3  # 1 + column of `scores`; 0: none
 FLAGS = 4  # Flags
-IDS_START = 5  # first of the instruction's token ids in `lists`
-IDS_COUNT = 6  # number of these ids; 0: the instruction applies to every token id
+IDS_START = 5  # first of the instruction's token ids in `lists`; by bit, the number of the bit
+# Number of these ids; 0: it applies to every token, `BY_BIT`: to those with a bit of `SELECTED`.
+IDS_COUNT = 6
 MASK = 7  # 1 + unit of `bank` at which the mask begins; 0: none
 INSTRUCTION_COLUMNS = 8
 
 # params: float32 [E, PARAM_COLUMNS]: a, b, c, d of the table above.
 A, B, C, D = range(4)
 PARAM_COLUMNS = 4
+BY_BIT = -1
+MAX_BITS = 31
 
 # Largest magnitude that an edit writes. The squares of a row of such values can be summed in
 # float32, so the norms of the layers that follow do not overflow.

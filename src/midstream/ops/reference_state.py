@@ -81,6 +81,14 @@ class Device:
         return chosen | torch.from_numpy(masks == 0)[:, None]
 
 
+def is_listed(word: Ints, lists: Ints, tokens: Ints) -> NDArray[np.bool_]:
+    """Return which tokens, [n, ID_COLUMNS], an instruction's ids or bit name."""
+    start, count = word[layout.IDS_START], word[layout.IDS_COUNT]
+    if count == layout.BY_BIT:
+        return (tokens[:, layout.SELECTED] >> start) & 1 != 0
+    return np.isin(tokens[:, layout.TOKEN_ID], lists[start : start + count])
+
+
 class EditedRows:
     """Rows of the stream while instructions change them. Arguments `at` index them, ascending."""
 

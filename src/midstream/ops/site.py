@@ -29,7 +29,7 @@ class SiteBuffers:
     """Tensors of the op that do not move; `bank` and `ring` have units of U numbers."""
 
     tokens: Tensor  # int32 [T, 4], program, group, record and position of each row
-    ids: Tensor  # int32 [T], token ids; set in steps in which an instruction reads them
+    ids: Tensor  # int32 [T, 2], token ids and bits; set where an instruction reads them
     tally: Tensor  # int32 [T, 4], counts of the work done for each row
     instructions: Tensor  # int32 [E, 8]
     params: Tensor  # float32 [E, 4]
@@ -185,7 +185,7 @@ def _check_buffers(table: Tensor, buffers: SiteBuffers) -> None:
     int32, float32 = torch.int32, torch.float32
     for name, tensor, dtype, shape in (
         ("tokens", buffers.tokens, int32, (rows, layout.TOKEN_COLUMNS)),
-        ("ids", buffers.ids, int32, (rows,)),
+        ("ids", buffers.ids, int32, (rows, layout.ID_COLUMNS)),
         ("tally", buffers.tally, int32, (rows, layout.TALLY_COLUMNS)),
         ("table", table, int32, (table.shape[0], layout.TABLE_COLUMNS)),
         ("instructions", buffers.instructions, int32, (instructions, layout.INSTRUCTION_COLUMNS)),

@@ -15,6 +15,9 @@ _TALLY = tl.constexpr(layout.TALLY_COLUMNS)
 _TABLE = tl.constexpr(layout.TABLE_COLUMNS)
 _INSTRUCTIONS = tl.constexpr(layout.INSTRUCTION_COLUMNS)
 _PARAMS = tl.constexpr(layout.PARAM_COLUMNS)
+_IDS = tl.constexpr(layout.ID_COLUMNS)
+_SELECTED = tl.constexpr(layout.SELECTED)
+_BY_BIT = tl.constexpr(layout.BY_BIT)
 _GROUP = tl.constexpr(layout.GROUP)
 _RECORD = tl.constexpr(layout.RECORD)
 _POSITION = tl.constexpr(layout.POSITION)
@@ -90,15 +93,21 @@ def _now(delta, whole, half, rest, inside, has_residual: tl.constexpr):
 
 
 @triton.jit
-def is_listed(lists, count, token):
-    """Return whether `token` is one of the first `count` ids of `lists`."""
+def is_listed(lists, first, count, place):
+    """Return whether the token at a place of `ids` is one of `count` ids of `lists` from `first`
+    on, or by bit, whether it has the bit of number `first`.
+    """
+    by_bit = count == _BY_BIT
+    bit = (tl.load(place + _SELECTED) >> tl.where(by_bit, first, 0)) & 1
+    token = tl.load(place)
+    lists += first
     lanes = tl.arange(0, _IDS_BLOCK)
     hits = tl.zeros([_IDS_BLOCK], dtype=tl.int32)
     for first in range(0, count, _IDS_BLOCK):
         inside = first + lanes < count
         listed_ids = tl.load(lists + first + lanes, mask=inside, other=0)
         hits += (inside & (listed_ids == token)).to(tl.int32)
-    return tl.sum(hits, axis=0) > 0
+    return (tl.sum(hits, axis=0) > 0) | (by_bit & (bit != 0))
 
 
 @triton.jit
@@ -203,9 +212,9 @@ def _run(
         mask = tl.load(word + _MASK)
         a = tl.load(param + _A)
         applies = ids_count == 0
-        if ids_count > 0:
+        if ids_count != 0:
             first = tl.load(word + _IDS_START)
-            listed = is_listed(lists + first, ids_count, tl.load(ids + row))
+            listed = is_listed(lists, first, ids_count, ids + row * _IDS)
             applies = listed != ((flags & _OTHER_IDS) != 0)
         if applies:
             if ((flags & _FRESH) != 0) & (at != start):

@@ -10,7 +10,7 @@ from torch import Tensor
 from midstream.ops import layout
 from midstream.ops.activations.reference import activated, norm, sigmoid
 from midstream.ops.layout import Flags, Op
-from midstream.ops.reference_state import Device, EditedRows, Ints, Rows
+from midstream.ops.reference_state import Device, EditedRows, Ints, Rows, is_listed
 from midstream.ops.row_pairs import Flagged, nonfinite, write_rows
 from midstream.ops.row_views import Index, by_unit, index, spaced
 from midstream.ops.sae.reference import SaeBuffers, reconstruct
@@ -184,18 +184,16 @@ class _Work:
 
     def _applies(self, at: Rows, which: Ints, words: Ints) -> NDArray[np.bool_] | None:
         """Return whether each row's instruction applies to its token id; None: all apply."""
-        listed = words[:, layout.IDS_COUNT] > 0
+        listed = words[:, layout.IDS_COUNT] != 0
         if not listed.any():
             return None
         mask = ~listed
-        ids = self._device.ids[self._rows[at]]
+        tokens = self._device.ids[self._rows[at]]
         for instruction in np.unique(which[listed]):
             mine = which == instruction
             word = self._device.instructions[instruction]
-            start = word[layout.IDS_START]
-            wanted = self._device.lists[start : start + word[layout.IDS_COUNT]]
-            others = bool(word[layout.FLAGS] & _OTHER_IDS)
-            mask[mine] = np.isin(ids[mine], wanted, invert=others)
+            chosen = is_listed(word, self._device.lists, tokens[mine])
+            mask[mine] = chosen != bool(word[layout.FLAGS] & _OTHER_IDS)
         return mask
 
     def _execute(self, op: Op, at: Rows, which: Ints, words: Ints) -> None:

@@ -27,7 +27,15 @@ from midstream.plan.operations import (
 from midstream.plan.plan import Plan
 from midstream.plan.positions.items import Image, Media
 from midstream.plan.positions.position_set import Match, Where
-from midstream.plan.positions.positions import Positions, Role, Span, Text, TokenIds, Window
+from midstream.plan.positions.positions import (
+    Between,
+    Positions,
+    Role,
+    Span,
+    Text,
+    TokenIds,
+    Window,
+)
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.probe import Probe
 from midstream.plan.readouts.attention import Attention, Entropy, Mass, TopKeys
@@ -52,6 +60,7 @@ __all__ = [
     "Ablate",
     "Affine",
     "Attention",
+    "Between",
     "Bias",
     "Capture",
     "CapturedRows",

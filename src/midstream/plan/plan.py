@@ -23,6 +23,7 @@ from midstream.plan.operations import (
     fill_edit,
     parse_edit,
 )
+from midstream.plan.positions.positions import Positions
 from midstream.plan.probe import Probe
 from midstream.plan.readouts import Capture, ReadOut, parse_readout
 from midstream.plan.shape import ModelShape
@@ -50,6 +51,7 @@ class Plan:
         coming_from: (field, tool) of each field of another tool that was translated into the plan.
         controller: changes its edits by the scores of its probes in the engine core; None: nothing
             does.
+        searched: of a version, where edits of the others are by marks: it looks for these as well.
 
     Raises:
         SpecError: a capture is given twice, two captures with the same destination
@@ -63,6 +65,7 @@ class Plan:
     origins: tuple[int, ...] = ()
     coming_from: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     controller: Controller | None = None
+    searched: tuple[Positions, ...] = ()
     _names: tuple[str, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -205,13 +208,24 @@ class Plan:
     @property
     def needs_prompt(self) -> bool:
         """Whether the selected positions depend on more of the prompt than its length."""
-        selections = [edit.positions for edit in self.edits]
-        selections += [edit.positions for switch in self.switches for edit in switch.edits]
-        sets = () if self.controller is None else self.controller.edits
-        selections += [edit.positions for edit_set in sets for edit in edit_set.edits]
+        selections = [*self._edited, *self.searched]
         selections += [selection for capture in self.captures for selection in capture.selections]
         selections += [selection for probe in self.probes for selection in probe.selections]
         return any(positions.needs_prompt for positions in selections)
+
+    @property
+    def marked(self) -> tuple[Positions, ...]:
+        """Where edits are by marks, in any version: all tokens are read for them."""
+        own = (positions for positions in self._edited if positions.has_marks)
+        return tuple(dict.fromkeys((*self.searched, *own)))
+
+    @property
+    def _edited(self) -> list[Positions]:
+        """The positions of the edits of each version that it may change to."""
+        sets = () if self.controller is None else self.controller.edits
+        edits = [*self.edits, *(edit for switch in self.switches for edit in switch.edits)]
+        edits += [edit for edit_set in sets for edit in edit_set.edits]
+        return [edit.positions for edit in edits]
 
     def without_places(self) -> Plan:
         """Return the plan without destinations; itself if two captures differ in these alone."""

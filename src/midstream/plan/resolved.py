@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from midstream.ops.layout import Op
 from midstream.plan.instructions import Instruction
+from midstream.plan.positions.automaton import Automaton
 from midstream.plan.positions.position_set import Where
 from midstream.plan.positions.ranges import Ranges, clip, merge
 from midstream.plan.shape import ModelShape
@@ -297,11 +298,13 @@ class ResolvedPlan:
         sharded: whether all ranks of a tensor-parallel group transfer captured vectors; otherwise
             the first rank transfers all.
         functions: Python functions that the worker calls, before the edits at the same tap.
+        followed: automata that read the tokens for other versions of the plan.
         taps: all captured taps, in the order of a forward pass.
         pattern_widths: numbers of a row of each tap of a capture with a pattern.
         reduced: taps whose row is made of all selected rows.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
-        reads_tokens: whether some positions are selected by the ids of generated tokens.
+        reads_tokens: whether some positions are selected by generated tokens.
+        automata: those, and those that select tokens to edit: workers run them. Each has a bit.
     """
 
     prompt_len: int
@@ -312,6 +315,7 @@ class ResolvedPlan:
     sharded: bool = False
     biases: tuple[ResolvedBias, ...] = ()
     functions: tuple[ResolvedFunction, ...] = ()
+    followed: tuple[Automaton, ...] = ()
     # Computed once, because many requests share a plan.
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
     pattern_widths: dict[Tap, int] = field(init=False, compare=False, repr=False)
@@ -319,6 +323,7 @@ class ResolvedPlan:
     ops: frozenset[Op] = field(init=False, compare=False, repr=False)
     alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)
     reads_tokens: bool = field(init=False, compare=False, repr=False)
+    automata: tuple[Automaton, ...] = field(init=False, compare=False, repr=False)
     _known: dict[Hashable, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -340,6 +345,8 @@ class ResolvedPlan:
         selections = [edit.where for edit in self.edits]
         selections += [capture.where for capture in self.captures]
         selections += [probe.where for probe in self.probes]
+        edited = [*self.edits, *(probe for probe in self.probes if probe.is_scan)]
+        automata = [automaton for part in edited for automaton in part.where.automata]
         for name, value in {
             "taps": taps,
             "pattern_widths": widths,
@@ -347,6 +354,7 @@ class ResolvedPlan:
             "ops": frozenset(step.op for edit in self.edits for step in edit.steps.instructions),
             "alike": tuple(Alike(captures, tuple(same)) for captures, same in alike.items()),
             "reads_tokens": any(where.matches for where in selections),
+            "automata": tuple(dict.fromkeys((*self.followed, *automata))),
         }.items():
             object.__setattr__(self, name, value)
 

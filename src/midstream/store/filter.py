@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from midstream import sites
 from midstream.errors import StoreError
 from midstream.plan import Positions, Span, TokenIds, Window
-from midstream.plan.positions.items import IN_PROMPT, Item, show_item
+from midstream.plan.positions.items import IN_PROMPT, Between, Item, show_item
 from midstream.sites import Tap
 from midstream.store.format.shard import Shard
 from midstream.validation import INT_LIMIT, hint, is_int, kind, show
@@ -157,7 +157,7 @@ def _ints(name: str, value: object) -> list[int]:
 def _read_positions(value: object) -> Positions:
     positions = Positions.parse(value)
     for item in (*positions.include, *positions.exclude):
-        if isinstance(item, IN_PROMPT) or item == "last":
+        if isinstance(item, (*IN_PROMPT, Between)) or item == "last":
             raise StoreError(
                 f"position: {show_item(item)} cannot be determined for stored rows; capture these "
                 "positions separately under a tag"

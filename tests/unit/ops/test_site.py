@@ -172,8 +172,9 @@ def test_an_empty_batch_is_allowed():
     [
         ({"tally": torch.zeros(20, 3, dtype=torch.int32)}, "tally must be"),
         ({"tally": torch.zeros(5, 4, dtype=torch.int32)}, "tally must be"),
-        ({"ids": torch.zeros(5, dtype=torch.int32)}, "ids must be"),
-        ({"ids": torch.zeros(6)}, "ids must be contiguous torch.int32"),
+        ({"ids": torch.zeros(5, 2, dtype=torch.int32)}, "ids must be"),
+        ({"ids": torch.zeros(6, dtype=torch.int32)}, "ids must be"),
+        ({"ids": torch.zeros(6, 2)}, "ids must be contiguous torch.int32"),
         ({"scores": torch.zeros(5, 3)}, "scores must be"),
         ({"tokens": torch.ones(6, 4, dtype=torch.int64)}, "tokens must be"),
         ({"table": torch.zeros(20, 5, dtype=torch.int32)}, "table must be"),

@@ -204,7 +204,7 @@ def test_tokens_whose_id_is_not_meant_get_nothing_of_an_instruction(others):
         [[Step(Op.ADD, write=1, a=1.0, ids=(2, 5), flags=flags)]], rows=4, width=8,
         residual=False, captures=False,
     )  # fmt: skip
-    made.ids[:4] = torch.tensor([5, 3, 2, 0])
+    made.ids[:4, layout.TOKEN_ID] = torch.tensor([5, 3, 2, 0])
     before, tally = made.hidden.clone(), made.tally.clone()
     run(made)
     meant = torch.tensor([True, False, True, False]) ^ others

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from midstream.errors import SpecError
 from midstream.plan.positions.items import (
     MEDIA_KINDS,
+    Between,
     Item,
     Media,
     Role,
@@ -54,6 +55,9 @@ token_ids = st.lists(st.integers(0, 8), min_size=1, max_size=4, unique=True).map
 which = st.just("all") | st.integers(-3, 2)
 texts = st.builds(Text, st.text("ab \n", min_size=1, max_size=3), which)
 roles = st.builds(Role, st.sampled_from((*ROLES, "system")), which)
+marks = st.text("ab", min_size=1, max_size=3) | st.lists(st.integers(0, 8), min_size=1, max_size=3)
+# Not among those of `items`, whose tests have no tokens to look for marks.
+marked = st.builds(Between, marks, st.none() | marks)
 media = st.builds(Media, which, st.sampled_from(MEDIA_KINDS))
 
 

@@ -14,6 +14,7 @@ _TALLY = tl.constexpr(layout.TALLY_COLUMNS)
 _TABLE = tl.constexpr(layout.TABLE_COLUMNS)
 _INSTRUCTIONS = tl.constexpr(layout.INSTRUCTION_COLUMNS)
 _PARAMS = tl.constexpr(layout.PARAM_COLUMNS)
+_IDS = tl.constexpr(layout.ID_COLUMNS)
 _SCANS = tl.constexpr(layout.SCAN_COLUMNS)
 _STATES = tl.constexpr(layout.STATE_COLUMNS)
 _POSITION = tl.constexpr(layout.POSITION)
@@ -178,7 +179,7 @@ def scan_kernel(
             flags = tl.load(word + _FLAGS)
             hold = tl.load(word + _WRITE)
             ids_count = tl.load(word + _IDS_COUNT)
-            every = lists + tl.load(word + _IDS_START)
+            listed_from = tl.load(word + _IDS_START)
             bias = tl.load(param + _A)
             opens = tl.load(param + _B)
             closes = tl.load(param + _C)
@@ -198,10 +199,11 @@ def scan_kernel(
                 )  # fmt: skip
             read += bias
             applied = tl.full([tile], 1, tl.int32)
-            if ids_count > 0:
+            if ids_count != 0:
                 applied = tl.zeros([tile], dtype=tl.int32)
                 for lane in range(0, alike):
-                    listed = is_listed(every, ids_count, tl.load(ids + row + lane))
+                    token = ids + (row + lane) * _IDS
+                    listed = is_listed(lists, listed_from, ids_count, token)
                     applies = (listed != ((flags & _OTHER_IDS) != 0)).to(tl.int32)
                     applied = tl.where(lanes == lane, applies, applied)
             made = tl.zeros([tile], dtype=tl.float32)

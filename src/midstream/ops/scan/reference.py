@@ -11,6 +11,7 @@ from torch import Tensor
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
+from midstream.ops.reference_state import is_listed
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -101,8 +102,7 @@ def _read(
 def _applies(words: Ints, lists: Ints, ids: Ints) -> NDArray[np.bool_]:
     mask = np.ones(len(words), np.bool_)
     for row in np.flatnonzero(words[:, layout.IDS_COUNT]):
-        start, count = words[row, layout.IDS_START], words[row, layout.IDS_COUNT]
-        listed = bool((lists[start : start + count] == ids[row]).any())
+        (listed,) = is_listed(words[row], lists, ids[row : row + 1])
         mask[row] = listed != bool(words[row, layout.FLAGS] & _OTHER_IDS)
     return mask
 

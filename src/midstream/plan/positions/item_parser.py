@@ -12,6 +12,7 @@ from midstream.plan.positions.items import (
     MAX_IDS,
     MEDIA_KINDS,
     VALUES,
+    Between,
     Item,
     Media,
     Role,
@@ -166,6 +167,14 @@ def _media(value: Mapping[Any, Any], kind: Any) -> Media:
         raise SpecError(kind, error.problem) from None
 
 
+def _between(value: Mapping[Any, Any]) -> Between:
+    marks = read_fields(value, required=("between",))["between"]
+    with at("between"):
+        if not isinstance(marks, (list, tuple)) or len(marks) != 2:
+            raise SpecError("", f"expected [start, end], a mark or null each, got {kind(marks)}")
+        return Between(*marks)
+
+
 def _of_fields(value: Mapping[Any, Any], make: Any) -> Any:
     return make(**read_fields(value, *parameters_of(make)))
 
@@ -176,5 +185,6 @@ _FORMS: dict[str, Callable[[Mapping[Any, Any]], Value]] = {
     "tokens": _tokens,
     "text": partial(_of_fields, make=Text),
     "role": partial(_of_fields, make=Role),
+    "between": _between,
     **{kind: partial(_media, kind=kind) for kind in MEDIA_KINDS},
 }

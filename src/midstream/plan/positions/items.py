@@ -1,4 +1,4 @@
-"""Items of a position selection: Span, Window, TokenIds, Text, Role and Media."""
+"""Items of a position selection: Span, Window, TokenIds, Text, Role, Media and Between."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from midstream.validation import at, check_text, is_int, kind, read_int, read_wo
 MAX_IDS = 4096  # token ids in one selection
 MAX_TEXT = 1 << 16  # characters of a Text
 MAX_ROLE = 256  # characters of a role's name
+MAX_MARK = 16  # tokens of a mark
 
 MEDIA_KINDS = ("image", "audio", "video")
 
@@ -256,10 +257,54 @@ def Image(index: int | Literal["all"]) -> Media:
     return Media(index, "image")
 
 
-Value = Span | Window | TokenIds | Text | Role | Media
+Mark = str | tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """The tokens after a start mark and before the next end mark, prompt and generated.
+
+    Neither mark is selected, every pair counts, and marks do not nest: between two marks another
+    start mark is a token like others. If the end never comes, all that follows the start is
+    selected; if the start never comes, nothing. Of an end mark of several tokens all but the last
+    are selected: when these are computed, it is unknown whether the last will come.
+
+    Attributes:
+        start: the text of a mark that is one token, or the token ids of a mark, 1 to 16, as an int
+            or a list. None: tokens are selected from the first of the prompt to the first end mark.
+        end: likewise. None: all tokens after the first start mark are selected.
+
+    Raises:
+        SpecError: a field is malformed, or both are None.
+    """
+
+    start: Mark
+    end: Mark
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            with at(name):
+                object.__setattr__(self, name, _read_mark(getattr(self, name)))
+        if self.start is None and self.end is None:
+            raise SpecError("", 'expected a mark, got None for both; use "all" for all tokens')
+
+    def emit(self) -> dict[str, object]:
+        """Return the JSON form, which Positions reads."""
+        marks = [list(mark) if isinstance(mark, tuple) else mark for mark in (self.start, self.end)]
+        return {"between": marks}
+
+    def __str__(self) -> str:
+        start, end = (
+            f"[{show_ids(mark)}]" if isinstance(mark, tuple) else mark and show(mark)
+            for mark in (self.start, self.end)
+        )
+        return f"Between({start}, {end})"
+
+
+Value = Span | Window | TokenIds | Text | Role | Media | Between
 Item = str | int | Value
 
-VALUES = (Span, Window, TokenIds, Text, Role, Media)
+VALUES = (Span, Window, TokenIds, Text, Role, Media, Between)
 # Those that are located in the prompt alone, by more than its length.
 IN_PROMPT = (Text, Role, Media)
 
@@ -311,6 +356,23 @@ def _check_string(value: object, longest: int) -> None:
     if not 1 <= len(value) <= longest:
         raise SpecError("", f"expected 1 to {longest} characters, got {len(value)}")
     check_text(value)
+
+
+def _read_mark(value: object) -> Mark:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        _check_string(value, MAX_TEXT)
+        return value
+    values = [value] if is_int(value) else value
+    if not isinstance(values, (list, tuple)):
+        raise SpecError("", f"expected a text, token ids or None, got {kind(value)}")
+    if not 1 <= len(values) <= MAX_MARK:
+        raise SpecError("", f"expected 1 to {MAX_MARK} token ids of a mark, got {len(values)}")
+    numbers = tuple(read_int(number) for number in values)
+    if not 0 <= min(numbers) <= max(numbers) < 2**31:
+        raise SpecError("", f"expected token ids, 0 to 2**31 - 1, got {show_ids(numbers)}")
+    return numbers
 
 
 def _read_which(value: object) -> int | Literal["all"]:

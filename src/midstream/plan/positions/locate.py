@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from midstream.errors import SpecError
-from midstream.plan.positions.items import Item, Media, Role, Span, Text, Window
+from midstream.plan.positions.automaton import Marks, Started
+from midstream.plan.positions.items import Between, Item, Mark, Media, Role, Span, Text, Window
 from midstream.plan.positions.prompt import Message, Prompt
 from midstream.plan.positions.range_set import least
 from midstream.plan.positions.ranges import Range, Ranges
 from midstream.plan.positions.work import WorkBudget
-from midstream.validation import show
+from midstream.validation import at, show
 
 # Maximum number of ranges in one plan. A span with a step takes one range per position.
 MAX_RANGES = 1 << 16
@@ -91,6 +92,30 @@ class Locator:
         """Return the positions of the prompt's tokens with one of these ids."""
         index = self.prompt.token_index
         return () if index is None else index.find(ids, self.budget)
+
+    def between(self, item: Between) -> tuple[Ranges, Started]:
+        """Return the positions between two marks in the prompt, and what reads the tokens on."""
+        tokens = self.prompt.token_ids
+        if tokens is None:
+            raise SpecError(
+                "",
+                "this prompt has no token ids, because it was not given as tokens, so it is "
+                "unknown which marks it has; use token ids or integer positions",
+            )
+        marks = Marks(self._mark("start", item.start), self._mark("end", item.end))
+        ranges, state = marks.read(tokens, self.token_ranges(marks.alphabet))
+        self.budget.match(len(ranges))
+        return ranges, (marks, state)
+
+    def _mark(self, name: str, mark: Mark) -> tuple[int, ...] | None:
+        """Return the token ids of a mark."""
+        with at(name):
+            if mark is None or (self.prompt.token_id is None and isinstance(mark, tuple)):
+                return mark
+            if self.prompt.token_id is None:
+                raise SpecError("", "a text needs a tokenizer; give token ids")
+            parts = [mark] if isinstance(mark, str) else mark
+            return tuple(map(self.prompt.token_id, parts))
 
     def _int(self, position: int) -> Found:
         length, rows = self.prompt.length, self.rows

@@ -6,16 +6,42 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from midstream.errors import SpecError
+from midstream.plan.positions.automaton import Automaton
 from midstream.plan.positions.ranges import Range, Ranges, clip, merge
+
+# Of automata, the position up to which tokens were read, and the state there.
+Reached = dict[Automaton, tuple[int, int]] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Generated tokens at some positions with one of some ids, ascending, or none (`others`)."""
+    """Generated tokens at some positions with one of some ids, ascending, or none (`others`), or
+    that an automaton selects.
+    """
 
     ranges: Ranges
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] = ()
     others: bool = False
+    automaton: Automaton | None = None
+
+    def within(
+        self, start: int, stop: int, token: Callable[[int], int], reached: Reached = None
+    ) -> list[int]:
+        """Return the selected positions of [start, stop); see `Automaton.selected`."""
+        spans = [
+            (max(first, start), stop if end is None else min(end, stop))
+            for first, end in self.ranges
+        ]
+        if self.automaton is not None:
+            chosen = self.automaton.selected(token, start, stop, reached)
+            return [p for p in chosen if any(first <= p < end for first, end in spans)]
+        ids = frozenset(self.ids)
+        return [
+            position
+            for first, end in spans
+            for position in range(first, end)
+            if (token(position) in ids) != self.others
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +53,8 @@ class Where:
 
     Attributes:
         ranges: positions that are selected regardless of the generated tokens.
-        matches: generated tokens that are selected by their ids; at most two.
+        matches: generated tokens that are selected by their ids, or by tokens before them as well;
+            at most two.
         last_from: the request's final row is selected if its position is at least this. None: it
             is not selected. Captures and probes only.
     """
@@ -41,6 +68,10 @@ class Where:
         """Whether all positions are known before tokens are generated."""
         fixed = bool(self.ranges) and not self.matches and self.last_from is None
         return fixed and self.ranges[-1][1] is not None
+
+    @property
+    def automata(self) -> list[Automaton]:
+        return [match.automaton for match in self.matches if match.automaton is not None]
 
     @property
     def num_ranges(self) -> int:
@@ -76,8 +107,12 @@ class Where:
             )
         return Where(tuple(ranges))
 
-    def within(self, start: int, stop: int, token: Callable[[int], int]) -> Sequence[int]:
-        """Return the selected positions of [start, stop), ascending, without the final row."""
+    def within(
+        self, start: int, stop: int, token: Callable[[int], int], reached: Reached = None
+    ) -> Sequence[int]:
+        """Return the selected positions of [start, stop), ascending, without the final row; for
+        `reached` see `Automaton.selected`.
+        """
         if len(self.ranges) == 1 and not self.matches:
             ((first, end),) = self.ranges
             return range(max(first, start), stop if end is None else min(end, stop))
@@ -85,10 +120,7 @@ class Where:
         for first, end in self.ranges:
             positions += range(max(first, start), stop if end is None else min(end, stop))
         for match in self.matches:
-            for first, end in match.ranges:
-                for position in range(max(first, start), stop if end is None else min(end, stop)):
-                    if (token(position) in match.ids) != match.others:
-                        positions.append(position)
+            positions += match.within(start, stop, token, reached)
         return sorted(positions)
 
     def final(self, length: int, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -97,13 +129,8 @@ class Where:
         """
         ranges: list[Range] = list(self.ranges)
         for match in self.matches:
-            ids = frozenset(match.ids)
-            for start, stop in clip(match.ranges, length):
-                ranges.extend(
-                    (position, position + 1)
-                    for position in range(start, stop)
-                    if (tokens[position] in ids) != match.others
-                )
+            chosen = match.within(0, length, tokens.__getitem__)
+            ranges.extend((position, position + 1) for position in chosen)
         if self.last_from is not None and length - 1 >= self.last_from:
             ranges.append((length - 1, length))
         return clip(merge(ranges), length)

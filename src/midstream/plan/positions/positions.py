@@ -13,6 +13,7 @@ from midstream.plan.argument_names import FrozenFields
 from midstream.plan.positions.item_parser import read_item, read_items
 from midstream.plan.positions.items import (
     IN_PROMPT,
+    Between,
     Item,
     Media,
     Role,
@@ -25,6 +26,7 @@ from midstream.validation import as_list, at, read_word
 
 __all__ = [
     "PHASES",
+    "Between",
     "Item",
     "Media",
     "Phase",
@@ -60,7 +62,7 @@ class Positions(FrozenFields):
             `"last"`, the final row, known only when the request ends;
             an int; a negative one counts back from the prompt's end, so that it is known before
             generation: −1 is the last prompt token, not the request's last token;
-            a Span; a Window; TokenIds; a Text; a Role; Media.
+            a Span; a Window; TokenIds; a Text; a Role; Media; Between two marks.
         phase: "all", or "prompt" or "generated" to select only such tokens.
         exclude: the same kinds of items, except "all" and "last"; may be empty. Must be empty if
             `include` has `"last"`: whether the final row is excluded would be known only when it
@@ -80,7 +82,7 @@ class Positions(FrozenFields):
         step]}`, whose stop and step may be null or omitted. The other kinds have JSON forms as
         well: `{"window": [start, stop, step]}` (the step may be omitted), `{"tokens": [id, …]}`,
         `{"text": "…", "occurrence": "all"}`, `{"role": "user", "message": -1}`, `{"image": 0}`
-        (or "all"; so for `audio` and `video`).
+        (or "all"; so for `audio` and `video`), `{"between": ["<think>", "</think>"]}`.
 
         Raises:
             SpecError: an item of another kind, a duplicate item, an empty `include`, an item that
@@ -120,10 +122,14 @@ class Positions(FrozenFields):
     def needs_prompt(self) -> bool:
         """Whether the selection depends on more of the prompt than its length."""
         return any(
-            isinstance(item, IN_PROMPT)
+            isinstance(item, (*IN_PROMPT, Between))
             or (isinstance(item, TokenIds) and self.phase != "generated")
             for item in (*self.include, *self.exclude)
         )
+
+    @property
+    def has_marks(self) -> bool:
+        return any(isinstance(item, Between) for item in (*self.include, *self.exclude))
 
     def emit(self) -> list[object]:
         """Return the JSON form of `include`, which the constructor reads."""

@@ -50,6 +50,8 @@ class Prompt:
     text: TextMap | Callable[[], TextMap] | None = None
     messages: tuple[Message, ...] | Callable[[], tuple[Message, ...]] | None = None
     media: tuple[MediaItem, ...] = ()  # in the order of the prompt
+    # Returns the id of a token, given by its text or its id, or raises a SpecError.
+    token_id: Callable[[str | int], int] | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from midstream.errors import NothingSelectedError, SpecError
-from midstream.plan.positions.items import Item, TokenIds
+from midstream.plan.positions.automaton import Started, automaton_of, listed
+from midstream.plan.positions.items import Between, Item, TokenIds
 from midstream.plan.positions.locate import MAX_RANGES, NEVER_FED, Locator
 from midstream.plan.positions.position_set import Match, Where
 from midstream.plan.positions.positions import Positions
@@ -68,11 +69,14 @@ def in_listed_order(
 
 @dataclass(frozen=True, slots=True)
 class _Located:
-    """The items of `include` or `exclude`: ranges of all but TokenIds, and ranges of these."""
+    """The items of `include` or `exclude`: ranges of those that do not depend on generated tokens,
+    and what the others, TokenIds and Between, select in the prompt and after it.
+    """
 
     ranges: Ranges
     prompt: Ranges
     ids: frozenset[int]
+    marks: tuple[Started, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ class _Selector:
             if isinstance(item, TokenIds):
                 if self.positions.phase != "generated":
                     yield from merge(self.locator.token_ranges(item.ids))
+            elif isinstance(item, Between):
+                yield from self.locator.between(item)[0]
             elif item != "last":
                 yield from merge(self.locator.find(item, MAX_RANGES).ranges)
 
@@ -135,6 +141,8 @@ class _Selector:
         """Locate items; if strict, one that selects nothing is an error."""
         ranges: list[Range] = []
         ids: set[int] = set()
+        marks: list[Started] = []
+        by_marks: list[Range] = []
         in_prompt = self.positions.phase != "generated"
         for index, item in enumerate(items):
             if item == "last":
@@ -145,6 +153,11 @@ class _Selector:
                     if in_prompt:
                         self.locator.check_ids()
                     continue
+                if isinstance(item, Between):
+                    in_marks, started = self.locator.between(item)
+                    by_marks += in_marks
+                    marks.append(started)
+                    continue
                 here = self.locator.find(item, MAX_RANGES - len(ranges))
                 if strict and not here.ranges and here.nothing:
                     raise NothingSelectedError("", here.nothing)
@@ -153,7 +166,7 @@ class _Selector:
         if ids and in_prompt:
             with at(path(0).partition("[")[0]):
                 by_id = self.locator.token_ranges(ids)
-        return _Located(merge(ranges), by_id, frozenset(ids))
+        return _Located(merge(ranges), merge((*by_id, *by_marks)), frozenset(ids), tuple(marks))
 
     def _prompt_part(self, included: _Located, excluded: _Located) -> Ranges:
         if self.positions.phase == "generated":
@@ -165,11 +178,14 @@ class _Selector:
     def _generated_part(
         self, included: _Located, excluded: _Located
     ) -> tuple[Ranges, tuple[Match, ...]]:
-        """Return the generated tokens selected regardless of their ids, and those by id."""
+        """Return the generated tokens selected by position alone, and those by tokens."""
         if self.positions.phase == "prompt":
             return (), ()
         allowed = subtract(((self.locator.prompt.length, None),), excluded.ranges)
         wanted = intersect(included.ranges, allowed)
+        if included.marks or excluded.marks:
+            with at("positions"):
+                return self._marked_part(included, excluded, wanted, allowed)
         matches = []
         if excluded.ids:
             matches.append(Match(self._reachable(wanted), tuple(sorted(excluded.ids)), others=True))
@@ -180,6 +196,23 @@ class _Selector:
         if ids:
             rest = self._reachable(subtract(allowed, included.ranges))
             matches.append(Match(rest, tuple(sorted(ids))))
+        return by_position, tuple(match for match in matches if match.ranges)
+
+    def _marked_part(
+        self, included: _Located, excluded: _Located, wanted: Ranges, allowed: Ranges
+    ) -> tuple[Ranges, tuple[Match, ...]]:
+        """Do the same where tokens between marks are selected, or left out."""
+        start = self.locator.prompt.length
+        without = [*listed(excluded.ids), *excluded.marks]
+        chosen = [*listed(included.ids), *included.marks]
+        matches = []
+        if without:
+            others = automaton_of(start, None, without)
+            matches.append(Match(self._reachable(wanted), automaton=others))
+        if chosen:
+            rest = self._reachable(subtract(allowed, included.ranges))
+            matches.append(Match(rest, automaton=automaton_of(start, chosen, without)))
+        by_position = () if without else wanted
         return by_position, tuple(match for match in matches if match.ranges)
 
     def _reachable(self, ranges: Ranges) -> Ranges:
@@ -206,6 +239,8 @@ class _Selector:
             problem += ", and `exclude` removes all of them"
         elif any(isinstance(item, TokenIds) for item in self.positions.include):
             problem += ", and none of the token ids occurs"
+        elif any(isinstance(item, Between) for item in self.positions.include):
+            problem += ", and no token lies between the marks"
         if self.locator.max_tokens == 1:
             problem += f"; {NEVER_FED}"
         return problem

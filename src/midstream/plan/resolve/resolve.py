@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from midstream.errors import NothingSelectedError, SpecError
-from midstream.ops.layout import Flags, Op, limit_of
+from midstream.ops.layout import MAX_BITS, Flags, Op, limit_of
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import refreshed
 from midstream.plan.operations import Bias, Edit, Gate, Local, Reconstruct, Route, Steer
 from midstream.plan.plan import Plan, ServerWide
+from midstream.plan.positions.automaton import Automaton
 from midstream.plan.positions.position_set import Where
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.prompt import Prompt
@@ -118,9 +119,25 @@ class _Resolver:
             tuple(self._probes),
             biases=tuple(self._biases),
             functions=tuple(self._functions),
+            followed=self._followed(plan.marked),
         )
         check_overlaps(weighed(resolved), 1 + len(plan.switches))
+        if len(resolved.automata) > MAX_BITS:
+            raise SpecError(
+                "edits",
+                f"the edits have {len(resolved.automata)} selections with marks (Between), and a "
+                f"request can have {MAX_BITS}; use fewer",
+            )
         return resolved
+
+    def _followed(self, marked: tuple[Positions, ...]) -> tuple[Automaton, ...]:
+        """Return what looks for the marks of every version, as each of them does."""
+        automata: dict[Automaton, None] = {}
+        for positions in marked:
+            with suppress(SpecError):  # which the version with these positions raises
+                where = self._selections.select(positions)
+                automata.update(dict.fromkeys(where.automata))
+        return tuple(automata)
 
     def _check_order(self, positions: Positions) -> None:
         """Check the order of positions of which each has a row."""
@@ -350,7 +367,7 @@ def _functions_of(
     if where.matches:
         raise SpecError(
             "positions",
-            "a function cannot be called by the ids of generated tokens: select all, and read "
+            "a function cannot be called by what is generated: select all tokens, and read "
             "info.token_ids in it",
         )
     function = edit.function

@@ -14,6 +14,7 @@ from midstream.errors import SpecError
 from midstream.ops.layout import HELD, Flags, Op
 from midstream.plan.argument_names import read_each
 from midstream.plan.instructions import Instruction
+from midstream.plan.positions.automaton import Automaton
 from midstream.plan.positions.position_set import Match, Where
 from midstream.plan.positions.range_set import intersect
 from midstream.plan.positions.ranges import Ranges, well_formed
@@ -94,7 +95,7 @@ class ProbeMessage(_Message, frozen=True):
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 11"]
+    format: Literal["midstream plan 12"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
@@ -105,6 +106,7 @@ class PlanMessage(_Message, frozen=True):
     probes: tuple[ProbeMessage, ...]
     biases: tuple[ResolvedBias, ...]
     functions: tuple[ResolvedFunction, ...] = ()
+    followed: tuple[Automaton, ...] = ()
 
 
 _ENCODER = Encoder()
@@ -134,7 +136,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         for vector in shared.vectors
     ]
     message = PlanMessage(
-        format="midstream plan 11",
+        format="midstream plan 12",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
@@ -145,6 +147,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         probes=tuple(probes),
         biases=plan.biases,
         functions=plan.functions,
+        followed=plan.followed,
     )
     return _ENCODER.encode(message)
 
@@ -196,6 +199,7 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
     probes = read_each("probes", message.probes, partial(_read_probe, steps=steps))
     read_each("biases", message.biases, _check_bias)
     read_each("functions", message.functions, _check_function)
+    read_each("followed", message.followed, _check_automaton)
     return ResolvedPlan(
         message.prompt_len,
         edits,
@@ -205,6 +209,7 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
         message.sharded,
         message.biases,
         message.functions,
+        message.followed,
     )
 
 
@@ -372,12 +377,25 @@ def _check_where(where: Where) -> None:
 
 
 def _check_match(match: Match) -> None:
-    # Without ids every token would match, and without ranges none.
     ids = match.ids
+    if match.automaton is not None:
+        if not match.ranges or ids or match.others:
+            raise SpecError("", "expected at least one range, and no ids beside an automaton")
+        with at("automaton"):
+            _check_automaton(match.automaton)
+        return
+    # Without ids every token would match, and without ranges none.
     if not match.ranges or not ids or list(ids) != sorted(set(ids)):
         raise SpecError("", "expected at least one range, and at least one id, ascending")
     _check_int("ids", ids[0])
     _check_int("ids", ids[-1])
+
+
+def _check_automaton(automaton: Automaton) -> None:
+    automaton.check()
+    numbers = (automaton.start, *automaton.ids)
+    _check_int("", min(numbers))
+    _check_int("", max(numbers))
 
 
 def _check_ranges(ranges: Ranges) -> None:

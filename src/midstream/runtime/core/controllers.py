@@ -13,6 +13,7 @@ import numpy as np
 
 from midstream.plan.control.control_laws import Observed, Threshold
 from midstream.plan.control.controller import read_answer
+from midstream.plan.positions.position_set import Reached
 from midstream.runtime.core.controller_calls import (
     ControllerCall,
     DeclaredCalls,
@@ -44,6 +45,7 @@ class RunningController:
     # preemption.
     reached: int = 0
     unseen: dict[str, list[float]] = field(default_factory=dict)  # by probe, not given yet
+    read: Reached = field(default_factory=dict)  # by automata that select tokens
     chosen: int = 0  # index of the version that holds, in `control.choices`
     # The scale that it answered last, if it answered no more than that and the version of that
     # scale holds: the same once more changes nothing.
@@ -59,7 +61,8 @@ class RunningController:
         first = scores.first[index]
         start, end = max(first, self.reached), min(first + scores.length[index], stop)
         for probe in self.control.probes:
-            values = scores.at(index, probe.slot, probe.where.within(start, end, token))
+            positions = probe.where.within(start, end, token, self.read)
+            values = scores.at(index, probe.slot, positions)
             if values:
                 self.unseen.setdefault(probe.name, []).extend(values)
         self.reached = max(self.reached, end)

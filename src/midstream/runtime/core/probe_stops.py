@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from midstream.plan.control.act import Progress, follow
+from midstream.plan.positions.position_set import Reached
 from midstream.runtime.core.controllers import NOTHING, RunningController, controlled, decide
 from midstream.runtime.core.ended_requests import add_end, finish
 from midstream.runtime.core.plan_versions import change_plans
@@ -58,6 +59,7 @@ class Watched:
     reached: int
     # How far the condition of each probe is; None: it has switched the edits, once.
     each: tuple[Progress | None, ...]
+    read: Reached = None  # by automata that select tokens, see `Automaton.selected`
 
     def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
         """Take a step's scores if they are of one position and change nothing; return whether."""
@@ -90,6 +92,7 @@ class ProbeProgress(NamedTuple):
 
     reached: int
     each: tuple[Progress | None, ...]
+    read: Reached = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ def update_from_output(
             continue
         watched: Watched | None = WATCHED.get(request)
         if evaluation.progress is not None and watched is not None:
-            watched.reached, watched.each = evaluation.progress
+            watched.reached, watched.each, _ = evaluation.progress
         if firing is not None and not request.is_finished():
             for _ in finish(scheduler, request.request_id, firing.is_error):
                 ended.append((request, firing, None))
@@ -185,14 +188,14 @@ def _evaluate(scheduler: Any, output: Any, scores: ScoresOfStep) -> list[_Evalua
         if watched.acts:
             progress, firing, switched = advance(
                 watched.acts,
-                ProbeProgress(watched.reached, watched.each),
+                ProbeProgress(watched.reached, watched.each, watched.read),
                 scores,
                 index,
                 stop,
                 token,
             )
             if stop == known:
-                watched.reached, watched.each = progress
+                watched.reached, watched.each, _ = progress
             if stop != known or firing is not None or switched:
                 later = None if stop == known else progress
                 evaluation = _Evaluated(request, known, stop, later, firing, switched)
@@ -236,6 +239,7 @@ def _watch(scheduler: Any, request: Any) -> Watched:
         None if control is None else controlled(scheduler, request, control),
         0 if before is None else before.reached,
         (Progress(),) * len(acts) if before is None else before.each,
+        {},
     )
     WATCHED.set(request, watched)
     return watched
@@ -274,7 +278,7 @@ def advance(
         progress = probe_progress[probe_index]
         if progress is None:
             continue
-        positions = probe.where.within(start, end, token)
+        positions = probe.where.within(start, end, token, before.read)
         values = scores.at(index, probe.slot, positions)
         probe_progress[probe_index], met = follow(probe.condition, progress, values)
         if met is not None and probe.version is not None:

@@ -10,6 +10,7 @@ import bisect
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import astuple
 
 from midstream.plan import ResolvedPlan
 from midstream.plan.positions.range_set import overlay
@@ -110,7 +111,9 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
             starts.append(start)
             marks.append(made[here])
     reads = [capture.where.possible for capture in plan.captures] + probed(plan)
+    # What selects tokens by those before it reads each generated one, cached or not.
     firsts = [ranges[0][0] for ranges in reads if ranges]
+    firsts += [automaton.start for automaton in plan.automata]
     return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None))
 
 
@@ -130,7 +133,8 @@ def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
         if edit.where.ranges:
             parts.append((edit.where.ranges, content))
         for match in edit.where.matches:
-            parts.append((match.ranges, [*content, list(match.ids), match.others]))
+            read = [] if match.automaton is None else [astuple(match.automaton)]
+            parts.append((match.ranges, [*content, list(match.ids), match.others, *read]))
     for function in plan.functions:
         parts.append((function.where.ranges, [function.site, function.layer, function.key]))
     for probe in plan.probes:

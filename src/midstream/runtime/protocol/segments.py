@@ -9,10 +9,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from midstream.plan import Instruction, ResolvedPlan, Vector
-from midstream.plan.positions.position_set import Where
+from midstream.plan.positions.automaton import Automaton
 from midstream.plan.positions.range_set import overlay, subtract
 from midstream.plan.positions.ranges import Ranges
-from midstream.plan.resolved import Pattern, SlottedPattern, Steps
+from midstream.plan.resolved import Pattern, ResolvedEdit, ResolvedProbe, SlottedPattern
 from midstream.sites import Tap
 
 T = TypeVar("T")
@@ -27,11 +27,13 @@ class TapProgramStep:
     digest: str  # of the steps; see `midstream.plan.resolved.digest_steps`
     ids: tuple[int, ...] = ()  # token ids to which the edit applies; empty: every id
     others: bool = False  # it applies to all ids except `ids`
+    # Number of the automaton that selects the tokens, a bit of `layout.SELECTED`; None: none does.
+    bit: int | None = None
     _key: tuple[object, ...] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        key = (self.tap, self.digest, self.ids, self.others)
+        key = (self.tap, self.digest, self.ids, self.others, self.bit)
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
 
@@ -40,6 +42,11 @@ class TapProgramStep:
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it depends on tokens that are known on the device alone whether it applies."""
+        return bool(self.ids) or self.bit is not None
 
     @property
     def counted(self) -> int:
@@ -206,7 +213,10 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
     for edit in plan.edits:
         index = taps.get((edit.site, edit.layer))
         if index is not None:
-            parts += _selected(index, edit.steps, edit.where)
+            parts += _selected(index, edit, plan.automata)
+    if plan.automata:
+        # Automata read each generated token, whether or not an edit may apply there.
+        parts.append(_Part(((min(automaton.start for automaton in plan.automata), None),)))
     for probe in plan.probes:
         index = taps.get(probe.tap)
         if index is not None and probe.attention is not None:
@@ -214,7 +224,7 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
             means = (_mean(probe.attention, index, share),) if mine else ()
             parts.append(_Part(probe.where.possible, patterns=means, scored=mine))
         elif index is not None and probe.is_scan:
-            parts += _selected(index, probe.steps, probe.where)
+            parts += _selected(index, probe, plan.automata)
         elif index is not None:
             read = TapProgramStep(index, probe.steps.instructions, probe.steps.digest)
             # Scores are few: the first rank returns all of them, but for those whose parts are on
@@ -239,13 +249,16 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
     return parts
 
 
-def _selected(tap: int, steps: Steps, where: Where) -> list[_Part]:
-    """Return instructions at one tap for the tokens that are selected, by position and by id."""
-    parts = []
+def _selected(
+    tap: int, selected: ResolvedEdit | ResolvedProbe, automata: tuple[Automaton, ...]
+) -> list[_Part]:
+    """Return instructions at one tap for the tokens that are selected, by position and by token."""
+    parts, steps, where = [], selected.steps, selected.where
     if where.ranges:
         parts.append(_Part(where.ranges, TapProgramStep(tap, steps.instructions, steps.digest)))
     for match in where.matches:
-        only = TapProgramStep(tap, steps.instructions, steps.digest, match.ids, match.others)
+        bit = None if match.automaton is None else automata.index(match.automaton)
+        only = TapProgramStep(tap, steps.instructions, steps.digest, match.ids, match.others, bit)
         parts.append(_Part(match.ranges, only))
     return parts
 

@@ -77,7 +77,7 @@ class GateStates:
     def arm(self, runs: TokenRuns) -> None:
         """Set which rows of the step that is queued next each state's request has."""
         last = self._runs
-        if last is not None and _has_rows_of(runs, last):
+        if last is not None and runs.has_rows_of(last):
             return
         if not self._held:
             self._clear()
@@ -116,8 +116,3 @@ class GateStates:
         assert self._has_rows == bool(self._sent[:, layout.SCAN_COUNT].any())
         assert self.only_armed or not self._has_rows
         assert self._held == (self._slots != _FREE).sum()
-
-
-def _has_rows_of(runs: TokenRuns, last: TokenRuns) -> bool:
-    """Return whether a step repeats the rows of another; see `StepPlan.at`."""
-    return runs.row is last.row and runs.length is last.length and runs.slot is last.slot

@@ -40,7 +40,7 @@ class RankChecksum:
             columns = plan.runs.row, plan.runs.length, plan.runs.position, plan.runs.program
             for row, length, position, program in np.array(columns).T.tolist():
                 edits = [
-                    [edit.tap, edit.digest, list(edit.ids), edit.others]
+                    [edit.tap, edit.digest, list(edit.ids), edit.others, edit.bit]
                     for edit in tables.edits_of(program)
                 ]
                 runs.append([row, length, position, edits])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from midstream.plan import ResolvedPlan
+from midstream.runtime.worker.automaton_states import AutomatonStates
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.reductions import Reductions
@@ -20,12 +21,12 @@ class RequestResources:
     def __init__(
         self,
         plans: PlanTable,
-        gate_states: GateStates,
+        states: tuple[GateStates, AutomatonStates],
         reductions: tuple[Reductions, Sequence[int]] | None,
         load: Load | None,
     ) -> None:
         self.plans = plans
-        self._gate_states = gate_states
+        self._gate_states, self._automata = states
         self._reductions = reductions
         self._load = load
 
@@ -40,6 +41,8 @@ class RequestResources:
                 functions = self._load(plan.resolved)
             if plan.has_states:
                 self._gate_states.acquire(slot, plan.segments, plan.resolved.probes)
+            if plan.resolved.automata:
+                self._automata.acquire(slot, plan.resolved.automata)
             if plan.has_sums and self._reductions is not None:
                 reductions, widths = self._reductions
                 reductions.acquire(slot, plan.segments, widths)
@@ -54,3 +57,5 @@ class RequestResources:
             self._reductions[0].release(slot)
         if plan.has_states:
             self._gate_states.release(slot)
+        if plan.resolved.automata:
+            self._automata.release(slot)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.step_scores import StepScores
+from midstream.runtime.worker.automaton_states import AutomatonStates
 from midstream.runtime.worker.collection import Collection
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.logit_bias import LogitBias
@@ -57,6 +58,7 @@ class WorkerSession:
         self._tables = ProgramTable(buffers)
         slots = SlotTable(rules.max_model_len, rules.on_nonfinite)
         self._gate_states = GateStates(buffers, rules.only_armed)
+        self._automata = AutomatonStates(buffers)
         self._planner = StepPlanner(slots, self._tables)
         self._local = LocalCalls(taps, buffers, slots) if rules.calls_functions else None
         buffers.before = self._local
@@ -72,7 +74,8 @@ class WorkerSession:
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
         widths = tuple(map(buffers.width, taps.values()))
         load = None if self._local is None else self._local.load
-        resources = RequestResources(plans, self._gate_states, (reductions, widths), load)
+        states = self._gate_states, self._automata
+        resources = RequestResources(plans, states, (reductions, widths), load)
         self.requests = RequestTable(slots, resources, self._recorder, links)
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
@@ -109,6 +112,7 @@ class WorkerSession:
             recorder.disarm()
         else:
             recorder.arm(plan, batch)
+            self._automata.arm(plan.runs, batch)
             if self.bias is not None:
                 self.bias.prepare(batch, plan, self.requests.biases_of)
         return plan is not None
@@ -127,9 +131,11 @@ class WorkerSession:
         self._tables.check_integrity()
         self._reductions.check_integrity()
         self._gate_states.check_integrity()
+        self._automata.check_integrity()
         if self.requests.is_empty:
             assert not len(self.requests.plans)
             assert not len(self._reductions)
             assert not len(self._gate_states)
+            assert not len(self._automata)
             assert not len(self._recorder.rows)
             assert not len(self._recorder.scores)

@@ -102,7 +102,7 @@ class StepRecorder:
         self._gate_states.arm(plan.runs)
         if plan.by_id:
             ids = batch.token_ids()
-            self._buffers.ids[: ids.shape[0]].copy_(ids)
+            self._buffers.ids[: ids.shape[0], layout.TOKEN_ID].copy_(ids)
         self.prepared = in_flight.PreparedStep(
             plan, first, self._copy_positions(plan, batch), batch
         )

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 from hypothesis import given
-from unit.plan.position_strategies import EDIT_WORDS, items
+from unit.plan.position_strategies import EDIT_WORDS, items, marked
 
 from midstream.errors import SpecError
 from midstream.plan.positions.items import (
@@ -47,7 +47,7 @@ def test_token_ids_are_a_set_whatever_their_order_and_type():
     assert len(TokenIds(list(range(4096))).ids) == 4096
 
 
-@given(items(EDIT_WORDS))
+@given(items(EDIT_WORDS) | marked)
 def test_items_round_trip_and_are_hashable_and_shown(item):
     assert pickle.loads(pickle.dumps(item)) == item
     assert hash(Positions(item).include[0]) == hash(item)

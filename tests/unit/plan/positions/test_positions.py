@@ -17,7 +17,7 @@ from unit.plan.position_strategies import (
 )
 
 from midstream.errors import SpecError
-from midstream.plan.positions.items import Role, Span, Text, TokenIds, Window
+from midstream.plan.positions.items import Between, Role, Span, Text, TokenIds, Window
 from midstream.plan.positions.positions import Positions
 
 
@@ -48,6 +48,8 @@ from midstream.plan.positions.positions import Positions
         ({"window": (0, None, 2)}, (Window(0, None, 2),)),
         ({"tokens": 7}, (TokenIds(7),)),
         ({"tokens": [7, 5]}, (TokenIds([5, 7]),)),
+        ({"between": ["<a>", [7, 5]]}, (Between("<a>", (7, 5)),)),
+        ({"between": [None, 7]}, (Between(None, [7]),)),
         ({"text": "Paris"}, (Text("Paris"),)),
         ({"text": "Paris", "occurrence": -1}, (Text("Paris", -1),)),
         ([{"role": "user"}, Role("user", 0)], (Role("user", -1), Role("user", 0))),
@@ -136,10 +138,19 @@ def test_a_range_of_negative_ints_selects_just_these():
         (
             {},
             "",
-            "expected a dict of one of `slice`, `window`, `tokens`, `text`, `role`, `image`, "
-            "`audio`, `video`, got an empty one",
+            "expected a dict of one of `slice`, `window`, `tokens`, `text`, `role`, `between`, "
+            "`image`, `audio`, `video`, got an empty one",
         ),
         ({"text": "a", "slice": [0]}, "", "unknown field 'text'; known: `slice`"),
+        ({"between": [5]}, "between", r"expected \[start, end\], a mark or null each"),
+        ({"between": [None, None]}, "between", "expected a mark, got None for both"),
+        ({"between": [[], 5]}, "between.start", "expected 1 to 16 token ids of a mark, got 0"),
+        ({"between": [5, list(range(17))]}, "between.end", "expected 1 to 16 token ids.*got 17"),
+        ({"between": [5, [-1]]}, "between.end", r"expected token ids, 0 to 2\*\*31 - 1, got -1"),
+        ({"between": ["", 5]}, "between.start", "expected 1 to 65536 characters, got 0"),
+        ({"between": [1.5, 5]}, "between.start", "expected a text, token ids or None, got `float`"),
+        ({"between": [True, 5]}, "between.start", "got `bool`"),
+        ([Between(5, "a"), {"between": [[5], "a"]}], "[1]", r"Between\(\[5\], 'a'\) is listed tw"),
         ({"window": [0]}, "window", "expected 2 to 3 numbers, start, stop, step, got 1"),
         ({"window": [3, 3]}, "window", r"Window\(3, 3\) is empty"),
         ({"window": [0, 3.0]}, "window[1]", "expected `int`, got `float`"),
@@ -281,6 +292,7 @@ def test_fields_beside_positions_narrow_them():
         (Positions("all", "generated", exclude=TokenIds(3)), False),
         (Positions([0, Text("a")]), True),
         (Positions("all", exclude=Role("user")), True),
+        (Positions(Between(3, None), "generated"), True),
     ],
 )
 def test_positions_know_whether_they_need_more_than_the_prompts_length(positions, needed):

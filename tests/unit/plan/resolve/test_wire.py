@@ -20,6 +20,7 @@ from midstream.ops.layout import Flags, Op
 from midstream.plan import (
     Ablate,
     Affine,
+    Between,
     Capture,
     Match,
     ModelShape,
@@ -30,6 +31,7 @@ from midstream.plan import (
     ResolvedPlan,
     Steer,
     Steps,
+    TokenIds,
     Vector,
     Where,
 )
@@ -54,7 +56,7 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 11",
+    "format": "midstream plan 12",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
@@ -92,7 +94,9 @@ MESSAGE = {
             "steps": 2,
             "where": {
                 "ranges": [],
-                "matches": [{"ranges": [[10, None]], "ids": [5, 7], "others": False}],
+                "matches": [
+                    {"ranges": [[10, None]], "ids": [5, 7], "others": False, "automaton": None}
+                ],
                 "last_from": None,
             },
             "attention": None,
@@ -100,6 +104,7 @@ MESSAGE = {
     ],
     "biases": [],
     "functions": [],
+    "followed": [],
 }
 
 
@@ -279,6 +284,10 @@ def _with(path, value):
 STEP = ["steps", 1, 0]
 WHERE = ["edits", 0, "where"]
 RANGES = [*WHERE, "ranges"]
+AUTOMATON = {
+    "start": 10, "ids": [5], "kinds": [1], "moves": [[0, 1], [1, 0]], "selects": [False, True]
+}  # fmt: skip
+SEARCH = {"ranges": [[10, None]], "ids": [], "others": False, "automaton": AUTOMATON}
 MATCH = ["probes", 0, "where", "matches", 0]
 INFINITE = struct.pack("<3f", 0, 0, float("inf"))
 
@@ -356,6 +365,13 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         ([*MATCH, "ids"], [-1, 5], r"where.matches\[0\].ids: expected an `int` from 0"),
         ([*MATCH, "ids"], [5, 2**40], r"where.matches\[0\].ids: expected an `int` from 0"),
         ([*MATCH, "others"], 1, r"others: expected `bool`, got `int`"),
+        ([*MATCH, "automaton"], AUTOMATON, r"where.matches\[0\]: .*no ids beside an automaton"),
+        ([*MATCH], {**SEARCH, "ranges": []}, r"where.matches\[0\]: expected at least one range"),
+        ([*MATCH], {**SEARCH, "others": True}, r"where.matches\[0\]: expected at least one range"),
+        ([*MATCH], {**SEARCH, "automaton": {**AUTOMATON, "kinds": []}}, "automaton.ids: .*a kind"),
+        ([*MATCH], {**SEARCH, "automaton": {**AUTOMATON, "ids": [-1]}}, "automaton: .*from 0"),
+        ([*MATCH], {**SEARCH, "automaton": {**AUTOMATON, "start": -1}}, "automaton: .*from 0"),
+        (["followed"], [{**AUTOMATON, "selects": [True]}], r"followed\[0\].selects: expected one"),
         ([*MATCH], [], r"where.matches\[.*\]: expected `object`"),
         (["captures", 0, "taps"], [], r"captures\[0\].taps: expected at least one tap"),
         (["captures", 0, "taps"], [["resid_post", 3]] * 2, r"captures\[0\].taps: .*each once"),
@@ -478,3 +494,10 @@ def test_every_code_of_an_instruction_is_known():
         [0] + [1 << n for n in range(9)],
     )
     assert Steps(add()).digest != Steps(add(Vector.parse([1.0, 2.0, 3.0, 4.0]))).digest
+
+
+def test_a_plan_with_marks_survives_its_bytes():
+    steer = Steer(
+        [1.0, 2, 3], 0, positions=[Between(5, [6, 7]), TokenIds(4)], exclude=Between(1, 2)
+    )
+    _survives(resolve(Plan(edits=(steer,)), SHAPE, Prompt(4, (5, 1, 2, 5)), 9))

@@ -11,6 +11,7 @@ from support.nightly import rounds
 from support.plans import SMALL, add, gated, plan_of, random_plan
 
 from midstream.plan import (
+    Between,
     Capture,
     Gate,
     Match,
@@ -251,3 +252,20 @@ def test_after_a_change_each_position_has_the_mark_of_the_plan_that_holds_there(
         nth = 2 if position >= then else 1 if position >= at else 0
         assert mark(keys, position) == mark(plans[nth], position)
     assert keys.first_read == plans[0].first_read
+
+
+def test_an_edit_between_marks_has_keys_from_the_first_generated_token_and_that_is_computed():
+    """The prefix cache serves no token in which marks must be found."""
+
+    def keys(prompt, *marks):
+        steer = Steer([1.0, 0, 0], 0, positions=Between(*marks))
+        return cache_keys(resolve(Plan(edits=(steer,)), SHAPE, Prompt(len(prompt), prompt), 20))
+
+    one = keys((5, 1, 6, 1), 5, 6)
+    assert one.first_read == 4
+    assert one.starts == (0, 1, 2, 4)
+    assert [bool(mark) for mark in one.marks] == [False, True, False, True]
+    assert keys((5, 1, 6, 1), 5, 6) == one
+    # Other marks, or the same in a prompt that ends between them, are other keys.
+    others = keys((5, 1, 6, 1), 5, 7), keys((5, 1, 5, 1), 5, 6), keys((5, 1, 6, 1), 5, [6, 7])
+    assert len({one.marks[-1], *(other.marks[-1] for other in others)}) == 4

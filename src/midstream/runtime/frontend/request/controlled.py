@@ -50,7 +50,7 @@ def with_controller(
         )
         check_overlaps(weighed(prepared.plan), len(sets) * len(scales))
     bare = replace(plan, probes=tuple(probe.replace(act=None) for probe in plan.probes))
-    bare = replace(bare, controller=None)
+    bare = replace(bare, controller=None, searched=plan.marked)
     choices: list[VersionChoice] = []
     later: dict[int, LaterPlan] = {}
     needs = [prepared.need]

@@ -180,7 +180,7 @@ class PlanResolver:
         """Prepare a streaming session's plan: all tokens but the first count as generated."""
         check_growing(plan, before, also)
         own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
-        return self._finish(own, before, also, Prompt(1, token_ids=(first,)), None)
+        return self._finish(own, before, also, Prompt(1, (first,), token_id=self._token_id), None)
 
     def check_captures(self, also: tuple[Capture, ...]) -> None:
         """Check that requests can have these server-wide captures together."""
@@ -308,10 +308,19 @@ class PlanResolver:
                 text=lambda: text_map(tokenizer(), tokens),
                 messages=None if call_plan.messages is None else messages,
                 media=media,
+                token_id=self._token_id,
             )
 
         chat = None if call_plan.messages is None else call_plan
         return self._prompts.get((tokens, (chat, media)), make)
+
+    def _token_id(self, token: str | int) -> int:
+        """Return the id of a token that the model has, given by its text or its id."""
+        number = self.readings.token_id(token) if isinstance(token, str) else token
+        if number >= self.readings.vocabulary:
+            size = self.readings.vocabulary
+            raise SpecError("", f"there is no token {number}: the model has {size}")
+        return number
 
     def _tokenizer(self) -> Any:
         tokenizer = self._engine.get_tokenizer()

@@ -45,7 +45,8 @@ class PlanHistory:
         own, plan = self.call_plan.plan, None
         captures, probes = ((), ()) if own is None else (own.captures, own.probes)
         if captures or edits or probes:
-            plan = Plan(captures, edits, probes, origins if edits else ())
+            searched = () if own is None else own.marked
+            plan = Plan(captures, edits, probes, origins if edits else (), searched=searched)
         return replace(self.call_plan, plan=plan)
 
 

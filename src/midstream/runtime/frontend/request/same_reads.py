@@ -24,6 +24,12 @@ def check_same_reads(first: ResolvedPlan, later: ResolvedPlan) -> None:
             "end; an update or a Switch may change the edits in them, but not their positions, and "
             "gives all of them in their order",
         )
+    if first.automata != later.automata:
+        raise SpecError(
+            "edits",
+            "the tokens of a request are searched for marks (Between) from its beginning, and not "
+            "for those that only an update names; give the request an edit there, of scale 0",
+        )
     check_same_saes(first, later)
 
 

@@ -39,7 +39,8 @@ def with_switches(
             bare = tuple(plan_probe.replace(act=None) for plan_probe in plan.probes)
             edits = probe.act.edits
             origins = probe.act.origins if edits else ()
-            version = prepare(replace(plan, edits=edits, probes=bare, origins=origins))
+            later_plan = replace(plan, edits=edits, probes=bare, origins=origins)
+            version = prepare(replace(later_plan, searched=plan.marked))
             check_same_reads(prepared.plan, version.plan)
         number = 1 + len(later)
         later[number] = LaterPlan(version.plan, probe_source(probe.name), 1.0)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from midstream.plan import ResolvedPlan, ResolvedProbe
-from midstream.plan.positions.position_set import Where
+from midstream.plan.positions.position_set import Reached, Where
 from midstream.plan.positions.ranges import Ranges
 from midstream.results.probe_scores import Probes
 from midstream.runtime.protocol.rank_parts import scores_of
@@ -82,12 +82,13 @@ class _Scores:
         self._probe = probe
         self._where = ScoreSelection(probe.where)
         self._wanted: Ints = np.zeros(0, np.int64)
+        self._reached: Reached = {}
         self.values = _Growing(np.float32)
         self.positions = _Growing(np.int64)
 
     def select(self, start: int, stop: int, tokens: Ints) -> bool:
         """Select positions in [start, stop) for `add`; return whether there are any."""
-        self._wanted = self._where.within(start, stop, tokens)
+        self._wanted = self._where.within(start, stop, tokens, self._reached)
         return bool(self._wanted.size)
 
     def add(self, blocks: list[ScoreBlock]) -> None:
@@ -105,14 +106,21 @@ class ScoreSelection:
 
     def __init__(self, where: Where) -> None:
         self._ranges = _bounds(where.ranges)
-        self._matches = [(_bounds(m.ranges), np.array(m.ids), m.others) for m in where.matches]
+        self._matches = [(_bounds(match.ranges), match) for match in where.matches]
 
-    def within(self, start: int, stop: int, tokens: Ints) -> Ints:
-        """Return the selected positions in [start, stop); `tokens` are from position 0 on."""
+    def within(self, start: int, stop: int, tokens: Ints, reached: Reached = None) -> Ints:
+        """Return the selected positions in [start, stop); `tokens` are from position 0 on, and
+        `reached` is for `Automaton.selected`.
+        """
         positions = np.arange(start, stop)
         selected = _inside(self._ranges, positions)
-        for bounds, ids, others in self._matches:
-            selected |= _inside(bounds, positions) & (np.isin(tokens[start:stop], ids) != others)
+        for bounds, match in self._matches:
+            if match.automaton is None:
+                chosen = np.isin(tokens[start:stop], match.ids) != match.others
+            else:
+                read = match.automaton.selected(tokens.item, start, stop, reached)
+                chosen = np.isin(positions, read)
+            selected |= _inside(bounds, positions) & chosen
         return positions[selected]
 
 

@@ -272,7 +272,13 @@ def _expected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[I
 def _unread(
     held: Sequence[HeldPlan], cached: NDArray[np.bool_], length: int, tokens: Sequence[int]
 ) -> list[str]:
-    """Return a problem if a gate with memory did not read a token that the cache served."""
+    """Return a problem if the cache served a token that a gate with memory, or a search for marks,
+    had to read.
+    """
+    firsts = [automaton.start for version in held for automaton in version.plan.automata]
+    missed = np.flatnonzero(cached[min(firsts, default=length) :])
+    if missed.size:
+        return [f"{missed.size} generated tokens were not searched for marks"]
     if not any(probe.is_scan for held_plan in held for probe in held_plan.plan.probes):
         return []
     read = np.zeros(length, np.int64)

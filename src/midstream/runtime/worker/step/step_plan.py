@@ -27,6 +27,10 @@ class TokenRuns(NamedTuple):
     record: Ints  # ring unit of the first record, relative to the step's first; valid if units > 0
     exact: bool  # if not, only the device knows positions: these are bounds, all else is the same
 
+    def has_rows_of(self, last: TokenRuns) -> bool:
+        """Return whether the step repeats the rows of another; see `StepPlan.at`."""
+        return self.row is last.row and self.length is last.length and self.slot is last.slot
+
 
 class CodecBatch(NamedTuple):
     """A step's captured rows of one encoding, which are contiguous in the ring."""

@@ -64,7 +64,7 @@ class Buffers(SiteBuffers):
         table[:, 0, layout.CODE] = codes.to(device)
         return Buffers(
             tokens=zeros(int32, max_tokens, layout.TOKEN_COLUMNS),
-            ids=zeros(int32, max_tokens),
+            ids=zeros(int32, max_tokens, layout.ID_COLUMNS),
             tally=zeros(int32, max_tokens, layout.TALLY_COLUMNS),
             table=table,
             instructions=zeros(int32, room.max_edits, layout.INSTRUCTION_COLUMNS),

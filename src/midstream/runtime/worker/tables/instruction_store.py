@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from midstream.errors import NoRoomError
+from midstream.ops import layout
 from midstream.ops.layout import Flags
 from midstream.plan import Vector
 from midstream.runtime.protocol.segments import Edits, TapProgramStep, vectors_of
@@ -103,10 +104,10 @@ class InstructionStore:
 
         try:
             for edit in edits:
-                start = 0
+                start, count = edit.bit or 0, 0 if edit.bit is None else layout.BY_BIT
                 others = _OTHER_IDS if edit.others else 0
                 if edit.ids:
-                    start = self._write_ids(edit.ids)
+                    start, count = self._write_ids(edit.ids), len(edit.ids)
                     acquired.append((self.lists, edit.ids))
                 for step in edit.steps:
                     flags = int(step.flags) | others
@@ -116,9 +117,7 @@ class InstructionStore:
                         write -= step.first * (step.write[0].size // unit)
                     slot = 0 if step.slot is None else 1 + step.slot
                     mask = 0 if step.mask is None else 1 + rows((step.mask,))
-                    words.append(
-                        [int(step.op), read, write, slot, flags, start, len(edit.ids), mask]
-                    )
+                    words.append([int(step.op), read, write, slot, flags, start, count, mask])
                     numbers.append((step.a, step.b, step.c, step.d))
         except NoRoomError:
             for pool, key in acquired:

@@ -171,7 +171,7 @@ class ProgramTable:
         columns = slice(layout.EDIT_START, layout.EDIT_COUNT + 1)
         upload(table[:, index, columns], torch.from_numpy(ranges[:, columns].copy()))
         upload(table[:, index, layout.KIND], torch.from_numpy(ranges[:, layout.KIND].copy()))
-        counted = [(edit.counted, bool(edit.ids)) for edit in edits]
+        counted = [(edit.counted, edit.by_token) for edit in edits]
         self.fewest[index] = sum(count for count, by_id in counted if not by_id)
         self.most[index] = sum(count for count, _ in counted)
         self.by_id[index] = any(by_id for _, by_id in counted)
@@ -186,7 +186,7 @@ class ProgramTable:
 
 def _kind(edits: Sequence[TapProgramStep]) -> int:
     plain = all(
-        layout.is_plain(step.op, step.flags, bool(edit.ids), step.mask is not None)
+        layout.is_plain(step.op, step.flags, edit.by_token, step.mask is not None)
         for edit in edits
         for step in edit.steps
     )

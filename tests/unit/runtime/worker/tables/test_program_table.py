@@ -40,7 +40,7 @@ def test_a_program_says_at_each_tap_what_its_edits_do_in_their_order(wanted):
     index = tables.acquire_program(wanted)
     assert index >= layout.FIRST_FREE_PROGRAM
     assert_program(buffers, index, wanted)
-    always = [edit for edit in wanted if not edit.ids]
+    always = [edit for edit in wanted if not edit.by_token]
     assert tables.fewest[index] == sum(step.counted for edit in always for step in edit.steps)
     assert tables.most[index] == sum(step.counted for edit in wanted for step in edit.steps)
     assert tables.by_id[index] == (len(always) < len(wanted))
