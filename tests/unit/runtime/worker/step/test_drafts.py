@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_steps import TAPS, captured, make_buffers, view_of
+from support.fake_steps import TAPS, make_buffers, view_of
 from support.plans import VECTORS, plan_of, random_plan, rows
 from unit.runtime.worker.step.drafting import Drafted, DraftingEngine, check_scores, check_true
 
@@ -166,40 +166,6 @@ def test_whatever_is_accepted_each_position_gets_its_own_segments_edits_and_row(
 
 
 # ---------------------------------------------------------------- one thing at a time
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["exact", "late"])
-def test_rows_of_rejected_drafts_are_replaced_by_those_of_the_true_tokens(late):
-    plan = plan_of(captures=[([POST], EVERYWHERE)], prompt_len=PROMPT)
-    engine, fake = DraftingEngine(late=late), Drafted("a", plan)
-    engine.add(fake)
-    engine.plainly([(fake, PROMPT)])
-    for right in (0, 3, 1, 0, 2):
-        engine.draft([(fake, 3, right)], random.Random(0))
-    assert fake.computed == PROMPT + 5 + 6
-    (request,) = engine.take("a")
-    check_true(request, fake)
-    positions = [position for _, position in sorted(captured(request))]
-    # One beyond the end: a draft that was rejected last, which the front end drops.
-    assert positions == list(range(fake.computed + 1))
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["exact", "late"])
-def test_an_edit_by_token_id_is_counted_for_the_true_token_not_the_guess(late):
-    plan = plan_of(
-        edits=[(POST, VECTORS[0], 2.0, Where((), (Match(GENERATED, (2,), False),)))],
-        prompt_len=PROMPT,
-    )
-    engine, fake = DraftingEngine(late=late), Drafted("a", plan)
-    fake.tokens[PROMPT:] = [2, 0] * 40
-    engine.add(fake)
-    engine.plainly([(fake, PROMPT)])
-    for seed in range(8):
-        engine.draft([(fake, 3, seed % 3)], random.Random(seed))
-    (request,) = engine.take("a")
-    check_true(request, fake)
-    states = request.done[PROMPT : fake.computed]
-    assert (states - states.min()).tolist() == [1, 0] * 7 + [1]
 
 
 # ---------------------------------------------------------------- the planner alone

@@ -157,16 +157,6 @@ def check_step(step, view, plans, buffers):
         assert (step.by_id, step.scored) == (bool(by_id), bool(scored))
 
 
-def test_positions_that_no_step_computed_are_known_to_come_from_the_cache():
-    tables = ProgramTable(make_buffers())
-    planner, slots = planner_of(tables)
-    request = request_of("a", STEER, tables, slots)
-    step = planner.plan(view_of(["a"], [4], [16]))
-    slots.record(step, np.full(4, 1), np.zeros(4, bool))
-    slots.remove([request])
-    assert request.done.tolist() == [CACHED] * 16 + [APPLIED_0 + 1] * 4
-
-
 def test_a_cache_hit_after_preemption_marks_only_what_was_never_computed():
     tables = ProgramTable(make_buffers())
     planner, slots = planner_of(tables)
@@ -185,18 +175,6 @@ def test_a_cache_hit_after_preemption_marks_only_what_was_never_computed():
     assert other.done.tolist() == [UNSEEN] + [CACHED] * 9 + [once] + [CACHED] * 5 + [once]
 
 
-def test_a_decode_step_like_the_last_notes_what_was_skipped():
-    tables = ProgramTable(make_buffers())
-    planner, slots = planner_of(tables)
-    request = request_of("a", STEER, tables, slots)
-    for position in (5, 6, 9):
-        step = planner.plan(view_of(["a"], [1], [position]))
-        slots.record(step, np.ones(1, np.int64), np.zeros(1, bool))
-    slots.remove([request])
-    once = APPLIED_0 + 1
-    assert request.done.tolist() == [CACHED] * 5 + [once] * 2 + [CACHED] * 2 + [once]
-
-
 def test_rows_without_work_in_decode_steps_like_the_last_were_computed_and_not_cached():
     tables = ProgramTable(make_buffers())
     planner, slots = planner_of(tables)
@@ -207,6 +185,8 @@ def test_rows_without_work_in_decode_steps_like_the_last_were_computed_and_not_c
         slots.record(step, np.ones(1, np.int64), np.zeros(1, bool))
     slots.remove([working, idle])
     assert idle.done.tolist() == [CACHED] * 5 + [UNSEEN] * 3 + [CACHED] + [UNSEEN] * 2
+    once = APPLIED_0 + 1
+    assert working.done.tolist() == [CACHED] * 5 + [once] * 3 + [CACHED] + [once] * 2
 
 
 def test_edits_by_position_are_laid_out_once_for_decode_steps_and_get_their_positions():
@@ -229,19 +209,6 @@ def test_edits_by_position_are_laid_out_once_for_decode_steps_and_get_their_posi
     assert all(row is laid_out[0] for row in laid_out)
     for request in (other, first, second):
         slots.remove([request])
-
-
-def test_a_slot_that_is_used_again_remembers_nothing():
-    tables = ProgramTable(make_buffers())
-    planner, slots = planner_of(tables)
-    first = request_of("a", STEER, tables, slots)
-    step = planner.plan(view_of(["a"], [8], [0]))
-    slots.record(step, np.full(8, 1), np.zeros(8, bool))
-    slots.remove([first])
-    second = request_of("b", STEER, tables, slots)
-    assert second.slot == first.slot
-    slots.remove([second])
-    assert second.done.tolist() == []
 
 
 def test_a_count_too_large_to_be_told_stays_the_largest():

@@ -182,14 +182,6 @@ def test_a_module_with_a_forward_of_its_own_is_found():
     assert len(TappedCopies(model, [layer]).with_own_forward()) == 1
 
 
-def test_a_switch_without_copies_leaves_everything_as_it_is(x):
-    model = Model()
-    worker = Worker(model)
-    switch = ModelSwitch(worker, [], False, False, None)
-    switch.use(TAPPED)
-    assert worker.model_runner.model is model
-
-
 NAMED: dict[str, nn.Module] = {}
 
 
