@@ -1,10 +1,4 @@
-"""What vLLM's own prefix cache serves a request after an edited one: as much as after a request
-with another token, or another image, in the place of the edit.
-
-With sliding-window layers that can be nothing at all: vLLM retains their KV at the end of each
-prompt only (`prefix_cache_retention_interval`, 0 by default), and where two prompts part as soon as
-it has seen the second.
-"""
+"""vLLM's prefix cache serves as much after an edit as after another token or image in its place."""
 
 from __future__ import annotations
 
@@ -76,7 +70,6 @@ class _Cache:
         edited: int | None = None,
         image: str | None = None,
         mm_prefix: bool = False,
-        read: int | None = None,
     ) -> int:
         """Return how many tokens are served, and compute the others."""
         from vllm import SamplingParams
@@ -86,10 +79,9 @@ class _Cache:
         edits = (
             [] if edited is None else [(("resid_post", 0), SMALL[0], 1.0, [(edited, edited + 1)])]
         )
-        captures = [] if read is None else [([("resid_post", 0)], [(read, read + 1)])]
         params = SamplingParams(max_tokens=1)
-        if edits or captures:
-            plan = plan_of(edits, captures)
+        if edits:
+            plan = plan_of(edits)
             payload = RequestPayload("r", to_bytes(plan), cache_keys(plan), mm_prefix=mm_prefix)
             params.extra_args = {"midstream": payload}
         place = PlaceholderRange(IMAGE[0], IMAGE[1] - IMAGE[0])
@@ -146,23 +138,3 @@ def test_an_edit_of_an_image_keeps_from_others_what_another_image_would(
     ]
     # Of an edited request the image is computed whole, so its own hits may be shorter.
     assert [one for one, _ in asked[1::2]] == [one for _, one in asked[1::2]]
-
-
-def test_the_plain_request_after_one_that_is_edited_in_the_middle_of_an_image(vllm):
-    dense = _Cache(vllm, 16, None)
-    assert dense.ask(image="a", edited=32, mm_prefix=True) == 0
-    assert dense.ask(image="a") == 16
-    causal = _Cache(vllm, 16, None)
-    assert causal.ask(image="a", edited=32) == 0
-    assert causal.ask(image="a") == 32
-    # vLLM's default: the sliding-window layers have retained nothing of the first 16 tokens.
-    default = _Cache(vllm, 16, 0)
-    assert default.ask(image="a", edited=32) == 0
-    assert [default.ask(image="a") for _ in range(2)] == [0, 80]
-
-
-def test_an_image_of_which_a_token_is_read_is_computed_whole(vllm):
-    for mm_prefix, hit in ((True, 16), (False, 32)):
-        cache = _Cache(vllm, 16, None)
-        assert cache.ask(image="a") == 0
-        assert cache.ask(image="a", read=32, mm_prefix=mm_prefix) == hit

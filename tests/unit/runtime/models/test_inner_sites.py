@@ -191,17 +191,6 @@ def test_a_plain_layer_has_all_but_a_router() -> None:
     assert found["mlp_act"] == InnerPlace("mlp.down_proj", "input", None, 0, 96, 0, "whole")
 
 
-def test_heads_have_the_width_of_one() -> None:
-    found = find_inner_sites(Layer())
-    widths = {
-        site: place.width // place.heads if place.heads else None
-        for site, place in found.items()
-        if isinstance(place, InnerPlace)
-    }
-    by_head = dict.fromkeys(("q", "k", "v", "rot_q", "rot_k", "z"), 8)
-    assert widths == {**by_head, **dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_act"))}
-
-
 @pytest.mark.parametrize(("replicas", "ranks"), [(1, "sliced"), (2, "replicated")])
 def test_heads_are_split_over_the_ranks(replicas: int, ranks: str) -> None:
     layer = Layer()

@@ -161,13 +161,6 @@ class Result:
         return found
 
 
-@pytest.mark.parametrize("kept", [[], [3]])
-def test_a_row_of_which_a_rank_dropped_its_part_is_no_row(kept):
-    whole, part = ([0, 1], np.ones((2, 6))), (kept, np.ones((len(kept), 6)))
-    results = [Result(0, 2, 2, [whole]), Result(1, 2, 2, [part] if kept else [])]
-    assert joined_blocks(results) == []
-
-
 @given(st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 3)]), st.integers(0, 2**32 - 1))
 @settings(max_examples=rounds(suite=60, nightly=600), deadline=None)
 def test_a_score_is_the_sum_of_what_each_rank_has_of_it_and_others_are_the_first_ranks(split, seed):

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.fake_steps import Fake, FakeEngine
 from support.nightly import rounds
 from support.plans import VECTORS, plan_of
@@ -120,32 +118,6 @@ def test_a_look_waits_for_the_steps_that_it_needs_and_no_other():
     assert ledger.read((0,), {7: (3, 5)}, 0) == {}
     assert ledger.read((0, 1), {7: (3, 5)}, 2) == {}
     assert len(ledger) == 6
-
-
-@settings(max_examples=rounds(suite=100, nightly=800))
-@given(
-    positions=st.lists(st.tuples(st.integers(7, 8), st.integers(0, 6)), max_size=20),
-    spans=st.fixed_dictionaries({}, optional={s: st.tuples(st.integers(0, 6), st.integers(0, 7))
-                                              for s in (7, 8, 9)}),
-)  # fmt: skip
-def test_of_a_position_that_was_computed_again_the_latest_row_is_found(positions, spans):
-    ledger = CapturedRowIndex()
-    latest: dict[tuple[int, int], float] = {}
-    for nth, (serial, position) in enumerate(positions):
-        note(ledger, position, float(nth), serial)
-        latest[serial, position] = float(nth)
-    expected = {
-        serial: {p: v for (whose, p), v in sorted(latest.items()) if whose == serial and a <= p < b}
-        for serial, (a, b) in spans.items()
-    }
-    expected = {serial: rows for serial, rows in expected.items() if rows}
-    count = sum(len(rows) for rows in expected.values())
-    found = ledger.read((0,), spans, count)
-    told = {
-        serial: dict(zip(block.positions.tolist(), block.values[:, 0, 0].tolist(), strict=True))
-        for serial, block in found.items()
-    }
-    assert told == expected
 
 
 @pytest.mark.parametrize("data", [b"", b"abc", bytes(15), bytes(17)])

@@ -44,6 +44,7 @@ orders = st.one_of(
     st.tuples(st.just("step"), st.lists(runs, min_size=1, max_size=4)),
     st.tuples(st.just("take"), st.sets(st.integers(0, 3), min_size=1)),
     st.tuples(st.just("until"), st.dictionaries(st.integers(0, 3), st.integers(0, 12))),
+    st.tuples(st.just("until"), st.fixed_dictionaries(dict.fromkeys(range(4), st.integers(0, 12)))),
     st.tuples(
         st.just("read"),
         st.dictionaries(
@@ -60,7 +61,7 @@ def test_rows_that_are_taken_or_read_between_steps_are_the_latest_of_each_positi
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(row_index, "_COLUMNS", 2)
         changed.setattr(row_index, "_FEW", few)
-        ledger, sources, counter = CapturedRowIndex(), [], 0
+        ledger, sources, counter, oldest = CapturedRowIndex(), [], 0, 0
         left: dict[tuple[int, tuple[int, ...]], dict[int, list[float]]] = {}
         for what, given_ in asked:
             if what == "step":
@@ -93,7 +94,12 @@ def test_rows_that_are_taken_or_read_between_steps_are_the_latest_of_each_positi
                 for key in left
                 if key[0] in stops and (rows := within(left[key], 0, stops[key[0]]))
             }
-            found = ledger.take_until(stops, 0)[0] if what == "until" else ledger.take([*stops])
+            if what == "until":
+                found, remains = ledger.take_until(stops, oldest)
+                # Only where all were asked for does it say where to look next.
+                oldest = remains if len(stops) == 4 else oldest
+            else:
+                found = ledger.take([*stops])
             assert set(found) == set(stops)
             assert shown(found) == expected
             for key, rows in expected.items():

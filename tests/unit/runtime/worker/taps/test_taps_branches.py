@@ -23,9 +23,8 @@ from unit.runtime.worker.taps.branching import (
     stream_of,
 )
 
-from midstream.errors import SpecError, TapError, UnsupportedError
+from midstream.errors import TapError, UnsupportedError
 from midstream.runtime.models.convention import (
-    Half,
     Input,
     Lack,
     LayerConvention,
@@ -204,24 +203,6 @@ def test_a_module_that_is_not_called_as_expected_is_an_error_and_not_a_guess(sit
     tap_layer(DecoderLayer(0, layer, Single.convention), {(site, 0): 0}, make_buffers([(site, 0)]))
     with pytest.raises(TapError, match=message):
         layer.mlp(x=torch.zeros(ROWS, WIDTH))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: single("norm", mlp=Output("norm")),
-        lambda: single("norm", attention=Output("norm")),
-        lambda: pair(no_mid="none"),
-        lambda: pair("norm", attn=Half.AT_EXIT),
-        lambda: pair("norm", mlp_out=Half.AT_MID),
-        lambda: single("norm", attn=Half.AT_MID),
-        lambda: LayerConvention(Returns.SINGLE, mid="norm", mlp_out=Half.AT_EXIT),
-        lambda: LayerConvention(Returns.PAIR, no_mid="none", attn_out=Half.AT_MID),
-    ],
-)
-def test_conventions_that_make_no_sense_cannot_be_written(make):
-    with pytest.raises(SpecError):
-        make()
 
 
 def test_what_is_not_said_of_a_convention_is_lacking_by_name():

@@ -92,11 +92,6 @@ def test_the_tokens_of_a_message_are_all_that_have_a_character_of_its_content(to
         assert set(range(span.start, span.stop)) == expected
 
 
-def test_outer_whitespace_that_a_template_strips_is_not_part_of_a_message():
-    messages = _chat(" Be kind.\n", "  hi ", "\n", "so")
-    assert _found(BYTE_LEVEL, messages, chat_template=STRIPS) == ["Be kind.", "hi", "", "so"]
-
-
 @pytest.mark.parametrize("blank", [" ", "\n", "\n \n", "\t"])
 def test_a_message_of_whitespace_has_the_tokens_that_the_template_wrote_for_it(blank):
     messages = _chat("he", blank, "he", blank)
@@ -141,16 +136,6 @@ def test_a_message_whose_text_a_template_leaves_out_is_a_problem_of_that_message
     ]
 
 
-def test_a_system_message_is_found_within_the_first_of_the_users():
-    contents = ("Be kind.", " the cat\n", "Be kind.", "Be kind.")
-    found = _found(BYTE_LEVEL, _chat(*contents), chat_template=REORDERS)
-    assert found == ["Be kind.", "the cat", "Be kind.", "Be kind."]
-    messages = _chat("the cat", "a cat", "cat", "a cat")
-    # A space of the template's is part of the content's first token here.
-    found = _found(SENTENCEPIECE, messages, chat_template=REORDERS)
-    assert [each.strip() for each in found] == ["the cat", "a cat", "cat", "a cat"]
-
-
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
@@ -174,18 +159,6 @@ def test_a_system_message_is_found_within_the_first_of_the_users():
 def test_what_a_template_changes_or_repeats_is_refused(template, problem):
     found = _found(BYTE_LEVEL, [{"role": "user", "content": "hi"}], chat_template=template)
     assert found == [f"the chat template {problem}"]
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages[0].content }}{% if messages[0].content | length < 9 %} (short){% endif %}",
-        "{% if 'hello' in messages[0].content %}!{% endif %}{{ messages[0].content }}",
-    ],
-)
-def test_what_a_template_adds_to_a_content_is_not_part_of_it(template):
-    messages = [{"role": "user", "content": "hello"}]
-    assert _found(BYTE_LEVEL, messages, chat_template=template) == ["hello"]
 
 
 def test_a_content_of_several_texts_goes_from_the_first_to_the_last():
@@ -241,11 +214,6 @@ def test_a_prompt_with_a_token_put_before_it_counts_that_token():
         BYTE_LEVEL, messages, _ids(BYTE_LEVEL, messages, chat_template=bos), chat_template=bos
     )
     assert (found.start, found.stop) == (1, 2)
-
-
-def test_a_content_that_has_the_mark_in_it_is_found():
-    contents = ("midstreamcontent0mark", "the midstreamcontent1mark", "he")
-    assert _found(BYTE_LEVEL, _chat(*contents)) == list(contents)
 
 
 def test_the_messages_are_left_as_they_were():
