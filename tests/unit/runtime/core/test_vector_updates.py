@@ -210,15 +210,6 @@ def test_each_request_has_its_vectors_whatever_begins_and_ends_in_between(seed, 
     assert way.sent.in_use == 1
 
 
-def test_vectors_of_a_request_that_vllm_rejects_reach_the_workers_with_the_next():
-    way = Way(1 << 20)
-    for is_rejected in (True, False):
-        plan = plan_of([(("resid_post", 1), add(VECTORS[0]), ((0, 9),))])
-        way.send(plan, [VECTORS[0]], is_rejected)
-    way.drain()
-    assert set(way.worker.session.requests.plans.vectors) == {VECTORS[0].digest}
-
-
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_worker_that_lacks_a_vector_fails_that_request_alone(lost):
     way = Way(1 << 20)

@@ -21,7 +21,6 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.results.delivery import (
-    RESULTS,
     FinishedRequest,
     deliver,
     deliver_soon,
@@ -267,13 +266,6 @@ def test_a_request_that_captures_nothing_has_no_results(sinks, one):
     assert found.activation_manifest is None
     assert found.receipt is receipt
     assert one.given == []
-
-
-def test_every_name_that_outputs_get_is_cleared_on_those_without_results():
-    assert set(RESULTS) == {
-        "activations", "attention", "features", "lens", "logits", "norms", "probes", "receipt",
-        "capture_results", "activation_manifest",
-    }  # fmt: skip
 
 
 Z = ("z", 1)

@@ -7,14 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.fake_steps import TAPS, make_buffers, view_of
 from support.plans import VECTORS, plan_of, random_plan, rows
 from unit.runtime.worker.step.drafting import Drafted, DraftingEngine, check_scores, check_true
 
 from midstream.ops import layout
-from midstream.plan import Match, Where
 from midstream.runtime.protocol.segments import WHOLE, cut
 from midstream.runtime.worker.request_state import RequestState, acquire_segments
 from midstream.runtime.worker.row_index import CapturedRowIndex
@@ -128,41 +125,6 @@ def test_of_random_drafts_only_what_was_accepted_remains(seed, lag, late):
     assert run.rejected > 30
     assert run.checked > 5
     assert run.peeks > 10
-
-
-@settings(max_examples=60)
-@given(
-    drafts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=9),
-    bounds=st.lists(st.integers(0, 40), min_size=2, max_size=6, unique=True),
-    late=st.booleans(),
-    spare=st.integers(0, 3),
-    seed=st.integers(0, 2**16),
-)
-def test_whatever_is_accepted_each_position_gets_its_own_segments_edits_and_row(
-    drafts, bounds, late, spare, seed
-):
-    bounds = sorted(bounds[: len(bounds) // 2 * 2])
-    ranges = tuple(zip(bounds[::2], bounds[1::2], strict=True))
-    matches = (Match(GENERATED, (1, 3), False),)
-    plan = plan_of(
-        edits=[
-            (POST, VECTORS[0], 2.0, ranges),
-            (("resid_pre", 2), VECTORS[1], 1.0, Where((), matches)),
-            (("resid_pre", 1), rows(12, bounds[0]), ((bounds[0], bounds[0] + 12),)),
-        ],
-        captures=[([POST], ranges), ([("resid_pre", 0)], Where(((0, 1),), last_from=PROMPT))],
-        probes=[("p", POST, ranges)],
-        prompt_len=PROMPT,
-    )
-    engine, fake = DraftingEngine(seed, late=late), Drafted("a", plan)
-    engine.add(fake)
-    engine.plainly([(fake, PROMPT)])
-    for count, right in drafts:
-        engine.draft([(fake, count, right)], random.Random(seed), spare)
-        check_scores(engine.peeked(fake, 0), fake)
-    engine.session.requests.finish(["a"])
-    (request,) = engine.take("a")
-    check_true(request, fake)
 
 
 # ---------------------------------------------------------------- one thing at a time

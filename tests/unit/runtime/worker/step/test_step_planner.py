@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.fake_steps import TAPS, captures_at, covers, make_buffers, view_of
-from support.plans import VECTORS, plan_of, random_plan, rows
-from support.programs import assert_free, assert_program
+from support.fake_steps import TAPS, make_buffers, view_of
+from support.plans import VECTORS, plan_of, rows
 
 from midstream.ops import layout
-from midstream.ops.layout import Flags
 from midstream.runtime.protocol.segments import (
     APPLIED_0,
     CACHED,
     MOST_APPLIED,
     UNSEEN,
     WHOLE,
-    TapProgramStep,
     cut,
 )
-from midstream.runtime.worker.request_state import RequestState, acquire_segments, release_segments
+from midstream.runtime.worker.request_state import RequestState, acquire_segments
 from midstream.runtime.worker.row_index import CapturedRowIndex
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_planner import StepPlanner
@@ -30,12 +23,7 @@ from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 
 EVERYWHERE = ((0, None),)
-# A plan may name taps of other ranks.
-ELSEWHERE = ("resid_mid", 7)
 STEER = plan_of(edits=[(("resid_post", 0), VECTORS[1], 1.0, EVERYWHERE)])
-plans = st.integers(0, 2**32).map(
-    lambda seed: random_plan(random.Random(seed), 30, (*TAPS, ELSEWHERE))
-)
 
 
 def planner_of(tables, max_model_len=100):
@@ -56,105 +44,6 @@ def request_of(name, plan, tables, slots):
     request = RequestState(name, "u", plan, slots.new_slot(), segments)
     slots.add(request)
     return request
-
-
-def wanted_edits(plan, position):
-    """What a token's program must hold: edits as far as its id allows, then probes."""
-    found = []
-    for edit in plan.edits:
-        tap = TAPS.get((edit.site, edit.layer))
-        if tap is None:
-            continue
-        steps, digest = edit.steps.instructions, edit.steps.digest
-        if covers(edit.where.ranges, position):
-            found.append(TapProgramStep(tap, steps, digest))
-        for match in edit.where.matches:
-            if covers(match.ranges, position):
-                found.append(TapProgramStep(tap, steps, digest, match.ids, match.others))
-    for probe in plan.probes:
-        tap = TAPS.get((probe.site, probe.layer))
-        if tap is not None and covers(probe.where.possible, position):
-            found.append(TapProgramStep(tap, probe.steps.instructions, probe.steps.digest))
-    return tuple(found)
-
-
-@settings(max_examples=100)
-@given(
-    plans=st.lists(st.one_of(st.none(), plans), min_size=1, max_size=5),
-    chunks=st.lists(st.lists(st.integers(0, 7), min_size=5, max_size=5), min_size=1, max_size=6),
-)
-def test_every_row_of_every_step_gets_what_its_request_asks_for_at_its_position(plans, chunks):
-    buffers = make_buffers()
-    tables = ProgramTable(buffers)
-    planner, slots = planner_of(tables, 200)
-    requests = {
-        f"r{nth}": request_of(f"r{nth}", plan, tables, slots)
-        for nth, plan in enumerate(plans)
-        if plan is not None
-    }
-    computed = [0] * len(plans)
-    for chunk in chunks:
-        batch = [nth for nth in range(len(plans)) if chunk[nth] > 0]
-        if not batch:
-            continue
-        view = view_of(
-            [f"r{nth}" for nth in batch],
-            [chunk[nth] for nth in batch],
-            [computed[nth] for nth in batch],
-        )
-        step = planner.plan(view)
-        check_step(step, view, plans, buffers)
-        for nth in batch:
-            computed[nth] += chunk[nth]
-    for request in requests.values():
-        release_segments(request.segments, tables)
-        slots.remove([request])
-    assert_free(tables)
-    assert len(slots) == 0
-
-
-def check_step(step, view, plans, buffers):
-    tokens = np.zeros((view.num_tokens, 4), np.int32) if step is None else step.tokens
-    active = {} if step is None else {int(row): nth for nth, row in enumerate(active_rows(step))}
-    taken: set[int] = set()
-    row = by_id = scored = 0
-    for name, count, first in zip(view.request_ids, view.scheduled, view.computed, strict=True):
-        plan = plans[int(name[1:])]
-        for position in range(first, first + count):
-            program, group, record, told = tokens[row].tolist()
-            edits = () if plan is None else wanted_edits(plan, position)
-            taps = {tap for tap in TAPS if plan is not None and captures_at(plan, tap, position)}
-            assert (program != 0) == bool(edits or taps) == (row in active)
-            if program:
-                assert_program(buffers, program, edits)
-                places = {
-                    tap: int(buffers.table[index, group, layout.PLACE])
-                    for tap, index in TAPS.items()
-                }
-                assert {tap for tap, place in places.items() if place} == taps
-                assert (record > 0) == bool(taps)
-                rows = {record - 1 + place - 1 for place in places.values() if place}
-                assert len(rows) == len(taps)
-                assert not rows & taken, "two vectors would land in one row of the ring"
-                taken |= rows
-                nth = active[row]
-                counts = [(edit.counted, bool(edit.ids)) for edit in edits]
-                assert step.most[nth] == sum(counted for counted, _ in counts)
-                assert step.fewest[nth] == sum(counted for counted, listed in counts if not listed)
-                assert (step.positions[nth], step.captures[nth]) == (position, len(taps))
-                by_id |= any(listed for _, listed in counts)
-                scored |= any(
-                    probe.name
-                    and (probe.site, probe.layer) in TAPS
-                    and covers(probe.where.possible, position)
-                    for probe in plan.probes
-                )
-            flags = [one.flags for edit in edits for one in edit.steps]
-            assert told == (position if any(Flags.ROW_BY_POSITION in each for each in flags) else 0)
-            row += 1
-    if step is not None:
-        assert taken == set(range(step.num_units))
-        assert (step.by_id, step.scored) == (bool(by_id), bool(scored))
 
 
 def test_a_cache_hit_after_preemption_marks_only_what_was_never_computed():

@@ -1,4 +1,8 @@
+"""Tokens of each message of a chat, whatever its template makes of the contents."""
+
 from __future__ import annotations
+
+import copy
 
 import pytest
 from hypothesis import given, settings
@@ -54,20 +58,15 @@ def _ids(tokenizer, messages, **template_kwargs):
 def _found(tokenizer, messages, **template_kwargs):
     """What the tokens of each message spell, or its problem."""
     ids = _ids(tokenizer, messages, **template_kwargs)
+    before = copy.deepcopy(messages)
     found = message_spans(tokenizer, messages, ids, **template_kwargs)
+    assert messages == before
     assert [each.index for each in found] == list(range(len(messages)))
     assert [each.role for each in found] == [each["role"] for each in messages]
     return [each.problem or decode(tokenizer, ids[each.start : each.stop]) for each in found]
 
 
 CONTENTS = ("Be kind.", "the cat", "cat the cat", "the cat")
-
-
-def test_each_message_of_a_plain_chat_is_found_even_if_another_says_the_same():
-    assert _found(BYTE_LEVEL, _chat(*CONTENTS), add_generation_prompt=True) == list(CONTENTS)
-    messages = _chat(*CONTENTS)
-    spans = message_spans(BYTE_LEVEL, messages, _ids(BYTE_LEVEL, messages))
-    assert spans[1].stop < spans[3].start
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE])
@@ -136,31 +135,6 @@ def test_a_message_whose_text_a_template_leaves_out_is_a_problem_of_that_message
     ]
 
 
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        ("{{ messages[0].content }} {{ messages[0].content }}", "writes it more than once"),
-        ("{{ messages[0].content | upper }}", "does not write it as it is"),
-        ("{{ messages[0].content | replace('h', 'x') }}", "rewrites it, or leaves it out"),
-        (
-            "{% if 'hi' in messages[0].content %}!{% endif %}<{{ messages[0].content }}>",
-            "treats it differently from other contents",
-        ),
-        (
-            "<{{ messages[0].content }}>{{ '?' if 'hi' in messages[0].content else '!' }}",
-            "treats it differently from other contents",
-        ),
-        (
-            "{{ messages[0].content }}{% if 'hi' in messages[0].content %}, hi{% endif %}",
-            "writes it more than once",
-        ),
-    ],
-)
-def test_what_a_template_changes_or_repeats_is_refused(template, problem):
-    found = _found(BYTE_LEVEL, [{"role": "user", "content": "hi"}], chat_template=template)
-    assert found == [f"the chat template {problem}"]
-
-
 def test_a_content_of_several_texts_goes_from_the_first_to_the_last():
     template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
@@ -214,12 +188,6 @@ def test_a_prompt_with_a_token_put_before_it_counts_that_token():
         BYTE_LEVEL, messages, _ids(BYTE_LEVEL, messages, chat_template=bos), chat_template=bos
     )
     assert (found.start, found.stop) == (1, 2)
-
-
-def test_the_messages_are_left_as_they_were():
-    messages = _chat(*CONTENTS)
-    _found(BYTE_LEVEL, messages)
-    assert messages == _chat(*CONTENTS)
 
 
 def test_vllms_renderer_is_asked_for_the_text_with_the_calls_own_arguments():
@@ -312,17 +280,6 @@ def test_renderings_for_single_messages_have_a_budget():
 def test_words_like_the_marker_are_passed_over_in_one_search():
     contents = "".join(f"midstreamcontent{nth}mark" for nth in range(300))
     assert _found(BYTE_LEVEL, _chat(contents, "he")) == [contents, "he"]
-
-
-@pytest.mark.model
-def test_smollm2s_own_template_has_each_message_where_it_says(smollm2):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    contents = ["What is\n\nthe capital?", "Paris 😀", " Paris  "]
-    messages = _chat(*contents, roles=("user", "assistant", "user"))
-    found = _found(tokenizer, messages, add_generation_prompt=True)
-    assert found == contents
 
 
 # Writes images as vLLM's models have them in a prompt.
