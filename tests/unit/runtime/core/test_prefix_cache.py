@@ -31,9 +31,6 @@ def _request(start=None, read=None):
     return SimpleNamespace(request_id="r", sampling_params=params)
 
 
-# ---------------------------------------------------------------- keys
-
-
 def test_a_request_that_asks_for_nothing_keeps_vllms_own_keys():
     for request in (_request(), SimpleNamespace(sampling_params=None)):
         assert extra_keys(lambda *_: (None, 7), request, 0, 4, 0) == (None, 7)
@@ -66,9 +63,6 @@ def test_what_did_not_come_through_the_front_door_is_refused():
         keys_of(request)
 
 
-# ---------------------------------------------------------------- hits
-
-
 def test_the_cap_is_gone_after_a_look_up_that_failed():
     class Coordinator:
         def find_longest_cache_hit(self, hashes, most):
@@ -80,9 +74,6 @@ def test_the_cap_is_gone_after_a_look_up_that_failed():
             lambda m, r: m.coordinator.find_longest_cache_hit((), 9), manager, _request(read=2)
         )
     assert "find_longest_cache_hit" not in vars(manager.coordinator)
-
-
-# ---------------------------------------------------------------- failures
 
 
 class _Scheduler:
@@ -156,9 +147,6 @@ def test_others_end_exactly_if_they_have_a_block_that_is_wrong(bad, position, ot
     scheduler = _Scheduler(**blocks, **({} if bad is None else {"bad": bad}))
     assert set(scheduler.end(bad=Failure(position, "x"))) == ended
     assert set(scheduler.requests) == {*others} - ended
-
-
-# ---------------------------------------------------------------- their way
 
 
 def test_failures_leave_with_any_output_that_reaches_the_scheduler():

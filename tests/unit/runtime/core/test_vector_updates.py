@@ -84,9 +84,6 @@ def test_an_engine_without_midstream_has_nothing_to_send():
     vector_updates.send_updates(SimpleNamespace())
 
 
-# ---------------------------------------------------------------- the whole way
-
-
 class Way:
     """Front end, engine core and worker, with queues between them that run when a test says so."""
 

@@ -139,9 +139,6 @@ def test_gates_and_codecs_of_parts_are_refused_and_other_taps_are_not_concerned(
         check_parts(packed, {TAP: 2})
 
 
-# ---------------------------------------------------------------- rows
-
-
 class Result:
     """A worker's rows of `TAP` at some positions, and of another tap that each rank has whole."""
 

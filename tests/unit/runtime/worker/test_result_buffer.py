@@ -50,9 +50,6 @@ def block(positions, taps, value, dtype=torch.float32):
     return rows_block(taps, positions, values.to(dtype))
 
 
-# ---------------------------------------------------------------- held and let go
-
-
 def test_data_is_read_in_pieces_until_it_is_released():
     outbox = outbox_of()
     header = put_one(
@@ -158,9 +155,6 @@ def test_rows_in_the_same_segments_have_one_lease_until_the_last_of_them_is_free
         assert answers.pop(name)[0].leased is not None
         arena.sweep()
         assert len(arena.leases) == leases
-
-
-# ---------------------------------------------------------------- with the front end
 
 
 class Worker:

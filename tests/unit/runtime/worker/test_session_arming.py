@@ -45,9 +45,6 @@ def uploads(monkeypatch):
     return sent
 
 
-# ---------------------------------------------------------------- armed, and for how long
-
-
 def test_edits_stay_armed_while_decode_steps_are_alike_and_nothing_is_sent(uploads):
     engine, one, two = FakeEngine(), Fake("1", STEER), Fake("2", STEER)
     engine.add(one)
@@ -121,9 +118,6 @@ def test_a_program_that_takes_the_place_of_another_is_armed_with_its_own_edits()
     check_taken(engine.take("2"), [second])
 
 
-# ---------------------------------------------------------------- scores
-
-
 def test_scores_that_only_a_gate_reads_stay_on_the_device():
     hidden = ResolvedProbe("", *PRE, Steps(probe(slot=0)), Where(EVERYWHERE))
     gate = gated(add(VECTORS[1]), slot=0, b=0.5)
@@ -174,9 +168,6 @@ def test_scores_travel_only_in_steps_that_have_some(shipped):
     for _ in range(3):
         run(engine, (scores, 1), (steers, 1))
     assert shipped == [2, 2, 0]
-
-
-# ---------------------------------------------------------------- token ids
 
 
 def test_ids_are_asked_for_only_in_steps_that_have_an_edit_by_id():

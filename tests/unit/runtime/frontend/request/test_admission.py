@@ -173,9 +173,6 @@ def test_rows_that_were_fetched_while_their_request_runs_make_room_for_others():
     assert budget.counts["rows"] == 0
 
 
-# ---------------------------------------------------------------- several engines
-
-
 def test_all_requests_of_one_call_go_to_one_engine_also_after_it_has_ended():
     door = Door(2)
     for _ in range(3):

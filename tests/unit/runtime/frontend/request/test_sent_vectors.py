@@ -37,9 +37,6 @@ def large(nth: int, numbers: int = MOST_BY_VALUE // 4 + 1) -> Vector:
     return Vector.parse(np.full(numbers, nth + 1.0))
 
 
-# ---------------------------------------------------------------- which plans
-
-
 def test_a_plan_with_few_numbers_has_them_by_value():
     small = large(0, MOST_BY_VALUE // 4)
     assert named_vectors(plan_of([(POST, add(small), ((0, None),))])) == ()
@@ -65,9 +62,6 @@ def test_every_vector_of_a_plan_is_named():
     assert set(named) == {large(0), large(1), SMALL[0], *edits[1][1][0].write}
     assert len(to_bytes(plan, named)) < MOST_BY_VALUE
     assert from_bytes(to_bytes(plan, named), {one.digest: one for one in named}) == plan
-
-
-# ---------------------------------------------------------------- when they are sent and dropped
 
 
 def test_completions_of_one_prompt_and_inputs_of_a_session_need_it_once():

@@ -61,36 +61,6 @@ def test_a_request_gets_its_rows_by_tap_with_positions_and_tokens():
     assert found.receipt is found.outputs[0].receipt
 
 
-def test_positions_computed_twice_are_there_once_as_they_were_the_last_time():
-    answers = [
-        answer(("x", [2] * 4, [rows([PRE, POST], range(4), 1), rows([PRE, POST], range(2), 2)]))
-    ]
-    found = assembled(READ, answers)
-    assert found.activations[POST].tolist() == [
-        vector(POST, 0, 2), vector(POST, 1, 2), vector(POST, 2, 1), vector(POST, 3, 1),
-    ]  # fmt: skip
-    assert found.receipt.status == "ok"
-
-
-def test_blocks_of_several_groups_make_one_run_of_rows():
-    plan = plan_of(captures=[([PRE], EVERYWHERE), ([POST], ((1, 3),))], prompt_len=3)
-    answers = [
-        answer(
-            (
-                "x",
-                [2] * 4,
-                [rows([PRE], range(1)), rows([PRE, POST], range(1, 3)), rows([PRE], range(3, 4))],
-            )
-        )
-    ]
-    found = assembled(plan, answers)
-    assert found.activations[PRE].tolist() == [vector(PRE, p) for p in range(4)]
-    assert found.activations[POST].tolist() == [vector(POST, p) for p in (1, 2)]
-    assert found.activations.positions_of(*PRE).tolist() == [0, 1, 2, 3]
-    assert found.activations.token_ids_of(*POST).tolist() == [101, 102]
-    assert found.receipt.status == "ok"
-
-
 def test_pipeline_stages_each_give_their_own_layers():
     plan = plan_of(
         edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, ((2, None),))],
@@ -366,14 +336,6 @@ def test_edits_of_positions_from_the_cache_are_counted_apart():
     edited = receipt.edited
     assert (edited.expected, edited.applied, edited.cached, edited.tokens) == (3, 2, 1, 3)
     assert "2 of 3 edits, 1 from the prefix cache" in str(receipt)
-
-
-def test_a_row_from_the_cache_is_a_missing_row():
-    answers = [answer(("x", [1, 2, 2, 2], [rows([PRE, POST], range(1, 4))]))]
-    problems = assembled(READ, answers).receipt.problems
-    assert problems == tuple(
-        f"{site} of layer {layer}: 3 rows came, expected 4" for site, layer in (PRE, POST)
-    )
 
 
 def test_a_request_that_the_engine_ended_says_why():

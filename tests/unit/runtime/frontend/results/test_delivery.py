@@ -149,14 +149,6 @@ def test_two_sinks_at_once_each_say_what_became_of_theirs(sinks, one, two):
     assert found.receipt is found.outputs[0].receipt
 
 
-def test_a_sink_that_keeps_only_some_is_a_problem_of_the_receipt(sinks, one):
-    one.results = [CaptureResult("partial", "one of two files")]
-    found = finished(BOTH, ROWS)
-    delivered(sinks, AdmittedRequest("u", BOTH, OWN, (route("one", (0, 1), 2),)), found)
-    assert found.capture_results["one"].status == "partial"
-    assert found.receipt.problems == ("sink one: one of two files",)
-
-
 class AsTheyCome:
     """As SinkSet, of which `one` wants rows as they come."""
 

@@ -27,9 +27,6 @@ EVERYWHERE = ((0, None),)
 GENERATED = ((PROMPT, None),)
 
 
-# ---------------------------------------------------------------- everything at once
-
-
 class Decoding:
     """Random batches of requests that guess ahead, are preempted, served from the cache, end."""
 
@@ -125,12 +122,6 @@ def test_of_random_drafts_only_what_was_accepted_remains(seed, lag, late):
     assert run.rejected > 30
     assert run.checked > 5
     assert run.peeks > 10
-
-
-# ---------------------------------------------------------------- one thing at a time
-
-
-# ---------------------------------------------------------------- the planner alone
 
 
 def planner_with(plan):
