@@ -79,17 +79,6 @@ def test_ranks_that_share_captures_differ_in_nothing_else(sharded):
 ROW = plan_of(captures=[([POST], ((2, 5),))])
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_both_ranks_run_the_tapped_model_where_one_of_them_captures(sharded):
-    ranks = two()
-    models = []
-    for rank in ranks:
-        fake = rank.add("a", replace(ROW, sharded=sharded))
-        models.append([rank.step((fake, count)) for count in (2, 3, 1)])
-    assert models == [[False, True, False]] * 2
-    check(*ranks)
-
-
 def test_a_rank_that_cannot_run_a_plan_runs_the_tapped_model_where_others_do(monkeypatch):
     """Until the request ends, which takes a step or two."""
     (first, second), models = two(), []

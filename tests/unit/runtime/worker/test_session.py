@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.fake_steps import TAPS, Fake, FakeEngine, SlowShipment, check_taken, view_of
+from support.nightly import rounds
 from support.plans import VECTORS, plan_of, random_plan
 
 from midstream.errors import TapError
@@ -104,36 +105,21 @@ class Scheduler:
         assert not self.engine.session._recorder._in_flight
 
 
-@pytest.mark.parametrize(
-    ("seed", "lag"),
-    [
-        (0, None),
-        (2, 1),
-        (7, 5),
-        *(
-            pytest.param(*each, marks=pytest.mark.nightly)
-            for each in ((1, 0), (3, 3), (4, None), (6, 2))
-        ),
-    ],
-)
-def test_random_steps_do_for_every_row_what_a_naive_reader_of_its_plan_says(seed, lag):
-    scheduler = Scheduler(seed, lag)
+LAGS = (None, 1, 5, 0, 3, None, 2)  # in steps
+
+
+@pytest.mark.parametrize("seed", range(rounds(suite=3, nightly=7)))
+def test_random_steps_do_for_every_row_what_a_naive_reader_of_its_plan_says(seed):
+    scheduler = Scheduler(seed, LAGS[seed])
     scheduler.run(70)
     assert scheduler.checked > 10
 
 
-@pytest.mark.parametrize(
-    ("seed", "lag"),
-    [
-        (12, 1),
-        pytest.param(10, None, marks=pytest.mark.nightly),
-        pytest.param(11, 0, marks=pytest.mark.nightly),
-        pytest.param(13, 3, marks=pytest.mark.nightly),
-    ],
-)
-def test_taps_of_different_widths_get_their_own_vectors_and_rows_in_every_codec(seed, lag):
+@pytest.mark.parametrize("seed", range(rounds(suite=1, nightly=4)))
+def test_taps_of_different_widths_get_their_own_vectors_and_rows_in_every_codec(seed):
     codecs = ("raw", "full8", "topk8:k=2")
-    scheduler = Scheduler(seed, lag, codecs, mixed=True, bank_rows=256, ring_rows=64 * 12)
+    lag = LAGS[seed + 1]
+    scheduler = Scheduler(10 + seed, lag, codecs, mixed=True, bank_rows=256, ring_rows=64 * 12)
     assert scheduler.engine.buffers.unit == 2
     scheduler.run(70)
     assert scheduler.checked > 10
@@ -266,31 +252,16 @@ def test_a_forward_outside_of_steps_captures_nothing_and_its_counts_are_not_take
         ({"skip": (POST, ("resid_pre", 0))}, "several taps did not fire, or fired twice"),
     ],
 )
-def test_a_tap_that_fails_in_the_trial_run_stops_the_engine_by_name(firing, message):
-    engine = FakeEngine()
-    with pytest.raises(TapError, match=f"did not all fire once in a trial run.*: {message}"):
-        check_taps(engine.buffers, TAPS, lambda: engine.forward(3, **firing))
-
-
-def test_a_trial_run_in_which_all_taps_fire_leaves_no_token_with_a_program():
-    engine = FakeEngine()
+@pytest.mark.parametrize("lag", [None, 2])
+def test_a_tap_that_fails_stops_a_trial_run_and_is_noted_on_the_requests_of_a_step(
+    firing, message, lag
+):
+    engine = FakeEngine(lag=lag)
     check_taps(engine.buffers, TAPS, lambda: engine.forward(3))
     engine.session.check_integrity()
     assert not bool(engine.buffers.tokens.any())
-
-
-@pytest.mark.parametrize(
-    ("firing", "message"),
-    [
-        ({"skip": (POST,)}, "the tap resid_post of layer 1 did not fire"),
-        ({"twice": (POST,)}, "the tap resid_post of layer 1 fired twice"),
-        ({"skip": (("resid_pre", 2),)}, "the tap resid_pre of layer 2 did not fire"),
-        ({"skip": tuple(TAPS)}, "no tap fired"),
-    ],
-)
-@pytest.mark.parametrize("lag", [None, 2])
-def test_a_tap_that_fails_later_is_noted_on_the_requests_of_that_step(firing, message, lag):
-    engine = FakeEngine(lag=lag)
+    with pytest.raises(TapError, match=f"did not all fire once in a trial run.*: {message}"):
+        check_taps(engine.buffers, TAPS, lambda: engine.forward(3, **firing))
     there, absent = Fake("there", BOTH), Fake("absent", BOTH)
     engine.add(there)
     engine.add(absent)
