@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask_all
 from safetensors.torch import load_file
 from support import tiny
 from support.engines import engine, generated, greedy, tokens
@@ -94,12 +95,12 @@ def scenarios(oracle: Oracle, prompt: list[int]) -> list[Scenario]:
 
 def check(llm: Any, prompt: list[int], cases: list[Scenario], sites: tuple[str, ...]) -> None:
     """All scenarios as one batch, and each of them equal to what transformers does."""
-    outputs = llm.generate(
-        [tokens(prompt)] * len(cases),
-        greedy(MAX_TOKENS, detokenize=False),
+    outputs = ask_all(
+        llm,
+        [prompt] * len(cases),
+        MAX_TOKENS,
         capture=Capture(layers="all", sites=sites),
         steer=[None if case.steer is None else [Steer(**case.steer)] for case in cases],
-        use_tqdm=False,
     )
     for case, output in zip(cases, outputs, strict=True):
         what = {k: v for k, v in (case.steer or {}).items() if k != "vector"}

@@ -31,6 +31,8 @@ _TP, _PP = (
     _RANKS + "ranks_give_what_one_rank_gives",
 )
 _TIERS = _ENGINE + "test_tiers.py::"
+_KV = _ENGINE + "test_poisoning.py::"
+_FORMULAS = _ENGINE + "test_operations.py::every_operation_at_every_site_does_what_its_formula_says"
 _SINKS = _ENGINE + "test_sinks.py::"
 _DEFAULT, _ASYNC = _ENGINE + "test_default_capture.py::", _SYSTEM + "test_default_async.py::"
 _LAYERS = _UNIT + "api/test_arguments.py::"
@@ -115,7 +117,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S1.21": ("a page for contributors", HERE),
     "S1.22": ("a citation", HERE),
     "S1.23": ("switched off it is plain vLLM", _ACT + "switched_off_it_is_plain_vllm"),
-    "S2.1": ("vectors are added to the residual stream", HERE),
+    "S2.1": ("vectors are added to the residual stream", _PARITY),
     "S2.2": (
         "steering by vectors, directions and SAE features",
         _ENGINE + "test_operations.py::every_operation_at_every_site_does_what_its_formula_says",
@@ -148,8 +150,14 @@ ROWS: dict[str, tuple[str, str]] = {
         "requests without captures run at full speed",
         _REPO + "test_docs.py::a_benchmark_s_table_has_the_plain_time_and_what_is_added_to_it",
     ),
-    "S2.16": ("prefill edits have prefix-cache keys of their own, decode edits have none", HERE),
-    "S2.17": ("only the suffix that is read is computed again", HERE),
+    "S2.16": (
+        "prefill edits have prefix-cache keys of their own, decode edits have none",
+        _KV + "the_plain_prefix_of_an_edit_of_some_positions_is_shared_both_ways",
+    ),
+    "S2.17": (
+        "only the suffix that is read is computed again",
+        _KV + "a_hit_ends_at_the_block_below_the_first_position_that_is_read",
+    ),
     "S2.18": (
         "server-wide steering reaches every worker",
         _SYSTEM + "test_replicas.py::server_wide_edits_by_name_reach_requests_on_each_replica",
@@ -162,7 +170,10 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "S2.22": ("layouts of files", _UNIT + "sinks/test_files.py::every_layout_has_the_same_arrays"),
     "S2.23": ("LLM(enable_steering=True)", HERE),
-    "S2.24": ("steering_vectors by hook point and layer, with a scale", HERE),
+    "S2.24": (
+        "steering_vectors by hook point and layer, with a scale",
+        _TIERS + "sampling_params_say_the_same_as_edits",
+    ),
     "S2.25": ("decode_steering_vectors", _TIERS + "sampling_params_say_the_same_as_edits"),
     "S2.26": (
         "three tiers that add up, for all and by request",
@@ -220,8 +231,11 @@ ROWS: dict[str, tuple[str, str]] = {
         "steering that changes within a request",
         _ENGINE + "test_controllers.py::each_answer_holds_from_the_next_step_on",
     ),
-    "S2.42": ("a monitor with a sigmoid", HERE),
-    "S2.43": ("a monitor opens a tier in the same forward pass", HERE),
+    "S2.42": ("a monitor with a sigmoid", _FORMULAS),
+    "S2.43": (
+        "a monitor opens a tier in the same forward pass",
+        _ENGINE + "test_gate_memory.py::each_completion_of_a_prompt_has_a_gate_of_its_own",
+    ),
     "S2.44": (
         "prefix-cache keys of steering that changes",
         _ENGINE + "test_updates.py::a_continuation_reuses_blocks_of_the_same_versions_only",
@@ -301,7 +315,7 @@ ROWS: dict[str, tuple[str, str]] = {
         "a hook on the model object; remove_hooks",
         _DEFAULT + "remove_hooks_ends_the_default_capture",
     ),
-    "S3.28": ("values of linear probes", HERE),
+    "S3.28": ("values of linear probes", _FORMULAS),
     "S4.1": ("the second model runner", _GRAPHS),
     "S4.2": (
         "what is unsupported is rejected, not ignored",
@@ -313,24 +327,36 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "S4.4": ("captures begin and end with their requests", _MIX),
     "S4.5": ("vectors are set and registered", _TIERS + "named_vectors_are_their_values"),
-    "S4.6": ("edits change from prompt to generated tokens", HERE),
+    "S4.6": (
+        "edits change from prompt to generated tokens",
+        _TIERS + "sampling_params_say_the_same_as_edits",
+    ),
     "S4.7": (
         "tests of the second runner's adapter on the CPU",
         _UNIT
         + "runtime/worker/model_runner/test_hooks.py::positions_are_those_that_the_adapter_gives",
     ),
-    "S4.8": ("clearing restores what plain vLLM gives", HERE),
+    "S4.8": (
+        "clearing restores what plain vLLM gives",
+        _ENGINE + "test_off_is_off.py::when_everything_is_cleared_it_is_plain_vllm_to_the_bit",
+    ),
     "S4.9": ("post_attn at last_prompt is one row", HERE),
     "S4.10": ("ranks on two machines", "open: hosts"),
     "S4.11": ("ranks agree", _TP),
-    "S4.12": ("vectors in the request", HERE),
-    "S4.13": ("scale 0 is plain, scale 1 steers", HERE),
+    "S4.12": ("vectors in the request", _TIERS + "sampling_params_say_the_same_as_edits"),
+    "S4.13": (
+        "scale 0 is plain, scale 1 steers",
+        _UNIT + "ops/test_site_algebra.py::what_adds_up_to_nothing_leaves_every_bit_in_place",
+    ),
     "S4.14": (
         "a plain request in a mixed batch is as alone",
         _ENGINE
         + "test_off_is_off.py::beside_requests_that_are_read_and_edited_plain_ones_are_as_without_them",
     ),
-    "S4.15": ("tiers of prompt and of generated tokens alone", HERE),
+    "S4.15": (
+        "tiers of prompt and of generated tokens alone",
+        _TIERS + "each_tier_is_for_its_own_tokens_and_they_add_up",
+    ),
     "S4.16": (
         "pre_attn, post_attn and post_mlp",
         _UNIT + "test_sites.py::names_of_other_tools_mean_sites",
@@ -353,7 +379,7 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "S4.24": (
         "captures of generated tokens use the prefix cache, those of the prompt do not",
-        HERE,
+        _KV + "a_hit_ends_at_the_block_below_the_first_position_that_is_read",
     ),
     "S4.25": ("steering on several ranks", _TP),
     "S4.26": ("captures on several ranks", _PP),
