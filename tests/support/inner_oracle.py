@@ -236,11 +236,6 @@ class InnerOracle(EditOracle):
             h = h[:, head * self.head_dim : (head + 1) * self.head_dim]
         return read_score(probe, h)
 
-    def silenced(self, tokens: Sequence[int], layer: int, head: int) -> Seen:
-        """One forward with a head's columns of o_proj's input zeroed by a hook, no edit at all."""
-        part = slice(head * self.head_dim, (head + 1) * self.head_dim)
-        return self.changed(tokens, ("z", layer), lambda rows: rows[:, part].zero_())
-
     def changed(self, tokens: Sequence[int], tap: Tap, change: Callable[[Tensor], Any]) -> Seen:
         """One forward in which a function changes a tap's rows, [T, width], in place."""
         self._change = tap, change
