@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from support.refusals import refused
 
 from midstream.errors import SpecError
 from midstream.plan import Capture, Layers, Plan, Positions, Sites
@@ -96,9 +97,9 @@ def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
     assert caught.value.path == "phase"
 
 
-@pytest.mark.parametrize(
-    ("change", "path", "problem"),
-    [
+def test_a_malformed_field_is_refused_by_its_path():
+    refused(
+        lambda change: Capture.parse({**FULL, **change}),
         ({"layers": [0, "x"]}, "layers[1]", "expected `int`, got `str`"),
         ({"layers": None}, "", "missing field `layers`"),
         ({"sites": ["resid"]}, "sites[0]", "unknown site 'resid'"),
@@ -127,12 +128,7 @@ def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
         ({"metadata": {"a": ["\ud800"]}}, "metadata", "contains an unpaired surrogate"),
         ({"metadata": {"\udfff": 1}}, "metadata", "contains an unpaired surrogate"),
         ({"metadata": [1]}, "metadata", "expected a dict of JSON values, got `list`"),
-    ],
-)
-def test_a_malformed_field_is_refused_by_its_path(change, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Capture.parse({**FULL, **change})
-    assert caught.value.path == path
+    )
 
 
 def test_a_contradiction_with_given_positions_names_the_item():
@@ -141,9 +137,9 @@ def test_a_contradiction_with_given_positions_names_the_item():
     assert caught.value.path == "positions[1]"
 
 
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
+def test_what_is_no_capture_is_refused():
+    refused(
+        Capture.parse,
         ({}, "missing field `layers`"),
         ([], "expected a `Capture`, or its dict, got `list`"),
         ("all", r"got `str`; for every token at every layer, write Capture\(layers=\"all\"\)"),
@@ -151,11 +147,7 @@ def test_a_contradiction_with_given_positions_names_the_item():
         (3, r"got `int`; to capture layers, write Capture\(layers=\[3, 4\]\)"),
         ([3, 4], r"got `list`; to capture layers, write Capture\(layers=\[3, 4\]\)"),
         (None, "expected a `Capture`, or its dict, got `None`"),
-    ],
-)
-def test_what_is_no_capture_is_refused(value, problem):
-    with pytest.raises(SpecError, match=problem):
-        Capture.parse(value)
+    )
 
 
 def test_by_which_ranks_its_rows_leave_survives_json():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.formulas import run
+from support.refusals import refused, refused_calls
 
 from midstream import (
     Ablate,
@@ -120,18 +121,14 @@ def test_a_gate_that_reads_a_head_is_open_where_that_heads_vector_says(name):
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("probe", "problem"),
-    [
+def test_a_head_that_a_gate_cannot_read_is_refused():
+    refused(
+        lambda probe: Gate(Scale(0, 0, site="z"), probe).steps(WHOLE),
         ({"direction": [1.0], "head": [0, 1]}, r"^probe\.head: a gate reads one head, got 2"),
         ({"direction": [1.0], "head": -1}, r"^probe\.head: expected an index from 0 on, got -1"),
         ({"direction": [1.0], "head": HEADS}, rf"^probe\.head: head {HEADS} is out of range"),
         ({"direction": [1.0] * SIZE, "head": 0}, r"^probe\.direction: expected \d+ numbers"),
-    ],
-)
-def test_a_head_that_a_gate_cannot_read_is_refused(probe, problem):
-    with pytest.raises(SpecError, match=problem):
-        Gate(Scale(0, 0, site="z"), probe).steps(WHOLE)
+    )
 
 
 def test_a_gate_of_a_head_where_there_are_none_is_refused():
@@ -200,9 +197,8 @@ def test_components_survive_the_json_form(edit):
     assert edit.replace(layer=3).dims == edit.dims
 
 
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
+def test_wrong_heads_and_components_are_refused_by_name():
+    refused_calls(
         (lambda: Steer(V, 0, head=-1), "head: expected an index from 0 on, got -1"),
         (lambda: Steer(V, 0, head=[1, 1]), "head: an index is given twice"),
         (lambda: Steer(V, 0, head=[]), "head: expected 1 to"),
@@ -216,11 +212,7 @@ def test_components_survive_the_json_form(edit):
         (lambda: Steer(V, 0).steps(WHOLE), "expected 12 numbers, the width, got 4"),
         (lambda: Scale(0, 0, dims=12).steps(WHOLE), "dims: 12 is out of range"),
         (lambda: Scale(0, 0, head=0, dims=4).steps(WHOLE), "dims: 4 is out of range"),
-    ],
-)
-def test_wrong_heads_and_components_are_refused_by_name(make, problem):
-    with pytest.raises(SpecError, match=problem):
-        make()
+    )
 
 
 def test_an_edit_of_a_head_is_refused_where_a_site_of_the_same_width_has_none():

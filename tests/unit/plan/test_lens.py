@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.readings import finished_plan
+from support.refusals import refused_calls
 
 from midstream import Lens, Plan, SpecError
 from midstream.plan import ModelShape, Prompt, ResolvedPlan
@@ -67,9 +67,8 @@ def test_its_forms_are_alike() -> None:
     assert Lens(0, tokens=[" b", 1, " a"]).with_ids(ids.__getitem__) == Lens(0, tokens=[6, 1, 5])
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "problem"),
-    [
+def test_what_is_malformed_is_refused() -> None:
+    refused_calls(
         (lambda: Lens(top=0), "top", "at least 1 where `tokens` are not given"),
         (lambda: Lens(top=1025), "top", "expected 0 to 1024, got 1025"),
         (lambda: Lens(tokens=range(65)), "tokens", "at most 64 tokens, got 65"),
@@ -88,12 +87,7 @@ def test_its_forms_are_alike() -> None:
             "tokens[1]",
             "' a' is token 1, which 1 is already",
         ),
-    ],
-)
-def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> None:
-    with pytest.raises(SpecError, match=problem) as caught:
-        make()
-    assert caught.value.path == path
+    )
 
 
 def test_a_model_whose_stream_cannot_be_decoded_refuses() -> None:

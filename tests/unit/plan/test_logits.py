@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from support.readings import finished_plan
+from support.refusals import refused_calls
 
 from midstream import Logits, Plan, SpecError
 from midstream.plan import ModelShape, Prompt
@@ -68,9 +67,8 @@ def test_its_forms_are_alike() -> None:
     assert Logits(3).without_place() == Logits(3)
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "problem"),
-    [
+def test_what_is_malformed_is_refused() -> None:
+    refused_calls(
         (lambda: Logits(), "", "give either `top` or `tokens`"),
         (lambda: Logits(3, [2]), "", "give either `top` or `tokens`"),
         (lambda: Logits(0), "top", "expected 1 to 1024, got 0"),
@@ -84,12 +82,7 @@ def test_its_forms_are_alike() -> None:
         (lambda: Logits(tokens={1: 2}), "tokens", "expected token ids"),
         (lambda: Logits(2, stream=True), "stream", "unknown argument of Logits"),
         (lambda: parse_readout({"top": 2, "sites": ["z"]}), "", "unknown field 'sites'"),
-    ],
-)
-def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> None:
-    with pytest.raises(SpecError, match=problem) as caught:
-        make()
-    assert caught.value.path == path
+    )
 
 
 def test_a_model_whose_head_reads_something_else_than_the_norm_refuses() -> None:

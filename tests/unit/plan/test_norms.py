@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from support.readings import readings
+from support.refusals import refused_calls
 from support.stored import worker_info
 
 from midstream import Capture, Norms, Plan, SpecError
@@ -45,9 +44,8 @@ def test_it_has_one_number_of_each_tap_and_reads_the_vectors() -> None:
     assert set(resolved.read_taps) == {("resid_post", layer) for layer in range(3)}
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "problem"),
-    [
+def test_what_is_malformed_is_refused() -> None:
+    refused_calls(
         (lambda: Norms(), "", "missing field `layers`"),
         (lambda: Norms(sites="logits"), "sites", "logits are returned by Logits"),
         (lambda: Norms(0, stream=1), "stream", "expected `bool`"),
@@ -70,12 +68,7 @@ def test_it_has_one_number_of_each_tap_and_reads_the_vectors() -> None:
             "capture[0].sites",
             "is not tapped",
         ),
-    ],
-)
-def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> None:
-    with pytest.raises(SpecError, match=problem) as caught:
-        make()
-    assert caught.value.path == path
+    )
 
 
 def test_vectors_that_ranks_have_in_parts_have_no_norm() -> None:

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from support.refusals import refused, refused_calls
 
 from midstream.errors import ScaleWarning, SpecError
 from midstream.plan import (
@@ -76,9 +77,9 @@ def test_a_steer_has_a_token_instead_of_a_vector():
         steer.instructions(8)
 
 
-@pytest.mark.parametrize(
-    ("given", "path", "problem"),
-    [
+def test_a_malformed_token_is_refused_by_its_path():
+    refused(
+        lambda given: Steer(**given),
         ({"token": 3}, "layer", "missing"),
         ({"token": 3, "layer": 1, "vector": [1]}, "token", "`vector` is given too"),
         ({"token": 3, "layer": 1, "rows": [[1], [2]]}, "token", "`rows` is given too"),
@@ -89,12 +90,7 @@ def test_a_steer_has_a_token_instead_of_a_vector():
         ({"token": 3, "layer": 1, "lens": 5}, "lens", "expected `str`"),
         ({"token": 3, "layer": 1, "site": "attn_out"}, "site", "a lens reads the stream"),
         ({"token": 3, "layer": 1, "head": 2}, "head", "of the whole vector"),
-    ],
-)
-def test_a_malformed_token_is_refused_by_its_path(given, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Steer(**given)
-    assert caught.value.path == path
+    )
 
 
 def test_parsing_leaves_the_dict_as_it_was():
@@ -109,9 +105,8 @@ def test_equal_numbers_are_emitted_alike():
     assert str(Ablate([1], 0, strength=0).instructions(1)[0].a) == "0.0"
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "problem"),
-    [
+def test_an_unknown_or_ambiguous_argument_is_rejected_by_name():
+    refused_calls(
         (lambda: Steer([1], 0, coeff=2), "coeff", "argument of Steer .did you mean `scale`"),
         (lambda: Steer([1], 0, strength=2), "strength", "did you mean `scale`"),
         (lambda: Ablate([1], 0, scale=2), "scale", "argument of Ablate .did you mean `strength`"),
@@ -124,12 +119,7 @@ def test_equal_numbers_are_emitted_alike():
         (lambda: Capture(0, hook="x"), "hook", "argument of Capture .did you mean `sites`"),
         (lambda: Steer([0, 0], 0), "vector", "the vector is zero"),
         (lambda: Steer({0: [1], 1: [0]}), "vector[1]", "the vector is zero"),
-    ],
-)
-def test_an_unknown_or_ambiguous_argument_is_rejected_by_name(make, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        make()
-    assert caught.value.path == path
+    )
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
@@ -255,9 +245,8 @@ def test_a_scalar_is_rounded_to_float32_only_when_lowered():
 NEARLY = [[1.0, 0.01], [0.0, 1.0]]
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "problem"),
-    [
+def test_a_malformed_field_is_refused_by_its_path():
+    refused_calls(
         (lambda: Steer([1, None], 0), "vector[1]", "expected a number, got `None`"),
         (lambda: Steer({"f32": "A"}, 0), "vector.f32", "expected base64"),
         (lambda: Steer("no such name!", 0), "vector", "expected 1 to 128 of the char.*'no such"),
@@ -384,29 +373,19 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
         (lambda: Replace(["x", Named("y", 2)], 0), "rows[1].scale", "`y` is used as it is"),
         (lambda: Scale(None, 0), "factor", "expected a number, got `None`"),
         (lambda: Scale("happy", 0), "factor", "expected a number, got `str`"),
-    ],
-)
-def test_a_malformed_field_is_refused_by_its_path(make, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        make()
-    assert caught.value.path == path
+    )
 
 
-@pytest.mark.parametrize(
-    ("change", "path", "problem"),
-    [
+def test_a_dict_of_another_kind_is_refused():
+    refused(
+        lambda change: Steer.parse({**STEER, **change}),
         ({"op": "ablate"}, "op", "expected one of `steer`, got 'ablate'"),
         ({"op": None}, "op", "expected one of `steer`, got `None`"),
         ({"layers": 3}, "layers", "`layer` is given too; give one of them"),
         ({"scales": 3}, "", "unknown field 'scales' .did you mean `scale`"),
         ({"strength": 3}, "", "unknown field 'strength' .did you mean `scale`.*; known: `vector`"),
         ({"bias": 3}, "", "unknown field 'bias'; known: `vector`, `layer`, `scale`"),
-    ],
-)
-def test_a_dict_of_another_kind_is_refused(change, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Steer.parse({**STEER, **change})
-    assert caught.value.path == path
+    )
 
 
 def test_a_missing_field_is_named():

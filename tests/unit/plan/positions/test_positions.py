@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 from hypothesis import given
+from support.refusals import refused
 from unit.plan.position_strategies import (
     PHASES,
     capture_positions,
@@ -88,9 +89,9 @@ def test_a_range_of_negative_ints_selects_just_these():
             Positions(mixed)
 
 
-@pytest.mark.parametrize(
-    ("value", "path", "problem"),
-    [
+def test_what_selects_nothing_or_is_malformed_is_refused():
+    refused(
+        Positions,
         ([], "", "at least one position"),
         ("last_promt", "", "expected one of `all`.*got 'last_promt' .did you mean `last_prompt`"),
         (
@@ -157,12 +158,7 @@ def test_a_range_of_negative_ints_selects_just_these():
         ),
         ({1: 2}, "", "field names must be `str`, got `int`"),
         (list(range(4097)), "", "expected at most 4096 items, got 4097; use slices"),
-    ],
-)
-def test_what_selects_nothing_or_is_malformed_is_refused(value, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Positions(value)
-    assert caught.value.path == path
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,9 +212,9 @@ def test_an_unknown_phase_is_refused(phase):
     assert caught.value.path == "phase"
 
 
-@pytest.mark.parametrize(
-    ("exclude", "path", "problem"),
-    [
+def test_what_is_left_out_is_read_as_strictly():
+    refused(
+        lambda exclude: Positions("all", exclude=exclude),
         ("all", "exclude", "expected one of `prompt`, `generated`, `last_prompt`, got 'all'"),
         (["prompt", "last"], "exclude[1]", "expected one of `prompt`.*got 'last'"),
         ([3, 3], "exclude[1]", "3 is listed twice"),
@@ -226,12 +222,7 @@ def test_an_unknown_phase_is_refused(phase):
         ({"tokens": [-1]}, "exclude.tokens[0]", "0 to 2"),
         (None, "exclude", "got `None`"),
         (list(range(4097)), "exclude", "at most 4096 items"),
-    ],
-)
-def test_what_is_left_out_is_read_as_strictly(exclude, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Positions("all", exclude=exclude)
-    assert caught.value.path == path
+    )
 
 
 def test_what_is_left_out_may_be_one_item_a_list_or_nothing():
