@@ -11,29 +11,10 @@ from midstream import Capture, Norms, Plan, SpecError
 from midstream.plan import ModelShape, Prompt
 from midstream.plan.readouts import parse_readout
 from midstream.plan.resolve.resolve import resolve
-from midstream.plan.resolve.wire import from_bytes, to_bytes
 from midstream.runtime.frontend.request.readouts import EngineReadings, finished
 
 TAPS = [(site, layer) for layer in range(3) for site in ("resid_post", "z")] + [("final_norm", 2)]
 SHAPE = ModelShape(3, 4, TAPS)
-
-
-@pytest.mark.parametrize(
-    "norms",
-    [
-        Norms("all"),
-        Norms([0, -1], ["resid_post", "z"], "last_prompt", stream=True),
-        Norms(2, positions=[0, 2], phase="prompt", exclude="last_prompt"),
-        Norms(sites="final_norm"),
-        Norms(1, sink="files", tag="a", request_id="b", metadata={"c": 1}, layout="packed"),
-    ],
-)
-def test_it_is_read_back_from_its_json_form(norms: Norms) -> None:
-    assert parse_readout(norms.to_dict()) == norms == Norms.parse(norms)
-    plan = Plan.make(capture=norms)
-    assert Plan.parse(plan.to_json()) == plan
-    resolved = resolve(plan, SHAPE, Prompt(6), 3)
-    assert from_bytes(to_bytes(resolved)) == resolved
 
 
 def test_it_has_one_number_of_each_tap_and_reads_the_vectors() -> None:
