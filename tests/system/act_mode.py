@@ -22,7 +22,6 @@ def run(model: str, *, stats: bool = False, **variables: str) -> dict[str, Any]:
     """What an engine with these variables does with the prompts.
 
     Args:
-        model: the folder of a model.
         stats: whether outputs have metrics; then the worker class is given as a class.
         variables: the variables, without their prefix.
     """
@@ -53,6 +52,7 @@ def run(model: str, *, stats: bool = False, **variables: str) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     found["generated"] = [list(output.outputs[0].token_ids) for output in outputs]
+    found["ids"] = [output.request_id for output in outputs]
     found["manifests"] = [getattr(output, "activation_manifest", None) for output in outputs]
     metrics = [output.metrics for output in outputs]
     found["extras"] = [
@@ -73,7 +73,6 @@ def refused(model: str, **variables: str) -> str:
 
 def main(model: str, folder: Path) -> None:
     found = {
-        "raw": run(model, CAPTURE="1", MODE="raw", OUTDIR=str(folder / "raw")),
         "rp8": run(model, CAPTURE="1", RP_K="32", OUTDIR=str(folder / "rp8")),
         "full8": run(
             model,

@@ -64,6 +64,9 @@ _CLAMPS: dict[str, Make] = {
     "packed": lambda n: {"post_block": packed(
         [V] * n, whole(n), bounds=[[None, 2.0]] * n, strengths=numbers(n))},
 }  # fmt: skip
+# Fields that are read as another one is, whose forms are all tried.
+_AS_HOOKS = {"layers": _HOOKS["layers"]}
+_AS_CLAMPS = {"clamps": _CLAMPS["clamps"]}
 _TIER: dict[str, Make] = {
     "edits": edits,
     "names": names,
@@ -108,11 +111,12 @@ ROUTES: dict[str, dict[str, dict[str, Make]]] = {
         "generated": {"edits": everywhere},
     },
     "POST /v1/steering/set": {
-        "vectors": _HOOKS, "prefill_vectors": _HOOKS, "decode_vectors": _HOOKS,
-        "clamps": _CLAMPS, "prefill_clamps": _CLAMPS, "decode_clamps": _CLAMPS, "replace": NONE,
+        "vectors": _HOOKS, "prefill_vectors": _AS_HOOKS, "decode_vectors": _AS_HOOKS,
+        "clamps": _CLAMPS, "prefill_clamps": _AS_CLAMPS, "decode_clamps": _AS_CLAMPS,
+        "replace": NONE,
     },
     "POST /v1/steering/clear": {},
-    "POST /v1/steering/modules/register": {"name": NONE, "vectors": _HOOKS},
+    "POST /v1/steering/modules/register": {"name": NONE, "vectors": _AS_HOOKS},
     "POST /v1/steering/modules/unregister": {"name": NONE},
     "POST /v1/steering/vectors": {},
     "POST /v1/steering/dynamic": {},
@@ -227,8 +231,10 @@ OTHERS: dict[str, dict[str, Make]] = {
                                           "apply": {"phases": ["prompt"] * n}}]},
         **{name: selecting(name) for name in easysteer._SELECTORS},
     },
-    **dict.fromkeys(vllm_fork.TIERS, _HOOKS),
-    **dict.fromkeys(vllm_fork.CLAMPS, _CLAMPS),
+    **dict.fromkeys(vllm_fork.TIERS, _AS_HOOKS),
+    **dict.fromkeys(vllm_fork.CLAMPS, _AS_CLAMPS),
+    "steering_vectors": _HOOKS,
+    "steering_clamps": _CLAMPS,
     **dict.fromkeys(vllm_fork.NAMES, NONE),
     "capture": {
         "consumers": lambda n: {f"s{nth}": {"hooks": {"post_block": [1]}} for nth in range(n)},

@@ -163,6 +163,21 @@ WRONG = {
         "midstream.capture.request_id",
         "expected",
     ),
+    "a function as a controller": (
+        {"midstream": {"controller": "os:getpid"}},
+        "midstream.controller",
+        "expected 1 to 64 of the characters",
+    ),
+    "a path as a controller": (
+        {"midstream": {"controller": {"path": "os:getpid"}}},
+        "midstream.controller",
+        "unknown field 'path'",
+    ),
+    "a controller without a field": (
+        {"midstream": {"controller": {"threshold": {"probe": "p"}}}},
+        "midstream.controller.threshold",
+        "missing field",
+    ),
     "a sink that leaves its folder": (
         {"midstream": {"capture": {"layers": [1], "sink": "../store"}}},
         "midstream.capture.sink",
