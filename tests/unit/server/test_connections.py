@@ -82,14 +82,6 @@ def test_connections_that_send_a_byte_now_and_then_keep_nobody_waiting(listening
     assert listening.site.engine.running == 0
 
 
-def test_a_body_that_is_announced_too_long_is_refused_before_it_comes():
-    with (
-        Listening(max_body_bytes=1000) as listening,
-        connection(listening.address, head(10**12)) as slow,
-    ):
-        assert slow.recv(100).startswith(b"HTTP/1.1 413")
-
-
 def test_a_client_that_breaks_off_in_mid_stream_ends_its_call_and_leaves_nothing(listening):
     site = listening.site
     site.engine.pause = lambda: asyncio.sleep(0.02)

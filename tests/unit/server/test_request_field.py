@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unit.plan.strategies import json_values, plans, reads_or_refuses
 
 from midstream.errors import SpecError
-from midstream.plan import Bias, Capture, Local, Plan, Steer
+from midstream.plan import Capture, Local, Plan, Steer
 from midstream.server.request_field import RETURNS, read_field, take_field
 
 CAPTURE = {"layers": [1]}
@@ -22,23 +22,6 @@ def test_wishes_are_a_plan_and_how_rows_come():
     assert found.activations == "inline"
     assert read_field({}).plan is None
     assert read_field({"capture": CAPTURE}).activations == "handle"
-
-
-def test_sites_without_a_layer_need_none():
-    found = read_field({"capture": {"sites": ["embed", "final_norm"], "positions": "last_prompt"}})
-    assert found.plan == Plan((Capture(sites=["embed", "final_norm"], positions="last_prompt"),))
-    steer = {"op": "steer", "vector": [1.0], "site": "final_norm"}
-    assert read_field({"edits": steer}).plan.edits == (Steer([1.0], site="final_norm"),)
-    with pytest.raises(SpecError, match="got 3, but `final_norm` has no layer: omit `layer`"):
-        read_field({"edits": {**steer, "layer": 3}})
-
-
-def test_a_bias_has_its_tokens_as_strings():
-    bias = {"op": "bias", "tokens": {"42": 2.0, "7": -1}, "positions": "last_prompt"}
-    found = read_field({"edits": bias})
-    assert found.plan.edits == (Bias({42: 2.0, 7: -1.0}, "last_prompt"),)
-    with pytest.raises(SpecError, match="expected token ids from 0, got 'a'"):
-        read_field({"edits": {**bias, "tokens": {"a": 1}}})
 
 
 def test_no_function_is_read_from_a_body():
@@ -78,13 +61,6 @@ def test_whatever_a_plan_says_arrives_in_both_places(plan, returned):
         assert found.plan == plan
         assert found.activations == returned
     assert bodies == [{"prompt": "x"}, {"prompt": "x", "vllm_xargs": {"other": 1}}]
-
-
-def test_a_body_without_the_field_has_no_wishes_and_stays_as_it_is():
-    for body in ({}, {"prompt": "midstream"}, {"vllm_xargs": {"a": 1}}, {"vllm_xargs": None}):
-        before = json.dumps(body)
-        assert take_field(body) is None
-        assert json.dumps(body) == before
 
 
 WRONG = {
