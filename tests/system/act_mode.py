@@ -1,9 +1,4 @@
-"""Plain vLLM with midstream's worker class by name, in a separate process:
-
-    python -m system.act_mode MODEL FOLDER
-
-What came of it is written to FOLDER/found.json, for tests to look at.
-"""
+"""Plain vLLM with midstream's worker class by name, in a separate process."""
 
 from __future__ import annotations
 
@@ -19,12 +14,6 @@ MAX_TOKENS = 6
 
 
 def run(model: str, *, stats: bool = False, **variables: str) -> dict[str, Any]:
-    """What an engine with these variables does with the prompts.
-
-    Args:
-        stats: whether outputs have metrics; then the worker class is given as a class.
-        variables: the variables, without their prefix.
-    """
     for name in [name for name in os.environ if name.startswith("VLLM_ACT_")]:
         del os.environ[name]
     os.environ.update({f"VLLM_ACT_{name}": value for name, value in variables.items()})

@@ -1,8 +1,4 @@
-"""Sites inside attention and the MLP of the models that `support.inner_oracle` has not.
-
-Run as a script: it builds them in vLLM without an engine, with plain attention instead of vLLM's
-kernels, and prints one JSON object. `{model: {site: reason or relative error}}`.
-"""
+"""Sites inside attention and the MLP of the models that `support.inner_oracle` has not."""
 
 from __future__ import annotations
 
@@ -210,9 +206,7 @@ def reference(path: Path, layers: str, index: int) -> Rows:
 
 
 def examine(name: str, path: Path, wanted: Rows) -> dict[str, Any]:
-    """Return by site the reason why it is lacking, or how far the place is from transformers; a
-    site that transformers does not show has the error None.
-    """
+    """Return by site the reason why it is lacking, or how far the place is from transformers."""
     model, run = vllm_model(path)
     layer = find_layers(model)[1]
     found = find_inner_sites(layer)

@@ -33,7 +33,6 @@ def found(tiny_llama: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(pool: Pool) -> list[Any]:
-    """What an engine of midstream's own gives for the same prompts."""
     with contextmanager(pool.use)("uncached") as llm:
         params = greedy(MAX_TOKENS, detokenize=False)
         prompts = [tokens(prompt) for prompt in PROMPTS]

@@ -1,6 +1,4 @@
-"""Places of the sites inside attention and the MLP: what they hold in tiny models that vLLM runs,
-against transformers.
-"""
+"""Places of the sites inside attention and the MLP."""
 
 from __future__ import annotations
 

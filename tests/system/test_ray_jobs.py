@@ -1,6 +1,4 @@
-"""A dataset capture on a cluster of this machine, with engines that compute nothing: whoever is
-killed, each line is stored once, or has failed with a reason.
-"""
+"""A dataset capture on a cluster of this machine, with engines that compute nothing."""
 
 from __future__ import annotations
 

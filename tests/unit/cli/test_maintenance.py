@@ -27,7 +27,6 @@ def acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, status: int = 0) -> str:
-    """What the command prints."""
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == status, result.output
     return result.stdout
@@ -38,7 +37,6 @@ def run_json(*arguments: str, status: int = 0):
 
 
 def damage(root: Path) -> Path:
-    """Flips a bit in the middle of the first shard."""
     path = sorted(root.glob("*.safetensors"))[0]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

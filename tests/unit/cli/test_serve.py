@@ -74,7 +74,6 @@ def test_what_is_not_midstreams_is_passed_on_with_the_settings_among_it(started)
 
 
 def config_of(started):
-    """The one additional config of the command that was started."""
     [(words, _)] = started
     assert words.count("--additional-config") == 1
     return json.loads(words[words.index("--additional-config") + 1])

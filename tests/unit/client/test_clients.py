@@ -29,7 +29,6 @@ PROBE = Probe(V, 1, name="p")
 
 
 def over(kind, answer):
-    """A client whose server answers with what `answer` makes of a request."""
     return Both(kind, httpx.MockTransport(answer))
 
 

@@ -142,13 +142,6 @@ REST: dict[str, dict[str, Any]] = {
 
 
 def gguf(tensors: list[tuple[str, int, int]], size: int) -> bytes:
-    """Return a control vector.
-
-    Args:
-        tensors: of each the name, how many numbers, and where they are in the data.
-        size: bytes of the data.
-    """
-
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
@@ -182,7 +175,6 @@ def run_route(route: str, server: Any, body: Any) -> None:
 
 
 def declared(route: Any) -> set[str]:
-    """Return the fields that a route of the app declares for its body."""
     if route.body_field is not None:
         return set(route.body_field.field_info.annotation.model_fields)
     content = (route.openapi_extra or {}).get("requestBody", {}).get("content", {})
@@ -192,7 +184,6 @@ def declared(route: Any) -> set[str]:
 
 
 def steered(count: int, **how: Any) -> dict[str, Any]:
-    """Return EasySteer's field with one vector for each of some layers."""
     data = direction(dict.fromkeys(range(count), V))
     return {"vectors": [{"data": data, "apply": {"prompt": "all"}, **how}]}
 
@@ -264,7 +255,6 @@ INNER: dict[str, tuple[str, ...]] = {
 
 
 def others_body(name: str, value: Any) -> dict[str, Any]:
-    """Return a body with a field of another tool."""
     if name != "patch":
         return {name: value}
     count = 1 + max(one["source_inline"] for one in value)
@@ -272,7 +262,6 @@ def others_body(name: str, value: Any) -> dict[str, Any]:
 
 
 def others_fields() -> Iterator[str]:
-    """Yield the fields of other tools that are translated."""
     yield from sorted(translation._TRANSLATED)
 
 
@@ -300,7 +289,6 @@ VLLM: dict[str, Make] = {
 
 
 def run_vllm(body: Mapping[str, Any], server: Any) -> None:
-    """Do what the middleware does with a body of vLLM's."""
     request_field._read_packed.cache_clear()
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     fields = frozenset(["prompt", "messages", "input", "vllm_xargs"])

@@ -31,7 +31,6 @@ def listening() -> Iterator[Listening]:
 
 @contextmanager
 def connection(address, head):
-    """A socket that has sent something."""
     with socket.create_connection(address) as found:
         found.sendall(head)
         yield found

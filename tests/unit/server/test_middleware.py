@@ -28,8 +28,6 @@ async def ignore(message):
 
 
 def given(body):
-    """Receives a body in one message."""
-
     async def receive():
         return {"type": "http.request", "body": body, "more_body": False}
 

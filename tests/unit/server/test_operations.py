@@ -87,7 +87,6 @@ def test_wrong_settings_are_named(given, message):
 
 @pytest.fixture
 def lines(monkeypatch):
-    """The lines that midstream's logger writes as JSON."""
     ours = logging.getLogger("midstream")
     before = ours.handlers, ours.propagate, ours.level
     written = io.StringIO()

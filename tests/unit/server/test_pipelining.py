@@ -31,7 +31,6 @@ BEHIND = ["plain", "plain, streamed", "plain chat", "plain response", "plain mes
 
 @pytest.fixture(scope="module", params=SERVERS, ids="-".join)
 def pipelines(request: pytest.FixtureRequest) -> Iterator[Pipelines]:
-    """A server with keys, whose clients share a connection."""
     loop, http, *more = request.param
     listening = Listening(loop=loop, http=http, has_key=True)
     if TASK in more:
@@ -46,7 +45,6 @@ async def passed_on(request: Request, call_next: RequestResponseEndpoint) -> Res
 
 @pytest.fixture
 def default() -> Iterator[Pipelines]:
-    """One as vLLM starts it."""
     with Listening(has_key=True) as listening:
         yield Pipelines(listening, KEYS)
 

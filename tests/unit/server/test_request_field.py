@@ -25,7 +25,6 @@ def test_wishes_are_a_plan_and_how_rows_come():
 
 
 def test_no_function_is_read_from_a_body():
-    """However it is named, and wherever it is."""
     shown = Local(json.dumps, 1).to_dict()
     assert shown["fn"] == "json:dumps"
     steer = {"op": "steer", "vector": [1.0], "layer": 1}

@@ -122,7 +122,6 @@ async def test_of_an_answer_that_is_refused_nothing_stays_held():
 
 
 async def held_after(site, client):
-    """What is held after one request."""
     assert (await ask(client, HANDLE)).status_code == 200
     return site.server.captures.of_client("127.0.0.1")
 
@@ -295,7 +294,6 @@ async def test_a_client_that_reads_nothing_of_its_stream_loses_its_request():
 
 
 def once(midstream):
-    """Receives a body once, and then waits."""
     messages = [body_of({"prompt": "abc", "stream": True, "midstream": midstream})]
 
     async def receive():

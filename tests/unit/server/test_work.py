@@ -84,7 +84,6 @@ def resolve(field: dict[str, Any], prompt: Any = WORDS) -> None:
 
 
 def resolve_read(found: MidstreamField, prompt: list[int], messages: Any = None) -> None:
-    """Resolve the plan of a field for a prompt's tokens."""
     request = SimpleNamespace(
         prompt_token_ids=prompt,
         prompt_is_token_ids=None,
@@ -117,7 +116,6 @@ class Given:
 
 
 def check(name: str, make: Any, sizes: tuple[int, ...] = SIZES) -> None:
-    """Check that the work grows at most as the body, and show it."""
     points = curve(make, sizes)
     for size, count, error in points:
         shown = "" if error is None else f"  refused: {str(error)[:90]}"

@@ -62,8 +62,6 @@ def status_of(holding, size, client):
 
 
 class Lazy:
-    """Rows that count how often they are packed."""
-
     def __init__(self, data):
         self.data, self.nbytes, self.packed = data, len(data), 0
 
