@@ -56,7 +56,6 @@ def site() -> Site:
 
 @pytest.fixture(scope="module")
 def asked(site: Site) -> dict[str, Any]:
-    """What schemathesis asks, by endpoint."""
     load_all_checks()
     schema = schemathesis.openapi.from_asgi("/openapi.json", site.app)
     return {one.ok().label: one.ok() for one in schema.get_all_operations()}
