@@ -142,17 +142,6 @@ def test_kept_rows_are_copies():
     assert found.activations["resid_post", 1].equal(activations()["resid_post", 1])
 
 
-def test_beyond_the_limit_the_oldest_are_dropped_and_counted():
-    kept = KeptRows(most_bytes=128)
-    kept.begin("x")
-    for name in "abcd":
-        kept.write(delivery(tag="x", request_id=name))
-    assert kept.usage("x") == {"completions": 2, "bytes": 128, "dropped": 2}
-    found = kept.take("x")
-    assert ([one.request_id for one in found], found.dropped) == (["c", "d"], 2)
-    assert kept.take("x").dropped == 0
-
-
 WRONG = {
     "a name": ("a b", AT_1, None, "name", "characters"),
     "no capture": ("x", 5, None, "capture", "expected a `Capture`"),
@@ -215,7 +204,7 @@ def test_who_reads_does_not_wait_while_a_change_is_checked():
     assert [one.name for one in captures.list()] == ["more", "watch"]
 
 
-def test_unknown_names_are_rejected_with_those_that_are_set():
+def test_unknown_names_and_too_many_are_rejected():
     captures = made()
     captures.set("watch", AT_1)
     for call in (captures.clear, captures.show, captures.collect):
@@ -223,9 +212,6 @@ def test_unknown_names_are_rejected_with_those_that_are_set():
             call("wach")
     with pytest.raises(SpecError, match="expected `str`"):
         captures.show(5)
-
-
-def test_the_number_of_names_is_limited():
     captures = made()
     for nth in range(MAX_NAMES):
         captures.set(f"n{nth}", AT_1)

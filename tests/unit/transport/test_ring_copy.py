@@ -28,7 +28,11 @@ from midstream.transport.ring_copy import (
 
 # Elements of a row that are too many bytes for the model's own stream.
 WIDE = ring_copy._SMALL // 4 + 1
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_cuda(test):
+    needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(needs_cuda(test))
 
 
 def ring(rows=8, width=3, device="cpu"):
@@ -166,14 +170,12 @@ def pinned_arena():
     return Arena(ArenaSettings(64 << 20, 1 << 20, "block", Path("/tmp")), pin=True)
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 def test_a_ring_on_cuda_gets_the_transport_of_cuda():
     assert isinstance(host_transport(ring(device="cuda"), pinned_arena()), CudaTransport)
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 def test_rows_arrive_in_pinned_memory_as_they_were_when_shipped():
     source, counts, read = ring(device="cuda"), tally(device="cuda"), scores(device="cuda")
     transport = host_transport(source, pinned_arena())
@@ -188,8 +190,7 @@ def test_rows_arrive_in_pinned_memory_as_they_were_when_shipped():
     assert shipment.scores().is_pinned()
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 @pytest.mark.parametrize("rows", [1, 3, 900])
 def test_from_cuda_few_and_many_rows_of_several_parcels_arrive(rows):
     """Rows of 12 bytes."""
@@ -206,8 +207,7 @@ def test_from_cuda_few_and_many_rows_of_several_parcels_arrive(rows):
         shipment.free_tally()
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 @pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=64", "topk8:k=16"])
 def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing(codec):
     rows, width, steps = 64, 4096, 200
@@ -232,8 +232,7 @@ def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing(codec):
         assert torch.equal(found, wanted), f"step {step} was overwritten"
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 def test_what_is_beyond_the_memory_arrives_in_files_from_cuda(tmp_path):
     arena = Arena(ArenaSettings(1 << 20, 1 << 20, "spill", tmp_path), pin=True)
     source = torch.arange(1 << 18, dtype=torch.float32, device="cuda").view(-1, 1024)
@@ -246,8 +245,7 @@ def test_what_is_beyond_the_memory_arrives_in_files_from_cuda(tmp_path):
         assert torch.equal(rows_of(shipment, width=1024), source.cpu())
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 def test_another_process_reads_what_arrived_from_cuda_without_a_copy():
     arena = pinned_arena()
     source = torch.arange(1 << 16, dtype=torch.float32, device="cuda").view(-1, 64)
@@ -266,8 +264,7 @@ def test_another_process_reads_what_arrived_from_cuda_without_a_copy():
     subprocess.run([sys.executable, "-c", script, *map(str, numbers)], check=True)
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 def test_a_step_without_captures_ships_its_tally_from_cuda():
     transport = host_transport(ring(device="cuda"), pinned_arena())
     counts = tally(device="cuda")
@@ -277,8 +274,7 @@ def test_a_step_without_captures_ships_its_tally_from_cuda():
     assert torch.equal(shipment.tally(), tally())
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 def test_on_cuda_a_copy_arrives_before_what_is_queued_after_it():
     positions = torch.arange(4, device="cuda")
     copy = host_transport(ring(device="cuda"), pinned_arena()).copy(positions)
