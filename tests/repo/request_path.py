@@ -27,19 +27,12 @@ EVERYWHERE = ((0, None),)
 
 
 class Stage(NamedTuple):
-    """What one stage entered.
+    """What one stage entered."""
 
-    Attributes:
-        files: files of the package whose functions ran.
-        functions: number of functions that ran.
-        calls: number of calls of functions of the package.
-        crossings: number of those calls that came from another file of the package.
-    """
-
-    files: frozenset[str]
-    functions: int
-    calls: int
-    crossings: int
+    files: frozenset[str]  # files of the package whose functions ran
+    functions: int  # number of functions that ran
+    calls: int  # number of calls of functions of the package
+    crossings: int  # number of those calls that came from another file of the package
 
 
 class Profile:
