@@ -151,11 +151,15 @@ def test_the_rates_of_scaling_are_those_of_the_results():
         assert f"| {value:.3g} GB/s |" in page
 
 
-def test_the_readme_is_short_and_has_code_early():
+def test_the_readme_is_short_and_the_changelog_and_the_design_are_about_this_version():
     assert len(text_of("README.md").splitlines()) < 110
     assert len(text_of("README.md").split()) < 1100
     first = min(line for line, _ in snippets("README.md"))
     assert first <= FIRST_CODE_BY_LINE
+    first = re.search(r"^## (\S+)", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert first
+    assert first[1] == __version__
+    assert f"as of version {__version__}" in text_of("docs/design.md")
 
 
 def test_the_commands_and_paths_in_the_documents_are_there():
@@ -337,13 +341,6 @@ def test_versions_in_the_documents_are_those_of_the_project():
     for first, last in re.findall(r"[Pp]ython[^\n]{0,20}? (3\.\d+) to (3\.\d+)", text):
         assert f"(3, least) <= sys.version_info[:2] <= ({last.replace('.', ', ')})" in setup
         assert f"&& echo {first.removeprefix('3.')} || echo 10" in setup
-
-
-def test_the_changelog_and_the_design_are_about_this_version():
-    first = re.search(r"^## (\S+)", text_of("CHANGELOG.md"), re.MULTILINE)
-    assert first
-    assert first[1] == __version__
-    assert f"as of version {__version__}" in text_of("docs/design.md")
 
 
 def test_every_public_name_is_in_a_document():

@@ -69,8 +69,8 @@ def catalogue(
     memory: bool = False,
     taps: int = 7,
 ) -> Catalogue:
-    """Every operation, sized by a plain run. Without `jumps` none hangs on a threshold, which scores
-    pass or not where sums depend on the batch's shape.
+    """Every operation, sized by a plain run. Without `jumps` none hangs on a threshold, which
+    scores pass or not where sums depend on the batch's shape.
     """
     plain = oracle.run(prompt)
     draw, choose = torch.Generator().manual_seed(seed), random.Random(seed)

@@ -20,7 +20,7 @@ class Ran:
 
     # The requests that came, in the order in which they did.
     asks: list[Ask] = field(default_factory=list)
-    # VLLM's final output by number; none of those that were given up.
+    # vLLM's final output by number; none of those that were given up.
     outputs: dict[int, Any] = field(default_factory=dict)
     # Numbers of requests that were aborted while they ran or waited.
     given_up: set[int] = field(default_factory=set)

@@ -120,7 +120,7 @@ def test_rows_that_could_not_be_used_are_put_back_before_later_ones():
     assert captures.collect("watch") == ()
 
 
-def test_rows_that_are_put_back_count_against_the_limit():
+def test_rows_that_are_put_back_count_against_the_limit_and_kept_rows_are_copies():
     kept = KeptRows(most_bytes=128)
     kept.begin("x")
     for name in "abc":
@@ -130,9 +130,6 @@ def test_rows_that_are_put_back_count_against_the_limit():
     kept.put_back(found)
     assert kept.usage("x") == {"completions": 2, "bytes": 128, "dropped": 2}
     assert [one.request_id for one in kept.take("x")] == ["c", "d"]
-
-
-def test_kept_rows_are_copies():
     kept = KeptRows()
     kept.begin("x")
     rows = activations()

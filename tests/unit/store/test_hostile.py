@@ -84,8 +84,9 @@ def test_a_shard_that_was_cut_short_is_refused(tmp_path, length):
     refused(tmp_path, GOOD[:length], "truncated: ")
 
 
-def test_a_shard_with_more_after_its_end_is_refused(tmp_path):
+def test_a_shard_that_is_too_long_or_stands_for_itself_is_refused(tmp_path):
     refused(tmp_path, GOOD + b"\0", f"too long: expected {len(GOOD)} bytes .*, got {len(GOOD) + 1}")
+    refused(tmp_path, changed(about(replaces=NAME)), "the shard lists itself")
 
 
 @pytest.mark.parametrize("length", [0, 1, (4 << 20) + 1, 2**31, 2**63, 2**64 - 1])
@@ -293,10 +294,6 @@ def test_requests_that_cannot_be_are_refused(tmp_path, case):
     refused(tmp_path, data, problem)
 
 
-def test_too_many_lines_are_refused_before_they_are_read(tmp_path):
-    refused(tmp_path, with_requests(b"{}\n" * 6_000_000), "requests: 18000000 bytes; the limit is")
-
-
 @pytest.mark.parametrize("positions", [(0, 2, 1), (0, 0, 1), (-1, 0, 1), (0, 1, 2**62)])
 def test_positions_that_do_not_ascend_are_refused(tmp_path, positions):
     refused(
@@ -306,9 +303,10 @@ def test_positions_that_do_not_ascend_are_refused(tmp_path, positions):
     )
 
 
-def test_metadata_that_is_not_json_is_refused(tmp_path):
+def test_metadata_that_are_not_json_and_too_many_lines_are_refused(tmp_path):
     text = take_apart(GOOD)[1]["metadata"].replace(b'"x":1', b'"x":NN'[:5])
     refused(tmp_path, replaced(GOOD, metadata=text), "metadata: expected JSON")
+    refused(tmp_path, with_requests(b"{}\n" * 6_000_000), "requests: 18000000 bytes; the limit is")
 
 
 def test_rows_that_are_said_to_be_anothers_are_found_by_verify(tmp_path):
@@ -351,10 +349,6 @@ def test_two_shards_that_stand_for_one_are_found_by_verify(tmp_path):
     (finding,) = verify(tmp_path).findings
     assert finding.shard == "b.safetensors"
     assert finding.problem == "it replaces old.safetensors, and so does a.safetensors"
-
-
-def test_a_shard_that_stands_for_itself_is_refused(tmp_path):
-    refused(tmp_path, changed(about(replaces=NAME)), "the shard lists itself")
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):

@@ -136,8 +136,6 @@ def test_rows_and_codecs_that_do_not_fit_the_width_of_a_tap_are_refused(tmp_path
         ({("attn_oat", 1): 3}, "widths: expected .site, layer. of a site of `embed`"),
         ({("attn_out", -1): 3}, "widths: layer: expected 0 to 65535"),
         ({WIDE: 0}, r"widths: attn_out\.1: expected 1 to 1048576, got 0"),
-        ({WIDE: 12.0}, r"widths: attn_out\.1: expected `int`, got `float`"),
-        ({WIDE: True}, r"widths: attn_out\.1: expected `int`, got `bool`"),
     ],
 )
 def test_widths_that_cannot_be_are_refused(widths, problem):
@@ -159,13 +157,11 @@ def forged(**about):
         ({"widths": "{}"}, "tensor 'g0.attn_out.1': expected"),
         ({"widths": '{"attn_out.1":13}'}, "tensor 'g0.attn_out.1': expected"),
         ({"widths": '{"attn_out.1":12,"resid_post.1":8}'}, "not in canonical form"),
-        ({"widths": '{"attn_out.1": 12}'}, "not in canonical form"),
         ({"widths": '{"attn_out.1":12,"mlp_out.1":3}'}, "mlp_out.1 is no site and layer of the"),
         ({"widths": '{"attn_out.1":12,"attn_out.1":12}'}, "duplicate JSON field"),
         ({"widths": '{"attn_out.01":12}'}, "expected names such as attn_out.1"),
         ({"widths": '{"attn_oat.1":12}'}, "of a site of"),
         ({"widths": '{"attn_out.99999":12}'}, "widths: layer: expected 0 to 65535"),
-        ({"widths": '{"attn_out.1":"12"}'}, "expected `int`, got `str`"),
         ({"widths": '{"attn_out.1":1e99}'}, "expected `int`, got `float`"),
         ({"widths": '{"attn_out.1":99999999999}'}, "expected 1 to 1048576"),
         ({"widths": "[12]"}, "expected a JSON object as text"),

@@ -113,16 +113,13 @@ def test_many_groups_make_a_shard_full(tmp_path, monkeypatch):
 GOOD = entry("a").taps[TAPS[0]]
 WRONG = [
     ({"request": ""}, "request: expected 1 to 1024 characters, got 0"),
-    ({"request": "a" * 1025}, "got 1025"),
     ({"request": 7}, "request: expected `str`, got `int`"),
     ({"request": "\ud800"}, "contains a lone surrogate"),
     ({"child": -1}, "'a': child: expected 0 to 2147483647, got -1"),
-    ({"child": True}, "child: expected `int`, got `bool`"),
     ({"tag": None}, "tag: expected `str`, got `None`"),
     ({"prompt_tokens": -1}, "prompt_tokens: expected 0 to"),
     ({"metadata": [1]}, "metadata: expected a dict, got `list`"),
     ({"metadata": {"x": float("nan")}}, "metadata: Out of range float values"),
-    ({"metadata": {"x": {1}}}, "metadata: .*not JSON serializable"),
     (
         {"metadata": {1: 0, "1": 0}},
         "(?<!metadata: )metadata: (?!metadata).*duplicate JSON field '1'",
@@ -132,10 +129,8 @@ WRONG = [
         {"metadata": {"x": "y" * (17 << 20)}},
         "(?<!metadata: )metadata of 17825801 bytes; the limit is",
     ),
-    ({"taps": [GOOD]}, "taps: expected a dict, got `list`"),
     ({"taps": {"resid_post": GOOD}}, r"expected \(site, layer\) as keys, got \"'resid_post'\""),
     ({"taps": {("resid_pots", 1): GOOD}}, "unknown site 'resid_pots'.*did you mean `resid_post`"),
-    ({"taps": {("resid_post", -1): GOOD}}, "layer: expected 0 to 65535, got -1"),
     ({"taps": {("resid_post", 1): "rows"}}, r"taps\['resid_post', 1\]: expected `TapRows`"),
     ({"taps": {("resid_post", 1): GOOD, ("post_block", 1): GOOD}}, "given twice, by two names"),
 ]
@@ -154,13 +149,10 @@ def test_a_malformed_entry_is_refused_by_name_and_not_taken(tmp_path, fields, pr
     ("field", "value", "problem"),
     [
         ("data", GOOD.data[:2], r"data: expected shape \[3, 16\], got \[2, 16\]"),
-        ("data", GOOD.data[:, :5], r"data: expected shape \[3, 16\], got \[3, 5\]"),
         ("data", GOOD.data.view(torch.int16), "data: expected torch.uint8, got torch.int16"),
         ("data", GOOD.data.numpy(), "data: expected a tensor, got `ndarray`"),
         ("data", GOOD.data.to("meta"), "data: expected a tensor on the host, got one on meta"),
         ("positions", torch.arange(3.0), "positions: expected torch.int64, got torch.float32"),
-        ("positions", torch.zeros(3, 1).long(), r"expected shape \['n'\], got \[3, 1\]"),
-        ("positions", torch.tensor([0, 2, 2]), "expected ascending positions"),
         ("positions", torch.tensor([0, 2, 1]), "expected ascending positions"),
         ("positions", torch.tensor([-1, 0, 1]), "expected ascending positions from 0"),
         ("positions", torch.tensor([0, 1, 1 << 26]), "from 0 to 67108863"),
@@ -183,12 +175,10 @@ def test_malformed_rows_are_refused_by_the_name_of_their_tap(tmp_path, field, va
     ("fields", "problem"),
     [
         ({"model": None}, "model: expected `str`, got `None`"),
-        ({"hidden_size": 0}, "hidden_size: expected 1 to 1048576, got 0"),
         ({"dtype": "float64"}, "dtype: expected one of .*, got 'float64'"),
         ({"codec": "raw9"}, "codec: expected one of"),
         ({"codec": "rp8"}, "codec: expected the full spec 'rp8:k=512,seed=0', got 'rp8'"),
         ({"codec": "topk8:k=64"}, "codec.k: expected at most 8"),
-        ({"codec": None}, "codec: expected a spec, `str`, got `None`"),
     ],
 )
 def test_a_malformed_header_is_refused_by_name(fields, problem):

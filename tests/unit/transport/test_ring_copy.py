@@ -63,10 +63,6 @@ def rows_of(shipment, nth=0, dtype=torch.float32, width=3):
     return extent.memory.view(dtype).view(-1, width)
 
 
-def test_a_ring_on_the_cpu_gets_the_transport_of_the_cpu():
-    assert isinstance(host_transport(ring(), make_arena()), CpuTransport)
-
-
 def test_rows_that_are_encoded_already_are_shipped_as_they_are():
     """As rows of attention, which are not made of the ring's units alone."""
     transport = host_transport(ring(), make_arena())
@@ -80,7 +76,7 @@ def test_rows_that_are_encoded_already_are_shipped_as_they_are():
     assert torch.equal(rows_of(shipment, 1), ring()[4:6])
 
 
-def test_a_shipment_has_the_rows_and_the_tally_of_its_step():
+def test_a_shipment_has_the_rows_of_its_step_and_its_tally_although_nothing_was_captured():
     transport = host_transport(ring(), make_arena())
     assert transport.capacity == 8
     shipment = transport.ship(raw(transport.reserve(5), 5), tally(), scores())
@@ -88,6 +84,14 @@ def test_a_shipment_has_the_rows_and_the_tally_of_its_step():
     assert torch.equal(rows_of(shipment), ring()[:5])
     assert torch.equal(shipment.tally(), tally())
     assert torch.equal(shipment.scores(), scores())
+    shipment = transport.ship([], tally(), scores(0))
+    assert shipment.extents == ()
+    assert torch.equal(shipment.tally(), tally())
+    assert shipment.scores().shape == (0, 2)
+    transport = host_transport(ring().bfloat16(), make_arena())
+    shipment = transport.ship(raw(0, 2), tally(), scores(0))
+    assert torch.equal(rows_of(shipment, dtype=torch.bfloat16), ring().bfloat16()[:2])
+    assert isinstance(host_transport(ring(), make_arena()), CpuTransport)
 
 
 def test_what_was_shipped_does_not_change_with_the_next_step():
@@ -145,20 +149,6 @@ def test_a_copy_is_of_what_was_there_when_it_was_sent():
     assert copy.values().tolist() == [0, 1, 2, 3]
 
 
-def test_a_step_that_captures_nothing_still_ships_its_tally():
-    transport = host_transport(ring(), make_arena())
-    shipment = transport.ship([], tally(), scores(0))
-    assert shipment.extents == ()
-    assert torch.equal(shipment.tally(), tally())
-    assert shipment.scores().shape == (0, 2)
-
-
-def test_rows_keep_the_rings_dtype():
-    transport = host_transport(ring().bfloat16(), make_arena())
-    shipment = transport.ship(raw(0, 2), tally(), scores(0))
-    assert torch.equal(rows_of(shipment, dtype=torch.bfloat16), ring().bfloat16()[:2])
-
-
 def test_a_step_may_fill_the_ring_but_no_more():
     transport = host_transport(ring(), make_arena())
     assert transport.reserve(8) == 0
@@ -168,11 +158,6 @@ def test_a_step_may_fill_the_ring_but_no_more():
 
 def pinned_arena():
     return Arena(ArenaSettings(64 << 20, 1 << 20, "block", Path("/tmp")), pin=True)
-
-
-@on_cuda
-def test_a_ring_on_cuda_gets_the_transport_of_cuda():
-    assert isinstance(host_transport(ring(device="cuda"), pinned_arena()), CudaTransport)
 
 
 @on_cuda
@@ -188,6 +173,13 @@ def test_rows_arrive_in_pinned_memory_as_they_were_when_shipped():
     assert shipment.ready()
     assert rows_of(shipment).is_pinned()
     assert shipment.scores().is_pinned()
+    transport = host_transport(ring(device="cuda"), pinned_arena())
+    counts = tally(device="cuda")
+    shipment = transport.ship([], counts, scores(0, device="cuda"))
+    assert shipment.extents == ()
+    assert shipment.scores().shape == (0, 2)
+    assert torch.equal(shipment.tally(), tally())
+    assert isinstance(host_transport(ring(device="cuda"), pinned_arena()), CudaTransport)
 
 
 @on_cuda
@@ -262,16 +254,6 @@ def test_another_process_reads_what_arrived_from_cuda_without_a_copy():
     fd, size = arena.describe([extent.segment])[extent.segment]
     numbers = [os.getpid(), fd, size, extent.offset, extent.memory.numel()]
     subprocess.run([sys.executable, "-c", script, *map(str, numbers)], check=True)
-
-
-@on_cuda
-def test_a_step_without_captures_ships_its_tally_from_cuda():
-    transport = host_transport(ring(device="cuda"), pinned_arena())
-    counts = tally(device="cuda")
-    shipment = transport.ship([], counts, scores(0, device="cuda"))
-    assert shipment.extents == ()
-    assert shipment.scores().shape == (0, 2)
-    assert torch.equal(shipment.tally(), tally())
 
 
 @on_cuda
