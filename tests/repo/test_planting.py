@@ -172,10 +172,17 @@ def test_the_code_of_a_fault_may_be_written_in_any_way(package, before):
     assert same(text, QUEUE.replace(expression, "0"))
 
 
-def test_quotes_and_text_beyond_ascii_do_not_matter(package):
+def test_quotes_text_beyond_ascii_and_code_elsewhere_do_not_matter(package):
     source = "def named():\n    é = 'ü'; return 'ü' + \"é\" + é\n"
     _, text = plant(package({"names.py": source}), "named", '"ü" + "é"', '"a" "b"')
     assert same(text, "def named():\n    é = 'ü'; return 'ab' + é\n")
+    source = "class Row:\n    @property\n    def at(self):\n        return self._at\n\n"
+    source += "    @at.setter\n    def at(self, at):\n        self._at = at\n"
+    _, text = plant(package({"rows.py": source}), "Row.at", "self._at = at", "self._at = at + 1")
+    assert same(text, source.replace("= at\n", "= at + 1\n"))
+    source = "def one():\n    return go()\n\n\ndef two():\n    return go()\n"
+    _, text = plant(package({"rows.py": source}), "two", "return go()", "return None")
+    assert same(text, "def one():\n    return go()\n\n\ndef two():\n    return None\n")
 
 
 @pytest.mark.parametrize(
@@ -199,13 +206,6 @@ def test_a_name_that_is_not_in_one_module_is_answered_with_what_to_write(package
     assert plant(files, "rows:read", "1", "2")[0] == "c/rows.py"
 
 
-def test_functions_of_one_name_in_a_module_are_one_place(package):
-    source = "class Row:\n    @property\n    def at(self):\n        return self._at\n\n"
-    source += "    @at.setter\n    def at(self, at):\n        self._at = at\n"
-    _, text = plant(package({"rows.py": source}), "Row.at", "self._at = at", "self._at = at + 1")
-    assert same(text, source.replace("= at\n", "= at + 1\n"))
-
-
 @pytest.mark.parametrize(
     "before", ["self._full(at)", "if at == 0:", "return inner\nself._fill(at)"]
 )
@@ -220,12 +220,6 @@ def test_code_that_is_there_twice_is_no_place_but_more_of_it_is(package):
         plant(package(), "Queue.put", "row", "None")
     _, text = plant(package(), "Queue.put", "part.see(row)", "part.see(None)")
     assert same(text, QUEUE.replace("see(row)", "see(None)"))
-
-
-def test_code_elsewhere_does_not_count(package):
-    source = "def one():\n    return go()\n\n\ndef two():\n    return go()\n"
-    _, text = plant(package({"rows.py": source}), "two", "return go()", "return None")
-    assert same(text, "def one():\n    return go()\n\n\ndef two():\n    return None\n")
 
 
 def test_a_header_becomes_no_statement_and_what_is_no_code_is_refused(package):

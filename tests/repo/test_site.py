@@ -117,12 +117,9 @@ def test_every_public_name_is_in_the_api_reference(pages):
     assert missing == ["__version__"], "a page of docs/api needs `::: midstream.NAME` of each"
 
 
-def test_notebooks_are_shown_with_their_outputs(site):
+def test_notebooks_are_shown_with_their_outputs_and_the_site_fits_into_a_wheel(site):
     for notebook in (ROOT / "examples" / "notebooks").glob("*.ipynb"):
         text = (site / "notebooks" / f"{notebook.stem}.html").read_text(encoding="utf-8")
         assert "notebook-output" in text
         assert not re.search(r"notebook-output-\d", text)
-
-
-def test_the_site_is_small_enough_for_a_wheel(site):
     assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) < 12e6

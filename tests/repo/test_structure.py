@@ -61,20 +61,14 @@ def classes():
 def test_modules_import_from_their_own_and_lower_layers_alone():
     done = subprocess.run(
         [Path(sys.executable).parent / "lint-imports", "--no-cache"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
     assert "0 broken" in done.stdout
-
-
-def test_no_import_is_exempt_from_the_contracts():
     assert "ignore_imports" not in (ROOT / "pyproject.toml").read_text()
 
 
-def test_neither_the_core_nor_the_lab_grows_unseen():
+def test_neither_a_part_nor_a_folder_nor_a_class_grows_unseen():
     """A commit that raises a bound says what the lines buy; one that deletes lowers it."""
     lines: Counter[str] = Counter()
     for path in SOURCES:
@@ -82,9 +76,6 @@ def test_neither_the_core_nor_the_lab_grows_unseen():
         lines[part] += path.read_text().count("\n")
     larger = {part: count for part, count in lines.items() if count > MOST_LINES[part]}
     assert larger == {}, f"more lines than {MOST_LINES}: remove some, or raise MOST_LINES"
-
-
-def test_a_folder_has_at_most_20_modules():
     counts = Counter(
         path.parent.relative_to(PACKAGE).as_posix()
         for path in SOURCES
@@ -92,6 +83,10 @@ def test_a_folder_has_at_most_20_modules():
     )
     larger = {folder: count for folder, count in counts.items() if count > MOST_MODULES}
     assert larger == {}, "divide a folder that grew by what its modules have in common"
+    lengths = {
+        f"{file}: {node.name}": node.end_lineno - node.lineno + 1 for file, node in classes()
+    }
+    assert {name: n for name, n in lengths.items() if n > MAX_CLASS_LINES} == {}
 
 
 def test_private_attributes_are_used_of_vllms_seams_and_torch_alone():
@@ -105,33 +100,20 @@ def test_private_attributes_are_used_of_vllms_seams_and_torch_alone():
     }
 
 
-@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples", "scripts"])
-def test_no_module_is_longer_than_500_lines(folder):
-    lengths = {
-        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert lengths
+def test_no_module_is_longer_than_500_lines():
+    folders = ("src", "tests", "benchmarks", "examples", "scripts")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lengths = {str(path): len(path.read_text().splitlines()) for path in files}
     longer = {name: n for name, n in lengths.items() if n > MAX_LINES}
     assert longer == {}, "divide these modules"
 
 
-def test_no_class_is_longer_than_250_lines():
-    lengths = {
-        f"{file}: {node.name}": node.end_lineno - node.lineno + 1 for file, node in classes()
-    }
-    assert {name: n for name, n in lengths.items() if n > MAX_CLASS_LINES} == {}
-
-
-def test_each_class_name_occurs_once_in_the_package():
+def test_each_class_name_occurs_once_and_no_module_is_named_by_a_gerund():
     counts = Counter(node.name for _, node in classes() if not node.name.startswith("_"))
     # Those of the lab extend the core's of the same name.
     extended = {"LLM", "AsyncLLM", "Client", "AsyncClient"}
     assert {name for name, count in counts.items() if count > 1} == extended
     assert {counts[name] for name in extended} == {2}
-
-
-def test_no_module_is_named_by_a_gerund():
     names = {path.stem for path in SOURCES} | {path.parent.name for path in SOURCES}
     found = {name for name in names if re.search(r"ing(s)?$", name)}
     assert {name for name in found if name.rpartition("_")[2] not in NOUNS} == set()
@@ -170,17 +152,11 @@ def test_importing_the_package_loads_neither_torch_nor_vllm(script):
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("name", midstream.__all__)
-def test_every_public_name_resolves(name):
-    assert getattr(midstream, name) is not None
-    assert name in dir(midstream)
-
-
-def test_each_public_name_is_there_once():
+def test_every_public_name_is_there_once_and_resolves():
     assert len(set(midstream.__all__)) == len(midstream.__all__)
-
-
-def test_an_unknown_name_is_an_attribute_error_that_names_it():
+    for name in midstream.__all__:
+        assert getattr(midstream, name) is not None, name
+    assert set(midstream.__all__) <= set(dir(midstream))
     with pytest.raises(AttributeError, match="module 'midstream' has no attribute 'Llm'"):
         _ = midstream.Llm
 
@@ -218,25 +194,17 @@ def drawn():
 
 def test_the_tree_drawn_at_the_top_has_every_exception_and_no_other():
     assert set(drawn()) == set(exceptions())
-
-
-@pytest.mark.parametrize("name", exceptions())
-def test_each_exception_is_where_the_tree_has_it(name):
-    parent, builtin = drawn()[name]
-    cls = exceptions()[name]
-    assert cls.__doc__
-    if parent is None:
-        assert cls.__bases__ == (Exception,)
-    else:
-        assert exceptions()[parent] in cls.__bases__
-    if builtin:
-        assert issubclass(cls, getattr(__import__("builtins"), builtin))
-
-
-def test_every_exception_is_public():
     # Caught within the server, between processes, and within the demo.
     internal = {"HttpError", "MessageError", "ModelError"}
     assert set(exceptions()) - internal <= set(midstream.__all__)
+
+
+def test_each_exception_is_where_the_tree_has_it():
+    for name, (parent, builtin) in drawn().items():
+        cls = exceptions()[name]
+        assert cls.__doc__, name
+        assert (exceptions()[parent] if parent else Exception) in cls.__bases__, name
+        assert not builtin or issubclass(cls, getattr(__import__("builtins"), builtin)), name
 
 
 def test_no_exception_is_defined_elsewhere():
@@ -266,7 +234,7 @@ def test_there_are_ops_and_no_module_beside_them_that_belongs_to_none():
 
 
 @pytest.mark.parametrize("op", ops())
-def test_each_op_has_its_reference_its_kernel_and_its_tests(op):
+def test_each_op_has_its_reference_its_kernel_and_its_tests_which_take_the_same_arguments(op):
     for path in (
         PACKAGE / "ops" / f"{op}.py",
         PACKAGE / "ops" / f"{op}_ref.py",
@@ -275,10 +243,6 @@ def test_each_op_has_its_reference_its_kernel_and_its_tests(op):
         ROOT / "tests" / "gpu" / f"test_{op}_triton.py",
     ):
         assert path.exists(), path
-
-
-@pytest.mark.parametrize("op", ops())
-def test_the_kernel_and_the_reference_of_an_op_take_the_same_arguments(op):
     reference = importlib.import_module(f"midstream.ops.{op}_ref")
     wanted = list(inspect.signature(getattr(reference, f"{op}_ref")).parameters)
     source = (PACKAGE / "ops" / f"{op}_triton.py").read_text()

@@ -18,15 +18,12 @@ OTHER = """<testsuites><testsuite>
 <testcase classname="tests.engine.test_c" name="five" time="1"/></testsuite></testsuites>"""
 
 
-def test_outcomes_are_counted_by_file():
+def test_outcomes_are_counted_by_file_and_of_a_test_that_was_run_again_the_last_one():
     assert record_versions.read_runs([RUN, OTHER]) == {
         "test_a": {"passed": 1, "failed": 1, "skipped": 1, "seconds": 1.8},
         "test_b": {"passed": 0, "failed": 1, "skipped": 0, "seconds": 2.0},
         "test_c": {"passed": 1, "failed": 0, "skipped": 0, "seconds": 1.0},
     }
-
-
-def test_of_a_test_that_was_run_again_the_last_outcome_counts():
     again = RUN.replace('<failure message="no"/>', "")
     found = record_versions.read_runs([RUN, again])["test_a"]
     assert found == {"passed": 2, "failed": 0, "skipped": 1, "seconds": 1.8}

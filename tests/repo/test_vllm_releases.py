@@ -110,14 +110,12 @@ def test_a_release_that_the_index_does_not_have_is_a_failure_and_no_skip(monkeyp
         releases.folder_of("9.9.9")
 
 
-def test_offline_a_release_that_is_not_there_is_skipped_and_says_why(monkeypatch):
+def test_offline_the_installed_release_and_what_is_in_the_cache_are_checked_and_others_skipped(
+    monkeypatch, cache
+):
     monkeypatch.setenv("MIDSTREAM_OFFLINE", "1")
     with pytest.raises(pytest.skip.Exception, match=r"MIDSTREAM_OFFLINE is set.* vLLM 9\.9\.9"):
         releases.folder_of("9.9.9")
-
-
-def test_offline_the_installed_release_and_what_is_in_the_cache_are_checked(monkeypatch, cache):
-    monkeypatch.setenv("MIDSTREAM_OFFLINE", "1")
     installed = releases.installed_release()
     if installed is not None:
         assert releases.folder_of(installed[0]) == installed[1]

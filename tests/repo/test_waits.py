@@ -79,21 +79,13 @@ DEVICE = ("shipment", "arrival")
 
 
 class Call(NamedTuple):
-    """A call of the package.
+    """A call of the package."""
 
-    Attributes:
-        file: below the package.
-        node: the call.
-        name: the name of what is called, with dots.
-        functions: the functions and classes that the call is in.
-        is_awaited: whether it is awaited.
-    """
-
-    file: str
-    node: ast.Call
-    name: str
-    functions: tuple[str, ...]
-    is_awaited: bool
+    file: str  # below the package
+    node: ast.Call  # the call
+    name: str  # the name of what is called, with dots
+    functions: tuple[str, ...]  # the functions and classes that the call is in
+    is_awaited: bool  # whether it is awaited
 
 
 @functools.cache

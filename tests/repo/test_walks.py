@@ -70,7 +70,7 @@ def entered_again(folders):
 
 
 @pytest.mark.parametrize("walk", WALKS)
-def test_every_function_of_a_walk_exists(walk):
+def test_every_function_of_a_walk_exists_and_it_enters_no_folder_again_but_on_the_return(walk):
     named = [FUNCTION.findall(" ".join(row)) for row in rows_below(f"### {walk}")]
     missing = [
         f"{file}: {name}"
@@ -79,24 +79,12 @@ def test_every_function_of_a_walk_exists(walk):
         if not (PACKAGE / file).is_file() or name not in names_in(file)
     ]
     assert missing == []
-
-
-@pytest.mark.parametrize("walk", WALKS)
-def test_a_walk_has_at_most_14_hops(walk):
     assert len(rows_below(f"### {walk}")) <= MAX_HOPS
-
-
-@pytest.mark.parametrize("walk", WALKS)
-def test_a_walk_enters_no_folder_again_but_on_the_return_from_the_worker(walk):
     found = hops(walk)
     (turn,) = [nth for nth, (process, _) in enumerate(found) if RETURN in process]
     folders = [folder for _, folder in found]
     assert entered_again(folders[:turn]) == []
     assert entered_again(folders[turn:]) == []
-
-
-@pytest.mark.parametrize("walk", WALKS)
-def test_a_process_is_bold_where_a_walk_enters_it(walk):
     before = ""
     for process, _ in hops(walk):
         name = process.partition("(")[0].strip()

@@ -17,25 +17,18 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """One way to break midstream.
+    """One way to break midstream."""
 
-    Attributes:
-        never: what must never happen.
-        where: the qualified name of what has the code: of a function, of a class, or of what is
-            assigned in a module (`Arena.release`, `_LIMIT`). If several modules have one of that
-            name, it begins with the end of the module's name: `gates:read`, `resolve.gates:read`.
-            `gates:` is the whole module.
-        test: of pytest, which must fail then.
-        before: code that occurs once there: an expression, statements, or statements of which the
-            last is a header (`if names:`), which stands for itself alone.
-        after: what makes the fault of it: the same kind of code, or nothing in place of statements.
-    """
-
-    never: str
+    never: str  # what must never happen
+    # The qualified name of what has the code: of a function, of a class, or of what is assigned in
+    # a module (`Arena.release`, `_LIMIT`); `gates:` is a whole module. If several modules have one
+    # of that name, it begins with the end of the module's: `gates:read`, `resolve.gates:read`.
     where: str
-    test: str
+    test: str  # of pytest, which must fail then
+    # Code that occurs once there: an expression, or statements; a header that comes last
+    # (`if names:`) stands for itself alone.
     before: str
-    after: str
+    after: str  # what makes the fault of it: the same kind of code, or nothing for statements
 
 
 def read(text: str) -> Iterator[Fault]:

@@ -1,8 +1,4 @@
-"""Every list that a client can send: how to make it of any length, and what the work for it costs.
-
-The fields are those of the classes that bodies are read as, so that a new field has no case here
-until somebody writes one: `tests/unit/server/test_work.py` fails for it.
-"""
+"""Every list that a client can send: how to make it of any length, and what it costs."""
 
 from __future__ import annotations
 

@@ -21,11 +21,7 @@ _MODULES = (
 
 
 def check_threads() -> None:
-    """Check that this process has one thread.
-
-    Raises:
-        AssertionError: it has more.
-    """
+    """Check that this process has one thread."""
     lines = Path("/proc/self/status").read_text().splitlines()
     count = next(line for line in lines if line.startswith("Threads:")).split()[1]
     assert count == "1", f"{count} threads: a process with threads must not fork"

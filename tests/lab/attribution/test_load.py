@@ -45,16 +45,7 @@ def test_a_twin_of_lower_precision_finds_the_same_sites_and_keeps_its_weights(na
         assert relative_error(gradient, expected[tap]) < 0.15, tap
 
 
-def test_weights_need_no_gradients_and_keep_none(folder):
-    twin = Twin.load(str(folder))
-    twin.gradients(TOKENS, difference)
-    for name, parameter in twin.hooked.model.named_parameters():
-        assert parameter.grad is None, name
-        assert not parameter.requires_grad, name
-    assert repr(twin) == f"Twin({folder}, float32 on cpu)"
-
-
-def test_a_twin_works_in_inference_mode_and_without_gradients(folder):
+def test_a_twin_works_in_inference_mode_and_without_gradients_and_its_weights_keep_none(folder):
     with torch.inference_mode():
         twin = Twin.load(folder)
         inside = twin.gradients(TOKENS, difference)
@@ -65,6 +56,12 @@ def test_a_twin_works_in_inference_mode_and_without_gradients(folder):
         assert torch.equal(gradient, inside[tap])
         assert torch.equal(gradient, without[tap])
         assert not gradient.requires_grad
+    twin = Twin.load(str(folder))
+    twin.gradients(TOKENS, difference)
+    for name, parameter in twin.hooked.model.named_parameters():
+        assert parameter.grad is None, name
+        assert not parameter.requires_grad, name
+    assert repr(twin) == f"Twin({folder}, float32 on cpu)"
 
 
 def test_quantised_weights_are_refused_by_their_method(folder, tmp_path):

@@ -137,13 +137,12 @@ def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(tmp_path, ex
     assert str(error.value) == f"{wanted}: No such file or directory"
 
 
-def test_an_empty_selection_is_refused(tmp_path):
+def test_an_empty_selection_is_refused_and_pyarrow_is_asked_for_where_it_is_missing(
+    tmp_path, monkeypatch
+):
     write(tmp_path / "store", [entry("a", rows=0)])
     with pytest.raises(StoreError, match="the selection is empty"):
         record_batches(open_store(tmp_path / "store").select())
-
-
-def test_pyarrow_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
     selection = selected(tmp_path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(StoreError, match=r'pip install "midstream\[arrow\]"'):

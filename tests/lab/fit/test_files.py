@@ -109,7 +109,7 @@ def test_an_engine_registers_the_file_and_the_directions(tmp_path):
     )
 
 
-def test_what_a_format_cannot_have_is_rejected(tmp_path):
+def test_what_a_format_cannot_have_and_missing_packages_are_named(tmp_path, monkeypatch):
     with pytest.raises(SpecError, match=r"path: expected a name that ends in \.safetensors"):
         small().save(tmp_path / "d.gguf")
     with pytest.raises(SpecError, match=r"path: expected a name that ends in \.gguf"):
@@ -121,6 +121,15 @@ def test_what_a_format_cannot_have_is_rejected(tmp_path):
     with pytest.raises(SpecError, match="site: control vectors are of resid_post; these are of z"):
         Directions(np.ones((1, 3), np.float32), (1,), "z").to_gguf(tmp_path / "d.gguf")
     assert not list(tmp_path.iterdir())
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        MissingExtraError, match=r"to_gguf needs the package gguf.*midstream\[fit\]"
+    ):
+        small().to_gguf("x.gguf")
+    with pytest.raises(MissingExtraError, match=r"logistic.*needs the package sklearn"):
+        Directions.from_rows(np.ones((4, 1, 3)), np.zeros((4, 1, 3)), "logistic")
 
 
 def test_a_file_of_vectors_alone_steers_and_has_no_probe(tmp_path):
@@ -156,16 +165,13 @@ GOOD = {
     [
         ({"version": 2}, "metadata.version: expected 1, got '2'"),
         ({"more": 1}, "metadata: unknown field 'more'"),
-        ({"method": None}, "metadata.method: expected `str`, got `None`"),
         ({"num_folds": "5"}, "metadata.num_folds: expected `int`"),
         ({"midpoints": []}, ""),
         ({"midpoints": [1]}, "metadata.midpoints: expected an object by layer, got `list`"),
         ({"midpoints": {"1": [0, 0, 1]}}, "metadata.midpoints: expected one of the vectors' width"),
         ({"midpoints": {"1": [0], "2": [1]}}, "metadata.midpoints: expected one of the vectors'"),
         ({"midpoints": {"1": [0, 0, 1], "9": [0]}}, "the file has no vector of this layer"),
-        ({"midpoints": {"01": [0, 0, 1]}}, "the file has no vector of this layer"),
         ({"scores": {"1": [0.5, 1.0]}}, r"scores\['1'\]: expected \[auc, accuracy, d_prime\]"),
-        ({"scores": {"1": [0.5, 1.0, "x"]}}, "expected a number, got `str`"),
     ],
 )
 def test_forged_metadata_are_rejected(tmp_path, change, match):
@@ -190,7 +196,7 @@ def test_metadata_of_any_text_are_read_or_rejected(text):
             Directions.load(path)
 
 
-def test_files_without_layers_or_of_several_sites_are_rejected(tmp_path):
+def test_files_and_forms_whose_layers_cannot_be_are_rejected(tmp_path):
     save_file({"vector": np.ones(3, np.float32)}, tmp_path / "a.safetensors")
     with pytest.raises(SpecError, match="its vector has no layer"):
         Directions.load(tmp_path / "a.safetensors")
@@ -204,6 +210,15 @@ def test_files_without_layers_or_of_several_sites_are_rejected(tmp_path):
     (tmp_path / "d.pt").write_bytes(b"\x80")
     with pytest.raises(SpecError, match="pickles"):
         Directions.load(tmp_path / "d.pt")
+    rows = np.random.default_rng(0).normal(size=(5, 2, 4))
+    form = Directions.from_rows(rows + 1, rows).to_json()
+    first, second = form["layers"]
+    with pytest.raises(SpecError, match=r"layers\[1\]\.layer: 0 is given twice"):
+        Directions.from_json({**form, "layers": [first, first, second]})
+    for parts, wrong in (([first, {**second, "midpoint": None}], 1),
+                         ([{**first, "midpoint": None}, second], 1)):  # fmt: skip
+        with pytest.raises(SpecError, match=rf"layers\[{wrong}\]\.midpoint: expected one at every"):
+            Directions.from_json({**form, "layers": parts})
 
 
 def test_repengs_vectors_are_read_and_written():
@@ -223,27 +238,3 @@ def test_repengs_vectors_are_read_and_written():
     given_.directions = {1: np.full(3, np.nan)}
     with pytest.raises(SpecError, match=r"control_vector.directions\[1\]\[0\]: expected a finite"):
         Directions.from_repeng(given_)
-
-
-def test_missing_packages_are_named_with_their_extra(monkeypatch):
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        MissingExtraError, match=r"to_gguf needs the package gguf.*midstream\[fit\]"
-    ):
-        small().to_gguf("x.gguf")
-    with pytest.raises(MissingExtraError, match=r"logistic.*needs the package sklearn"):
-        Directions.from_rows(np.ones((4, 1, 3)), np.zeros((4, 1, 3)), "logistic")
-
-
-def test_layers_that_are_given_twice_or_with_midpoints_in_part_are_rejected():
-    rows = np.random.default_rng(0).normal(size=(5, 2, 4))
-    form = Directions.from_rows(rows + 1, rows).to_json()
-    first, second = form["layers"]
-    with pytest.raises(SpecError, match=r"layers\[1\]\.layer: 0 is given twice"):
-        Directions.from_json({**form, "layers": [first, first, second]})
-    for parts, wrong in (([first, {**second, "midpoint": None}], 1),
-                         ([{**first, "midpoint": None}, second], 1)):  # fmt: skip
-        with pytest.raises(SpecError, match=rf"layers\[{wrong}\]\.midpoint: expected one at every"):
-            Directions.from_json({**form, "layers": parts})

@@ -50,16 +50,22 @@ def test_class_means_project_to_one_and_minus_one_and_a_scale_of_one_joins_them(
         np.testing.assert_allclose(found.cosine(means), wanted, atol=1e-4)
 
 
-def test_bfloat16_rows_are_fitted_as_the_numbers_that_they_are():
+def test_rows_in_bfloat16_as_lists_and_with_gradients_are_the_numbers_that_they_are():
     positive, negative = planted(30.0)
     halves = positive.bfloat16(), negative.bfloat16()
     found = Directions.from_rows(*halves)
     same = Directions.from_rows(*(half.double() for half in halves))
     np.testing.assert_array_equal(found.vectors, same.vectors)
     assert found.vectors.dtype == np.float32
+    rows = random(0, 4, 2, 4)
+    found = Directions.from_rows(rows + 1, rows)
+    given_ = random(1, 2, 3, 4)
+    wanted = found.project(given_)
+    assert (found.project(given_.clone().requires_grad_()) == wanted).all()
+    np.testing.assert_allclose(found.project(given_.tolist()), wanted, atol=1e-5)
 
 
-def test_classes_that_coincide_give_zeros_and_no_probe():
+def test_classes_that_coincide_give_zeros_and_no_probe_and_what_cannot_follow_infinite_perplexity():
     rows = random(0, 8, 2, 4)
     found = Directions.from_rows(rows, rows.clone(), folds=4)
     assert [(s.auc, s.accuracy, s.d_prime) for s in found.scores.values()] == [(0.5, 0.0, 0.0)] * 2
@@ -69,9 +75,12 @@ def test_classes_that_coincide_give_zeros_and_no_probe():
         found[0].probe()
     with pytest.raises(SpecError, match="the vector is zero"):
         found[0].steer()
+    for number in (-1000.0, -np.inf):
+        assert TextScore((1,), np.array([number], np.float32)).perplexity == np.inf
+    assert TextScore((1,), np.array([0.0], np.float32)).perplexity == 1.0
 
 
-def test_wrong_arguments_are_rejected():
+def test_wrong_arguments_and_layers_that_are_no_indices_are_rejected_by_name():
     rows = random(0, 4, 2, 3)
     fit = Directions.from_rows
     for given_, match in (
@@ -101,6 +110,21 @@ def test_wrong_arguments_are_rejected():
         fit(rows[:2], rows[:2], "lat")
     with pytest.raises(SpecError, match="groups: the two rows of a pair must be of one group"):
         fit(rows, rows, "pca", groups=([1, 2, 3, 4], [4, 3, 2, 1]))
+    rows = random(0, 4, 2, 4)
+    for wrong in ([0.5, 1.7], "01", ["a", "b"], [True, False]):
+        with pytest.raises(SpecError, match="^layers: expected"):
+            Directions.from_rows(rows, rows, layers=wrong)
+    for wrong in ({1.5: rows[:, 0]}, {"x": rows[:, 0]}):
+        with pytest.raises(SpecError, match="^positive: expected `int`"):
+            Directions.from_rows(wrong, wrong)
+    twice = {0: rows[:, 0], "0": rows[:, 1]}
+    with pytest.raises(SpecError, match="positive: expected each layer once"):
+        Directions.from_rows(twice, twice)
+    found = Directions.from_rows(rows + 1, rows)
+    for wrong in (0.9, [0.9], "all"):
+        with pytest.raises(SpecError, match="^layers: expected"):
+            found.at(wrong)
+    assert found.at(np.array([1])).layers == found.at(1).layers == (1,)
 
 
 def test_layers_are_chosen_by_their_index():
@@ -148,36 +172,3 @@ def test_a_layer_at_which_no_class_varies_is_the_best():
     assert found.scores[0].auc == 1.0
     assert found.scores[0].d_prime > 1e9 > found.scores[1].d_prime
     assert found.best_layer == 0
-
-
-def test_layers_that_are_no_indices_are_rejected_by_name():
-    rows = random(0, 4, 2, 4)
-    for wrong in ([0.5, 1.7], "01", ["a", "b"], [True, False]):
-        with pytest.raises(SpecError, match="^layers: expected"):
-            Directions.from_rows(rows, rows, layers=wrong)
-    for wrong in ({1.5: rows[:, 0]}, {"x": rows[:, 0]}):
-        with pytest.raises(SpecError, match="^positive: expected `int`"):
-            Directions.from_rows(wrong, wrong)
-    twice = {0: rows[:, 0], "0": rows[:, 1]}
-    with pytest.raises(SpecError, match="positive: expected each layer once"):
-        Directions.from_rows(twice, twice)
-    found = Directions.from_rows(rows + 1, rows)
-    for wrong in (0.9, [0.9], "all"):
-        with pytest.raises(SpecError, match="^layers: expected"):
-            found.at(wrong)
-    assert found.at(np.array([1])).layers == found.at(1).layers == (1,)
-
-
-def test_rows_are_projected_as_lists_and_with_gradients_too():
-    rows = random(0, 4, 2, 4)
-    found = Directions.from_rows(rows + 1, rows)
-    given_ = random(1, 2, 3, 4)
-    wanted = found.project(given_)
-    assert (found.project(given_.clone().requires_grad_()) == wanted).all()
-    np.testing.assert_allclose(found.project(given_.tolist()), wanted, atol=1e-5)
-
-
-def test_the_perplexity_of_what_cannot_follow_is_infinite():
-    for number in (-1000.0, -np.inf):
-        assert TextScore((1,), np.array([number], np.float32)).perplexity == np.inf
-    assert TextScore((1,), np.array([0.0], np.float32)).perplexity == 1.0

@@ -137,6 +137,18 @@ def test_moments_of_parts_add_up_to_those_of_the_whole(sizes, seed):
         np.testing.assert_allclose(found.scatter, centred.T @ centred, atol=1e-6)
 
 
+def test_a_group_that_leaks_is_held_out_together():
+    """The classes differ by topic alone: only a fit with a topic's rows separates its others."""
+    made = np.random.default_rng(0)
+    topics = np.repeat(np.arange(12), 6)
+    rows = [(10 * made.normal(size=(12, 1, 120)))[topics] for _ in range(2)]
+    rows = [each + made.normal(size=each.shape) for each in rows]
+    alone = Directions.from_rows(*rows, "lda", groups=(np.arange(72), np.arange(72) + 72))
+    together_ = Directions.from_rows(*rows, "lda", groups=(topics, topics + 12))
+    assert alone.scores[0].auc > 0.95
+    assert together_.scores[0].auc < 0.75
+
+
 def test_a_classifier_of_scikit_learn_is_a_method():
     positive, negative = classes(30, 8)
     model = make_pipeline(StandardScaler(), RidgeClassifier(alpha=3.0))

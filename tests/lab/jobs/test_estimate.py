@@ -87,14 +87,13 @@ def test_a_conversation_is_written_out_by_the_template(model, tmp_path):
     assert whole.rows == 3 + len("user\nabcde\nassistant\n")
 
 
-def test_lines_without_rows_are_counted_and_the_first_is_explained(model, tmp_path):
+def test_lines_without_rows_are_counted_and_those_after_the_sample_count_as_its_average(
+    model, tmp_path, monkeypatch
+):
     write_lines(tmp_path, ["abcdefg", {"prompt": "x"}, "ab", b"?", ""])
     found = of(tmp_path, model, capture=Capture(0, positions=[4]))
     assert (found.lines, found.failed, found.rows) == (5, 4, 1)
     assert found.problem == "line 2: the field 'text' is missing; found `prompt`"
-
-
-def test_lines_after_the_sample_count_as_its_average(model, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SAMPLE", 4)
     write_lines(tmp_path, ["abcd", "ab", b"?", "abcdef"] + ["abc"] * 4)
     found = of(tmp_path, model, capture=Capture(0, positions="prompt"))

@@ -422,21 +422,6 @@ def test_a_process_that_was_forked_off_does_not_keep_the_directory(tmp_path):
         os.kill(child, 9)
 
 
-def test_a_store_that_cannot_be_written_to_ends_the_job(tmp_path, monkeypatch):
-    write_lines(tmp_path, prompts(1000))
-    from midstream.store.backends.local import LocalFolder
-
-    def full(self, name, pieces):
-        raise StoreError(f"{self.root}/{name}: No space left on device")
-
-    monkeypatch.setattr(LocalFolder, "put", full)
-    with CaptureRun(job(tmp_path, flush_seconds=0.0)) as capturing:
-        with pytest.raises(StoreError, match="No space left on device"):
-            capturing.work(FakeEngine)
-        assert capturing.summary.counts.stored == 0
-        assert capturing.summary.interrupted
-
-
 def test_rows_that_do_not_exist_are_a_line_that_is_done(tmp_path):
     """An answer may end at once: nothing was generated, and there is nothing to try again."""
     write_lines(tmp_path, prompts(1))

@@ -134,7 +134,7 @@ def test_effect_and_coherence_are_drawn_by_strength_and_maps_by_layer_and_token(
     assert [row.text[0] for row in page.all("tr", cls="marked")] == ["3"]
 
 
-def test_the_receipts_are_counted_by_kind():
+def test_the_receipts_are_counted_by_kind_and_one_that_is_not_ok_is_not_hidden():
     page = Page(report.render(make_result()))
     assert (
         "1 requests captured or steered: 9 vectors captured, 9 edits made." in page.one("main").text
@@ -145,9 +145,6 @@ def test_the_receipts_are_counted_by_kind():
         ["requests", "ok", "vectors", "edits"],
         ["request", "1 of 1", "9 of 9", "9 of 9"],
     ]
-
-
-def test_a_receipt_that_is_not_ok_is_not_hidden():
     result = make_result("!")
     result.receipts[0].content["status"] = "error"
     page = Page(report.render(result))

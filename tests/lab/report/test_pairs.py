@@ -20,19 +20,23 @@ def write(folder, name, data):
     return path
 
 
-def test_pairs_are_read_in_order_and_empty_lines_are_skipped(tmp_path):
+def test_pairs_and_questions_are_read_in_order_and_empty_lines_are_skipped(tmp_path):
     text = f'\ufeff{GOOD}\r\n\n{{"negative": "x\\ny", "positive": "é"}}\n'
     assert read_pairs(write(tmp_path, "a.jsonl", text)) == [Pair("up", "down"), Pair("é", "x\ny")]
+    up, down = write(tmp_path, "up.txt", "a\nb\u2028c\n"), write(tmp_path, "down.txt", "d\r\ne")
+    assert read_two_files(up, down) == [Pair("a", "d"), Pair("b\u2028c", "e")]
+    path = write(tmp_path, "q.txt", " How? \n\nWhy?")
+    assert read_questions(path) == ["How?", "Why?"]
+    with pytest.raises(SpecError, match="q.txt: expected one question a line, got none"):
+        read_questions(write(tmp_path, "q.txt", "\n \n"))
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "a.jsonl:3: expected JSON: "),
-        ("[]", "a.jsonl:3: expected a dict of `positive`, `negative`, got `list`"),
         ('{"positive": "x"}', "a.jsonl:3: missing field `negative`"),
         ('{"positive": "x", "negative": 1}', "a.jsonl:3: `negative`: expected `str`, got `int`"),
-        ('{"positive": "x", "negatve": "y"}', "a.jsonl:3: unknown field 'negatve' .did you mean"),
         ('{"positive": " ", "negative": "y"}', "a.jsonl:3: `positive` is empty"),
         ('{"positive": "x", "negative": "x"}', "a.jsonl:3: .* are equal"),
         ('{"positive": "x", "positive": "y"}', "a.jsonl:3: duplicate JSON field 'positive'"),
@@ -46,21 +50,13 @@ def test_a_wrong_line_is_named(tmp_path, line, message):
         read_pairs(path)
 
 
-def test_one_pair_is_too_few(tmp_path):
+def test_files_that_cannot_be_read_and_too_few_pairs_are_named(tmp_path):
     with pytest.raises(SpecError, match="a.jsonl: expected 2 or more pairs, got 1"):
         read_pairs(write(tmp_path, "a.jsonl", GOOD))
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(SpecError, match="none.jsonl: cannot be read: No such file"):
         read_pairs(tmp_path / "none.jsonl")
     with pytest.raises(SpecError, match="cannot be read: Is a directory"):
         read_questions(tmp_path)
-
-
-def test_lines_of_two_files_are_pairs(tmp_path):
-    up, down = write(tmp_path, "up.txt", "a\nb\u2028c\n"), write(tmp_path, "down.txt", "d\r\ne")
-    assert read_two_files(up, down) == [Pair("a", "d"), Pair("b\u2028c", "e")]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +70,6 @@ def test_lines_of_two_files_are_pairs(tmp_path):
 def test_two_files_that_do_not_fit_are_refused(tmp_path, down, message):
     with pytest.raises(SpecError, match=message):
         read_two_files(write(tmp_path, "up.txt", "a\nb\n"), write(tmp_path, "down.txt", down))
-
-
-def test_questions_are_one_a_line(tmp_path):
-    path = write(tmp_path, "q.txt", " How? \n\nWhy?")
-    assert read_questions(path) == ["How?", "Why?"]
-    with pytest.raises(SpecError, match="q.txt: expected one question a line, got none"):
-        read_questions(write(tmp_path, "q.txt", "\n \n"))
 
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)

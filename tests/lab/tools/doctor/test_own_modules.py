@@ -12,7 +12,7 @@ from midstream import Replace, Steer
 from midstream.lab.tools.doctor import formulas
 from midstream.lab.tools.doctor.compare import row_error
 from midstream.lab.tools.doctor.module_hooks import BOTH, FIRST, NoOwnModules
-from midstream.lab.tools.doctor.own_modules import ATTENTION, MLPS, OwnModules
+from midstream.lab.tools.doctor.own_modules import OwnModules
 from midstream.sites import OUTER
 
 WIDTH, VOCABULARY, COUNT = 16, 11, 2
@@ -179,7 +179,3 @@ def test_an_engine_in_another_process_is_none_to_compare_with():
     engine.model = Model(Fused)
     with pytest.raises(NoOwnModules, match="do not run in this process"):
         own.find_sites(PROMPT)
-
-
-def test_attention_and_mlp_have_names_of_their_own():
-    assert not {*ATTENTION} & {*MLPS}

@@ -40,11 +40,13 @@ def test_widths_heads_and_vocabulary_are_small_and_the_rest_stays():
     assert not {"quantization_config", "auto_map"} & set(found)
 
 
-def test_the_given_configuration_is_left_as_it_was():
+def test_the_given_configuration_is_left_as_it_was_and_one_without_layers_refused():
     given = {**LLAMA, "layer_types": [FULL] * 32}
     before = copy.deepcopy(given)
     shrink(given, Size())
     assert given == before
+    with pytest.raises(ValueError, match="no number of layers.*num_hidden_layers"):
+        shrink({"hidden_size": 64}, Size())
 
 
 def test_experts_are_few_and_heads_of_latent_attention_and_mamba_fit_their_widths():
@@ -96,8 +98,3 @@ def test_lists_by_layer_and_lists_of_layers_follow_the_layers_that_are_kept():
     assert config["full_attn_idxs"] == [2]
     assert config["hybrid_override_pattern"] == "MM*"
     assert config["per_layer_config"] == {"2": {"head_dim": 256}}
-
-
-def test_a_configuration_that_says_nowhere_how_many_layers_it_has_is_refused():
-    with pytest.raises(ValueError, match="no number of layers.*num_hidden_layers"):
-        shrink({"hidden_size": 64}, Size())
