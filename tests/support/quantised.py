@@ -197,7 +197,7 @@ METHODS: dict[str, Method] = {
             _args(4, "float", "tensor_group", dynamic="local", group_size=16),
         ),
     ),
-    "fp8-kv": Method(engine={"kv_cache_dtype": "fp8"}),
+    "fp8-kv": Method(engine={"kv_cache_dtype": "fp8"}, cpu=True),
     "fp8-lora": Method(
         _FP8.pack,
         _FP8.settings,
