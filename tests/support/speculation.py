@@ -80,6 +80,7 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
     from midstream import (
         Ablate,
         Attention,
+        Between,
         Bias,
         Capture,
         Gate,
@@ -178,6 +179,19 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
         "logits": {"capture": Logits(5, positions=["last_prompt", "generated"])},
         "reduced": {"capture": Capture("all", SITES, positions="prompt", reduce="moments")},
         "norms": {"capture": Capture("all", SITES, reduce="norm")},
+        "between marks": {
+            # What is generated is 11, 13, 17, 11, …
+            "edits": [
+                Bias({11: 60.0}),
+                Bias({13: 120.0}, TokenIds([11]), phase="generated"),
+                Bias({17: 120.0}, TokenIds([13]), phase="generated"),
+                Steer(vector(2), 1, 1.5, positions=Between(11, 17)),
+                Steer(vector(3), 0, 2.0, positions=Between([7, 8], [17, 11]), exclude=even),
+                Steer(vector(4), 1, 1.0, positions=Between([17, 11], None)),
+            ],
+            "probes": [Probe(vector(8), last, name="e", positions=Between([13], [11]))],
+            "capture": Capture("all", SITES, positions=Between([11], [11])),
+        },
     }
     sampling: dict[str, dict[str, Any]] = {
         "one token": {"max_tokens": 1},

@@ -51,6 +51,10 @@ def test_the_cases_are_what_they_are_meant_to_be(expected: dict[str, Any]) -> No
     receipts = [one["receipt"] for one in expected.values() if one["receipt"] is not None]
     assert [receipt["status"] for receipt in receipts] == ["ok"] * (len(expected) - 1)
     assert len({tuple(one["generated"]) for one in expected.values()}) > 8
+    marked = expected["between marks"]
+    assert marked["generated"] == [11, 13, 17] * 5 + [11]
+    (_, positions), *_ = marked["activations"].values()
+    assert positions.tolist() == [14, 15, 20, 21, 26, 27]
 
 
 @pytest.mark.parametrize("way", ["ngram", *SCRIPTED])
