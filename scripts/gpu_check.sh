@@ -29,7 +29,7 @@ bench() { # GROUP NAME SCRIPT OPTIONS… A benchmark that stops by itself; print
 }
 
 every="kernel transport v2 v1 inner spec mix serve stale parity identical overhead flat stream capture"
-every+=" against attention lens sae acting sweep serving disk"
+every+=" against attention lens sae acting sweep serving disk quantised images"
 # With two GPUs (four for some checks), also the checks of several ranks.
 [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && every+=" ranks overhead-tp"
 wanted=" ${CHECKS:-$every} "
@@ -69,6 +69,15 @@ asked mix && for runner in 1 0; do
   check "mix-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner \
     "$python" -m pytest -q -s tests/gpu/test_adversarial.py
   grep -aE -A14 '^v[12], seed' "$out/mix-v$((runner + 1)).log"
+done
+# Each quantisation of weights, and of the KV cache, against hooks; what a capture changes in FP8.
+asked quantised && check quantised "$python" -m pytest -q tests/gpu/test_quantised.py
+asked quantised && grep -aE '^(quantised|compiled) ' "$out/quantised.log"
+# Edits in images and beside them in one prefix cache, where images' tokens attend both ways.
+asked images && for runner in 1 0; do
+  check "images-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner \
+    "$python" -m pytest -q tests/gpu/test_image_cache.py
+  grep -a '^images: ' "$out/images-v$((runner + 1)).log"
 done
 # A server with CUDA graphs, end to end, and its shutdown.
 asked serve && check serve "$python" -m pytest -q --durations=8 tests/system/test_serving.py \

@@ -7,6 +7,7 @@ engine of a process does not enable midstream, the workers reject a later one th
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from typing import Any
@@ -15,7 +16,8 @@ from midstream import runtime
 
 _KEY = "midstream"
 _WORKER = "midstream.worker.CaptureWorker"
-_DEPTH = 12
+# Frames that are read: the first callers of `register`, and the two beneath them.
+_DEPTH = 14
 
 
 def register() -> None:
@@ -75,7 +77,7 @@ def _file_enables(path: str) -> bool:
 
 
 def _caller_enables() -> bool:
-    frame = sys._getframe(2)  # noqa: SLF001
+    frame = inspect.currentframe()
     for _ in range(_DEPTH):
         if frame is None:
             return False
@@ -86,7 +88,7 @@ def _caller_enables() -> bool:
             candidates.append(kwargs.get("vllm_config"))
         if any(_enables(candidate) for candidate in candidates):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

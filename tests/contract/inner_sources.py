@@ -227,9 +227,6 @@ def flow_of(owner: Owner, name: str) -> Flow:
     return read(method_calling(owner, name)[0], Names(owner.kind, _decide))
 
 
-# ------------------------------------------------------------------------ verdicts
-
-
 def attention(owners: dict[str, Owner]) -> dict[str, str]:
     """Per attention class and site, `found` or why not, as far as sources can tell."""
     found: dict[str, str] = {}

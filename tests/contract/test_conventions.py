@@ -32,9 +32,9 @@ from support.sources import (
 )
 from support.syntax import tree_of, walk
 
-from midstream.runtime.models.convention import Choice, LayerConvention, Refusal, Returns
+from midstream.runtime.models.convention import Returns
 from midstream.runtime.models.hf_layers import HF_MODELS
-from midstream.runtime.models.registry import CONVENTIONS, key_of, lookup
+from midstream.runtime.models.registry import CONVENTIONS
 from midstream.runtime.models.vllm_layers import MODELS, VENDOR
 
 each_release = pytest.mark.usefixtures("release")
@@ -46,9 +46,6 @@ NOT_LAYERS = re.compile(
 )
 # Their code comes with their weights, or has no release of transformers yet.
 REMOTE_CODE = {"NanbeigeForCausalLM", "Kolibri1ForCausalLM"}
-
-
-# ---------------------------------------------------------------- table against sources
 
 
 @each_release
@@ -215,9 +212,6 @@ def test_what_a_choice_asks_for_is_set_by_the_layer() -> None:
     assert not wrong
 
 
-# ---------------------------------------------------------------- coverage
-
-
 @each_release
 def test_every_decoder_layer_of_vllm_is_in_the_table() -> None:
     missing = []
@@ -308,81 +302,3 @@ def test_every_model_that_vllm_leaves_to_transformers_is_in_the_table() -> None:
     ]
     assert text_models
     assert not missing
-
-
-# ---------------------------------------------------------------- lookup
-
-
-def _class(module: str, name: str, bases: tuple[type, ...] = (), **body: object) -> type:
-    return type(name, bases or (object,), {"__module__": module, **body})
-
-
-def _forward_stub(self: object, positions: object, hidden_states: object) -> None: ...
-
-
-LLAMA = _class("vllm.model_executor.models.llama", "LlamaDecoderLayer", forward=_forward_stub)
-
-
-def test_a_subclass_that_keeps_forward_has_its_bases_convention() -> None:
-    phi3 = _class("vllm.model_executor.models.phi3", "Phi3DecoderLayer", (LLAMA,))
-    tapped = _class("midstream.runtime.worker.taps.taps", "TappedLlamaDecoderLayer", (phi3,))
-    assert lookup(tapped) == lookup(LLAMA)
-    found = lookup(tapped, tapped())
-    assert isinstance(found, LayerConvention)
-    assert found.returns is Returns.PAIR
-    assert (found.hidden, found.residual) == ("hidden_states", "residual")
-    assert found.mid == "post_attention_layernorm"
-
-
-def test_a_subclass_that_overrides_forward_is_refused() -> None:
-    odd = _class("some.plugin", "OddLayer", (LLAMA,), forward=_forward_stub)
-    found = lookup(odd, odd())
-    assert isinstance(found, Refusal)
-    assert "does not know what some.plugin.OddLayer takes" in found.reason
-
-
-def test_a_class_without_forward_is_refused() -> None:
-    module = _class("torch.nn.modules.module", "Module", forward=_forward_stub)
-    assert key_of(_class("x", "Bare", (module,))) is None
-    assert isinstance(lookup(_class("x", "Bare", (module,))), Refusal)
-    alice = _class("vllm.model_executor.models.alice_ai", "AliceAIDecoderBlock", (module,))
-    found = lookup(alice)
-    assert isinstance(found, Refusal)
-    assert "forward_attn_res" in found.reason
-
-
-def test_settings_of_the_layer_decide_a_choice() -> None:
-    opt = _class("vllm.model_executor.models.opt", "OPTDecoderLayer", forward=_forward_stub)
-    assert isinstance(lookup(opt), Choice)
-    layer = opt()
-    missing = lookup(opt, layer)
-    assert isinstance(missing, Refusal)
-    assert "do_layer_norm_before" in missing.reason
-    for value, mid in ((True, "final_layer_norm"), (False, "fc1")):
-        layer.do_layer_norm_before = value
-        found = lookup(opt, layer)
-        assert isinstance(found, LayerConvention)
-        assert found.mid == mid
-
-
-def test_a_missing_optional_setting_counts_as_false() -> None:
-    cohere = _class(
-        "vllm.model_executor.models.cohere2_moe", "Cohere2MoeDecoderLayer", forward=_forward_stub
-    )
-    layer = cohere()
-    before = lookup(cohere, layer)
-    assert isinstance(before, LayerConvention)
-    assert before.returns is Returns.PAIR_DEAD
-    layer.uses_rms_norm = True
-    after = lookup(cohere, layer)
-    assert isinstance(after, LayerConvention)
-    assert after.returns is Returns.PAIR
-
-
-def test_layers_of_the_transformers_backend_are_found_by_their_own_module() -> None:
-    phi = _class("transformers.models.phi.modeling_phi", "PhiDecoderLayer", forward=_forward_stub)
-    found = lookup(phi, phi())
-    assert isinstance(found, LayerConvention)
-    assert found.returns is Returns.SINGLE
-    assert found.mid is None
-    assert "parallel" in found.no_mid

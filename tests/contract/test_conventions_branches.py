@@ -31,11 +31,9 @@ from midstream.runtime.models.convention import (
     Entry,
     Half,
     Input,
-    Lack,
     LayerConvention,
     Output,
     Refusal,
-    Returns,
     hybrid,
     single,
 )
@@ -50,8 +48,6 @@ NOT_TAKEN = (
     "modeling_stablelm.StableLmDecoderLayer attn_in",
     "plamo2.Plamo2DecoderLayer attn_in",
 )
-
-# ---------------------------------------------------------------- the table
 
 
 @each_release
@@ -193,9 +189,6 @@ def test_every_class_of_the_table_has_each_site_or_a_reason() -> None:
     assert not lacking
 
 
-# ---------------------------------------------------------------- these checks themselves
-
-
 def source(text: str) -> tuple[ast.FunctionDef, list[ast.stmt]]:
     method = ast.parse("def forward(self, h, r):\n" + text).body[0]
     assert isinstance(method, ast.FunctionDef)
@@ -269,9 +262,6 @@ def test_a_sum_is_told_from_a_scaled_or_normed_one(text: str, added: bool) -> No
     assert is_added(lines, *only_call(lines, "mlp")) is added
 
 
-# ---------------------------------------------------------------- choices
-
-
 def layer_of(module: str, name: str, **attributes: object) -> object:
     cls = type(name, (), {"__module__": module, "forward": lambda self: None})
     layer = cls()
@@ -312,21 +302,6 @@ def test_a_lone_mixer_has_the_branch_that_it_is() -> None:
     assert mamba.lack("mlp_in") == mamba.lack("mlp_out") == "a Mamba layer has no MLP"
 
 
-def test_branches_that_are_scaled_as_they_are_added_are_lacking_and_what_is_read_is_not() -> None:
-    granite = found("vllm.model_executor.models.granite", "GraniteDecoderLayer")
-    assert "scaled where it is added" in (granite.lack("attn_out") or "")
-    assert "scaled where it is added" in (granite.lack("mlp_out") or "")
-    assert granite.lack("attn_in") is granite.lack("mlp_in") is None
-
-
-def test_a_sum_over_ranks_that_comes_later_matters_with_several_ranks_only() -> None:
-    cohere = found("vllm.model_executor.models.commandr", "CohereDecoderLayer")
-    assert cohere.lack("attn_out") is None
-    assert "use tensor_parallel_size=1" in (cohere.lack("attn_out", tensor_parallel=True) or "")
-    assert cohere.lack("attn_in", tensor_parallel=True) is None
-    assert cohere.lack("mlp_in", tensor_parallel=True) is None
-
-
 def test_a_choice_may_ask_for_a_value() -> None:
     choice = hybrid("kind", single("norm"), "no attention here", equals="mamba")
     for value, reason in (("mamba", "no attention here"), ("attention", None), ("", None)):
@@ -334,22 +309,3 @@ def test_a_choice_may_ask_for_a_value() -> None:
         assert isinstance(convention, LayerConvention)
         assert convention.lack("attn_out") == reason
     assert isinstance(choice.resolve(layer_of("x", "Layer")), Refusal)
-
-
-def test_phi_gpt2_and_llama_are_as_their_sources_have_them() -> None:
-    llama = found("vllm.model_executor.models.llama", "LlamaDecoderLayer")
-    assert list(llama.branches.values()) == [
-        Input("self_attn", parameter="hidden_states"), Half.AT_MID, Input("mlp"), Half.AT_EXIT,
-    ]  # fmt: skip
-    gpt2 = found("vllm.model_executor.models.gpt2", "GPT2Block")
-    assert list(gpt2.branches.values()) == [
-        Input("attn", parameter="hidden_states"), Output("attn"), Input("mlp"), Output("mlp"),
-    ]  # fmt: skip
-    phi = found("transformers.models.phi.modeling_phi", "PhiDecoderLayer")
-    assert phi.returns is Returns.SINGLE
-    assert list(phi.branches.values()) == [
-        Input("self_attn", shared=True, parameter="hidden_states"), Output("self_attn"),
-        Input("mlp", shared=True), Output("mlp"),
-    ]  # fmt: skip
-    longcat = found("vllm.model_executor.models.longcat_flash", "FlashDecoderLayer")
-    assert all(isinstance(place, Lack) for place in longcat.branches.values())

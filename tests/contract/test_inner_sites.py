@@ -165,9 +165,6 @@ def test_a_router_is_called_by_its_block_or_known_to_be_inside_the_experts() -> 
     assert not wrong
 
 
-# ------------------------------------------------------------------ what the rules know
-
-
 CLASSES = {
     "attention/attention.py": ("Attention",),
     "attention/mla_attention.py": ("MLAAttention",),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask, ask_all
 from support import adapters
 from support.alongside import EVERYTHING, check_captured, check_rows, hooked, push, rows_of
 from support.engine_view import inspect
@@ -75,13 +76,13 @@ def test_adapted_and_plain_requests_of_one_batch_are_each_right(llm, oracle, ada
     """Base, first and second adapter, each with and without an edit."""
     whose = [None, adapted[0], adapted[1]] * 4
     steered = [nth % 2 == 0 for nth in range(12)]
-    outputs = llm.generate(
-        [tokens(prompt(nth)) for nth in range(12)],
-        greedy(6, detokenize=False),
+    outputs = ask_all(
+        llm,
+        [prompt(nth) for nth in range(12)],
+        6,
         lora_request=[each and each[0] for each in whose],
         capture=EVERYTHING,
         steer=[[push()] if each else None for each in steered],
-        use_tqdm=False,
     )
     for nth, output in enumerate(outputs):
         model = oracle if whose[nth] is None else whose[nth][1]
@@ -95,13 +96,13 @@ def test_logits_of_each_request_are_those_of_its_adapters_head(llm, oracle, adap
     """Of all positions, while vLLM's own metadata are of the sampled rows of a step."""
     whose = [adapted[1], None, adapted[0], adapted[1], None]
     asked = [Logits(6), Logits(tokens=[9, 3]), Logits(tokens="all"), Logits(tokens="all"), None]
-    outputs = llm.generate(
-        [tokens(prompt(nth)) for nth in range(5)],
+    outputs = ask_all(
+        llm,
+        [prompt(nth) for nth in range(5)],
         greedy(5, detokenize=False, logprobs=1),
         lora_request=[each and each[0] for each in whose],
         capture=asked,
         steer=[[push()] if nth == 3 else None for nth in range(5)],
-        use_tqdm=False,
     )
     for nth, output in enumerate(outputs):
         model = oracle if whose[nth] is None else whose[nth][1]
@@ -122,14 +123,14 @@ def test_the_prefix_cache_keeps_adapters_and_edits_apart(llm, oracle, adapted):
     whose = [None, adapted[0], adapted[1]] * 2
     for _ in range(2):
         for nth, each in enumerate(whose):
-            output = llm.generate(
-                tokens(SHARED),
-                greedy(4, detokenize=False),
+            output = ask(
+                llm,
+                SHARED,
+                4,
                 lora_request=each and each[0],
                 capture=Capture("all", "resid_post", positions="generated"),
                 steer=[push()] if nth > 2 else None,
-                use_tqdm=False,
-            )[0]
+            )
             model = oracle if each is None else each[1]
             rows = rows_of(SHARED, generated(output))
             logits, seen = model.run(rows, [hooked()] if nth > 2 else [])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.asking import ask_all
 from engine.attention_served import (
     MODELS,
     TOLERANCE,
@@ -18,9 +19,10 @@ from engine.attention_served import (
     reference,
     scores_of,
 )
-from support.engines import HAS_GPU, engine, generated, greedy, tokens
+from engine.refusals import assert_refused
+from support.engines import HAS_GPU, engine, generated, greedy
 from support.inner_served import PROMPTS, ROOM
-from transformers import AutoTokenizer
+from support.updating import Stepped
 
 from midstream import Attention, Capture, Entropy, Mass, Probe, Scale, SpecError, TopKeys
 from midstream.results.readouts.attention import AttentionResults, AttentionRows
@@ -115,9 +117,7 @@ def replace_queries(one: Attention) -> Attention:
 @pytest.mark.model
 @pytest.mark.nightly
 def test_weights_of_smollm2(smollm2: Path) -> None:
-    text = "The capital of France is the city of Paris, and two and two are four; water boils. " * 4
-    prompt = list(AutoTokenizer.from_pretrained(smollm2)(text).input_ids)
-    assert len(prompt) > ROOM["max_num_batched_tokens"]
+    prompt = [(13 * nth) % 4000 + 300 for nth in range(90)]
     asked = [
         Attention([3, 17], reduce="full"),
         Attention("all", heads=[0, 8], queries=["last_prompt", "generated"], reduce=TopKeys(9),
@@ -128,15 +128,6 @@ def test_weights_of_smollm2(smollm2: Path) -> None:
         mine = AttentionServed(eager(smollm2), llm)
         (output,) = mine.ask([prompt], asked)
         assert mine.assert_is(prompt, output, asked) <= TOLERANCE
-
-
-def test_a_cached_prompt_is_read_where_it_is(served: AttentionServed) -> None:
-    last = Attention("all", queries="last_prompt", reduce="full")
-    served.ask([LONG], None)
-    (output,) = served.ask([LONG], last)
-    assert output.num_cached_tokens >= 64
-    assert served.assert_is(LONG, output, [last]) <= TOLERANCE
-    assert output.attention[0].positions.tolist() == [len(LONG) - 1]
 
 
 def test_probes_read_the_means_of_weights(served: AttentionServed) -> None:
@@ -237,11 +228,8 @@ def test_vectors_beside_attention_stay_what_they_are(served: AttentionServed) ->
 def test_requests_with_and_without_attention_run_together(served: AttentionServed) -> None:
     prompts = [LONG, PROMPTS[0], PROMPTS[1], PROMPTS[2], LONG[7:]]
     asked = [EVERYTHING, None, [EVERYTHING[2]], Capture([1]), [EVERYTHING[0], EVERYTHING[3]]]
-    outputs = served.llm.generate(
-        [tokens(one) for one in prompts],
-        [greedy(3 + nth, detokenize=False) for nth in range(5)],
-        capture=asked,
-        use_tqdm=False,
+    outputs = ask_all(
+        served.llm, prompts, [greedy(3 + nth, detokenize=False) for nth in range(5)], capture=asked
     )
     for prompt, output, mine in zip(prompts, outputs, asked, strict=True):
         if isinstance(mine, list):
@@ -251,30 +239,16 @@ def test_requests_with_and_without_attention_run_together(served: AttentionServe
 
 
 def test_preempted_requests_have_each_row_once(served: AttentionServed) -> None:
-    core = served.llm.llm_engine
-    plan = {
-        "capture": [one.to_dict() for one in EVERYTHING],
-        "probes": [one.to_dict() for one in PROBES],
-    }
-    prompts = {"first": LONG, "second": PROMPTS[2]}
+    run, prompts = Stepped(served.llm), {"first": LONG, "second": PROMPTS[2]}
     for name, prompt in prompts.items():
-        params = greedy(8, extra_args={"midstream": plan}, detokenize=False)
-        core.add_request(name, tokens(prompt), params)
-    outputs: dict[str, Any] = {}
-    for nth in range(60):
-        for output in core.step():
-            outputs[output.request_id] = output
-        if nth == 4:
-            # Both have generated, and are computed again from their first token on.
-            assert all(len(one.outputs[0].token_ids) > 1 for one in outputs.values())
-            assert len(outputs) == 2
-            assert core.reset_prefix_cache(reset_running_requests=True)
-        if not core.has_unfinished_requests():
-            break
-    for name, prompt in prompts.items():
-        assert outputs[name].receipt.status == "ok"
-        assert served.assert_is(prompt, outputs[name], EVERYTHING) <= TOLERANCE
-        assert served.scores_are(prompt, outputs[name], PROBES) <= TOLERANCE
+        params = greedy(8, detokenize=False)
+        run.add(name, prompt, params, capture=EVERYTHING, probes=PROBES)
+    run.step(5)  # both have generated
+    assert served.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    for name, output in run.finish().items():
+        assert output.receipt.status == "ok"
+        assert served.assert_is(prompts[name], output, EVERYTHING) <= TOLERANCE
+        assert served.scores_are(prompts[name], output, PROBES) <= TOLERANCE
 
 
 def test_in_bfloat16_the_weights_are_those_of_the_queries_and_keys(tmp_path: Any) -> None:
@@ -375,27 +349,6 @@ def test_rows_that_find_no_room_are_dropped_by_request(tmp_path: Any) -> None:
             assert all(one.actual == one.expected for one in output.receipt.probed)
 
 
-def test_several_completions_have_their_own(served: AttentionServed) -> None:
-    params = greedy(5, detokenize=False)
-    params.n, params.temperature, params.seed = 2, 1.0, 3
-    (output,) = served.ask([PROMPTS[2]], EVERYTHING, params=params, probes=PROBES)
-    for one in output.outputs:
-        alone = replace_output(output, one)
-        assert served.assert_is(PROMPTS[2], alone, EVERYTHING) <= TOLERANCE
-        assert served.scores_are(PROMPTS[2], alone, PROBES) <= TOLERANCE
-
-
-def replace_output(output: Any, completion: Any) -> Any:
-    """An output with one completion only."""
-
-    class Alone:
-        outputs = [completion]
-        prompt_token_ids = output.prompt_token_ids
-        attention, probes = completion.attention, completion.probes
-
-    return Alone()
-
-
 def test_edits_of_queries_and_keys_are_in_the_weights(served: AttentionServed) -> None:
     """Queries of zero attend to all keys alike."""
     asked = Attention([1], queries="prompt", reduce="full")
@@ -406,34 +359,23 @@ def test_edits_of_queries_and_keys_are_in_the_weights(served: AttentionServed) -
         assert torch.allclose(rows.values[nth, 2, : position + 1], torch.tensor(1 / (position + 1)))
 
 
-@pytest.mark.parametrize(
-    ("asked", "path", "words"),
-    [
-        (Attention([9], reduce="full"), "capture[0].layers", "the model has 3 layers"),
-        (Attention([0], heads=[4], reduce="full"), "capture[0].heads", "4 heads"),
-        (Attention([0], queries=300, reduce="full"), "capture[0].queries", "300"),
-        (Attention([0], reduce=Mass("last")), "capture[0].reduce.positions", "known before"),
-        (Attention([0], reduce=Mass(200)), "capture[0].reduce.positions", "200"),
-        ([EVERYTHING[0], Attention([1], reduce=Entropy())], "capture[0][1].name", "another `name`"),
-        (Attention([0], reduce="full", stream=True), "capture[0].stream", "AsyncLLM"),
-    ],
-)
-def test_wrong_requests_are_refused(
-    served: AttentionServed, asked: Any, path: str, words: str
-) -> None:
-    with pytest.raises(SpecError, match=words) as error:
-        served.ask([PROMPTS[0]], asked)
-    assert error.value.path == path
-
-
-def test_an_engine_that_does_not_tap_queries_says_what_to_write(llm: Any) -> None:
-    with pytest.raises(SpecError, match=r'add "rot_q" to midstream.s setting `sites`') as error:
-        llm.generate(tokens(PROMPTS[0]), greedy(2), probes=PROBES[0], use_tqdm=False)
-    assert error.value.path == "probes.layer"
-    with pytest.raises(SpecError, match=r'add "rot_q" to midstream.s setting `sites`'):
-        llm.generate(
-            tokens(PROMPTS[0]), greedy(2), capture=Attention([0], reduce="full"), use_tqdm=False
-        )
+def test_wrong_requests_are_refused(served: AttentionServed, llm: Any) -> None:
+    two = [EVERYTHING[0], Attention([1], reduce=Entropy())]
+    assert_refused(
+        lambda asked: served.ask([PROMPTS[0]], asked),
+        [
+            (Attention([9], reduce="full"), "capture[0].layers", "the model has 3 layers"),
+            (Attention([0], heads=[4], reduce="full"), "capture[0].heads", "4 heads"),
+            (Attention([0], queries=300, reduce="full"), "capture[0].queries", "300"),
+            (Attention([0], reduce=Mass("last")), "capture[0].reduce.positions", "known before"),
+            (Attention([0], reduce=Mass(200)), "capture[0].reduce.positions", "200"),
+            (two, "capture[0][1].name", "another `name`"),
+            (Attention([0], reduce="full", stream=True), "capture[0].stream", "AsyncLLM"),
+        ],
+    )
+    for asked in ({"probes": PROBES[0]}, {"capture": Attention([0], reduce="full")}):
+        with pytest.raises(SpecError, match=r'add "rot_q" to midstream.s setting `sites`'):
+            ask_all(llm, [PROMPTS[0]], 2, **asked)
 
 
 def test_results_are_the_same_as_json(served: AttentionServed) -> None:
@@ -449,4 +391,3 @@ def test_results_are_the_same_as_json(served: AttentionServed) -> None:
     assert again[-1] is again["", 2]
     with pytest.raises(KeyError, match="there is no attention of 7; there is 0, 1, 2"):
         again[7]
-    assert 7 not in again

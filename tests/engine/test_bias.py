@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask_all
+from engine.refusals import assert_refused
 from support import tiny
 from support.end_oracle import EndOracle
-from support.engines import engine, generated, greedy, tokens
+from support.engines import engine, generated, greedy
 from support.inner_served import PROMPTS, ROOM, TIE, TOLERANCE, Served
 from support.oracle_edits import At
-from vllm import SamplingParams
 
 from midstream import (
     Attention,
@@ -21,7 +22,6 @@ from midstream import (
     Capture,
     Gate,
     Logits,
-    NothingSelectedError,
     Reading,
     SpecError,
     Steer,
@@ -136,20 +136,6 @@ ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
 
 
 @ONE
-def test_several_completions_and_prompts_of_several_steps(served: Served) -> None:
-    """Sampled, not greedy: a bias of 60 leaves no other token. Prompts are cut into steps."""
-    long = [(17 * nth) % 190 + 3 for nth in range(150)]
-    params = SamplingParams(n=3, max_tokens=4, temperature=1.0, logprobs=2, detokenize=False,
-                            ignore_eos=True)  # fmt: skip
-    edits = [[Bias({50 + nth: 60.0})] for nth in range(3)]
-    outputs = served.ask([long, PROMPTS[0], PROMPTS[1]], params=params, edits=edits, capture=None)
-    for nth, output in enumerate(outputs):
-        assert [list(one.token_ids) for one in output.outputs] == [[50 + nth] * 4] * 3
-        for one in output.outputs:
-            assert one.receipt.edited.applied == 4
-
-
-@ONE
 def test_a_prompts_log_probabilities_have_no_bias(served: Served) -> None:
     params = greedy(2, logprobs=2, prompt_logprobs=3, detokenize=False)
     biased, plain = served.ask([PROMPTS[2]] * 2, params=params, capture=None,
@@ -179,54 +165,12 @@ def test_a_preempted_request_gets_its_bias_once_for_each_token(served: Served) -
 
     engine_core.step = counted
     try:
-        outputs = llm.generate([tokens(PROMPTS[0]) for _ in given], params,
-                               edits=[one[0] for one in given], use_tqdm=False)  # fmt: skip
+        outputs = ask_all(llm, [PROMPTS[0] for _ in given], params, edits=[one[0] for one in given])
     finally:
         del engine_core.step
     assert steps > 4
     for one, output in zip(given, outputs, strict=True):
         assert_biased(served, PROMPTS[0], output, one)
-
-
-@ONE
-@pytest.mark.parametrize(
-    ("edit", "path", "problem"),
-    [
-        (
-            Bias({7: 1.0}, positions="all"),
-            "edits.positions",
-            "no token is sampled from position 0",
-        ),
-        (Bias({7: 1.0}, positions=[3]), "edits.positions", "from position 3 of a prompt of 9"),
-        (
-            Bias({7: 1.0}, TokenIds([5])),
-            "edits.positions",
-            "no token is sampled from position 0",
-        ),
-        (
-            Bias({3: 1.0, 100_000: 1.0}),
-            "edits.tokens",
-            "there is no token 100000: the model has",
-        ),
-        (Gate(Bias({7: 1.0}), torch.ones(64)), "edits.probe", "missing `layer` and `site`"),
-    ],
-)
-def test_what_cannot_be_is_refused(served: Served, edit: Any, path: str, problem: str) -> None:
-    with pytest.raises(SpecError, match=problem) as caught:
-        served.ask([PROMPTS[0]], 2, edits=edit, capture=None)
-    assert caught.value.path == path
-
-
-def test_without_the_tap_it_is_refused_by_the_setting(tiny_models: Path, llm: Any) -> None:
-    with pytest.raises(SpecError, match="logits is not tapped; add it to the settings `sites`"):
-        llm.generate([tokens(PROMPTS[0])], greedy(1), edits=Bias({7: 1.0}), use_tqdm=False)
-
-
-def test_logits_are_read_by_nothing() -> None:
-    for make in (lambda: Capture(sites="logits"), lambda: Steer([1.0], site="logits"),
-                 lambda: Reading([1.0], site="logits")):  # fmt: skip
-        with pytest.raises(SpecError, match=r"logits are returned by Logits\(top=…\)"):
-            make()
 
 
 @ONE
@@ -240,9 +184,6 @@ def test_server_wide_it_is_in_every_request_and_shown(served: Served) -> None:
         served.llm.steering.clear()
     (output,) = served.ask([PROMPTS[0]], 3, capture=None)
     assert generated(output) == served.oracle.generate(PROMPTS[0], 3)
-
-
-# ---------------------------------------------------------------- logits that are returned
 
 
 def assert_logits(rows: LogitRows, asked: Logits, expected: torch.Tensor) -> None:
@@ -321,47 +262,37 @@ def test_logits_that_are_asked_for_together_are_each_requests_own(served: Served
     for prompt, one, output in zip(prompts, asked, outputs, strict=True):
         seen = served.oracle.run([*prompt, *generated(output)][:-1])
         assert_logits(output.logits, one, seen.logits)
-
-
-@ONE
-def test_each_completion_has_its_own_logits_and_the_json_form_is_read_back(served: Served) -> None:
-    params = SamplingParams(n=2, temperature=1.5, seed=3, max_tokens=5, ignore_eos=True,
-                            detokenize=False)  # fmt: skip
-    (output,) = served.ask([PROMPTS[1]], params=params, capture=LOGITS[0])
-    for one in output.outputs:
-        seen = served.oracle.run([*PROMPTS[1], *one.token_ids][:-1])
-        assert_logits(one.logits, LOGITS[0], seen.logits)
-        again = LogitRows.from_json(one.logits.to_json())
+        again = LogitRows.from_json(output.logits.to_json())
         for name in ("values", "ids", "logsumexp", "positions"):
-            mine, theirs = getattr(again, name), getattr(one.logits, name)
-            assert mine.dtype == theirs.dtype
-            assert torch.equal(mine, theirs)
-    with pytest.raises(AttributeError, match="logits"):
-        output.logits  # noqa: B018
+            assert torch.equal(getattr(again, name), getattr(output.logits, name))
 
 
 @ONE
-@pytest.mark.parametrize(
-    ("asked", "path", "problem"),
-    [
-        (
-            Logits(tokens=[3, 100_000]),
-            "capture[0].tokens[1]",
-            "there is no token 100000: the model",
-        ),
-        (Logits(500), "capture[0].top", "the model has 199 tokens"),
-        ([Logits(2), Logits(3)], "capture[0][1]", "returns logits too"),
-        (Logits(2, positions=9, phase="prompt"), "capture[0].positions", "9"),
-    ],
-)
-def test_logits_that_are_not_there_are_refused(
-    served: Served, asked: Any, path: str, problem: str
-) -> None:
-    with pytest.raises((SpecError, NothingSelectedError), match=problem) as caught:
-        served.ask([PROMPTS[0]], 2, capture=[asked])
-    assert caught.value.path in (path, path.replace("[0]", ""))
-
-
-def test_logits_need_the_final_norm(llm: Any) -> None:
-    with pytest.raises(SpecError, match='add "final_norm" to midstream'):
-        llm.generate([tokens(PROMPTS[0])], greedy(1), capture=Logits(2), use_tqdm=False)
+def test_what_cannot_be_is_refused(served: Served, llm: Any) -> None:
+    ones = torch.ones(64)
+    first = "no token is sampled from position 0"
+    assert_refused(
+        lambda edit: served.ask([PROMPTS[0]], 2, edits=edit, capture=None),
+        [
+            (Bias({7: 1.0}, positions="all"), "edits.positions", first),
+            (Bias({7: 1.0}, positions=[3]), "edits.positions", "position 3 of a prompt of 9"),
+            (Bias({7: 1.0}, TokenIds([5])), "edits.positions", first),
+            (Bias({3: 1.0, 100_000: 1.0}), "edits.tokens", "there is no token 100000: the model"),
+            (Gate(Bias({7: 1.0}), ones), "edits.probe", "missing `layer` and `site`"),
+        ],
+    )
+    assert_refused(
+        lambda capture: served.ask([PROMPTS[0]], 2, capture=[capture]),
+        [
+            (Logits(tokens=[3, 100_000]), "capture[0].tokens[1]", "there is no token 100000"),
+            (Logits(500), "capture[0].top", "the model has 199 tokens"),
+            ([Logits(2), Logits(3)], "capture[0][1]", "returns logits too"),
+            (Logits(2, positions=9, phase="prompt"), "capture[0].positions", "9"),
+        ],
+    )
+    for asked, told in (
+        ({"edits": Bias({7: 1.0})}, "logits is not tapped; add it to the settings `sites`"),
+        ({"capture": Logits(2)}, 'add "final_norm" to midstream'),
+    ):
+        with pytest.raises(SpecError, match=told):
+            ask_all(llm, [PROMPTS[0]], 1, **asked)

@@ -144,22 +144,6 @@ def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
         assert (completion.activations[tap] - seen[tap]).abs().max() < 1e-3
 
 
-def test_each_completion_of_a_prompt_has_a_controller_of_its_own(llm: Any) -> None:
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(
-        temperature=1.0, seed=5, max_tokens=14, ignore_eos=True, n=3,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
-    (output,) = ask(llm, SCRIPT, params=params)
-    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
-    for one in output.outputs:
-        assert one.stop_reason == "controller:script"
-        first = SIZE + steps_ahead(llm)
-        assert [each.positions[0] for each in one.receipt.versions] == [0, first + 2, first + 4]
-        assert one.receipt.status == "ok"
-
-
 def test_what_is_computed_again_after_a_preemption_is_as_it_was(llm: Any, oracle: Oracle) -> None:
     """Preempted right after a switch, and again later. No score is given twice."""
     controllers = [Controller("sign"), Controller("halving")]

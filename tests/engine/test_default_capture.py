@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask_all
 from support.engines import greedy, tokens
 from support.oracle import HookEdit, Oracle
 
@@ -65,16 +66,16 @@ def test_there_are_as_many_rows_as_tokens_with_the_last_tokens_row(default, orac
 
 def test_the_last_tokens_row_alone_is_the_last_row(default, oracle):
     llm = default(last_token_row=True, last_decode_token=True)
-    [output] = llm.generate(tokens(PROMPT), greedy(5, detokenize=False), use_tqdm=False)
+    [output] = ask_all(llm, [PROMPT], 5)
     assert_rows(oracle, output, output.outputs[0], 4)
 
 
 def test_a_completion_that_stops_early_has_the_row_of_the_token_that_stopped_it(default, oracle):
     llm = default(last_token_row=True)
-    [free] = llm.generate(tokens(PROMPT), greedy(6, detokenize=False), use_tqdm=False)
+    [free] = ask_all(llm, [PROMPT], 6)
     stop = free.outputs[0].token_ids[3]
     params = greedy(20, detokenize=False, stop_token_ids=[stop], logprobs=2)
-    [output] = llm.generate(tokens(PROMPT), params, use_tqdm=False)
+    [output] = ask_all(llm, [PROMPT], params)
     completion = output.outputs[0]
     assert completion.finish_reason == "stop"
     assert completion.stop_reason == stop
@@ -87,7 +88,7 @@ def test_each_completion_of_a_prompt_has_the_row_of_its_own_last_token(default, 
     params = SamplingParams(
         n=2, temperature=1.0, seed=11, max_tokens=4, ignore_eos=True, detokenize=False
     )
-    [output] = llm.generate(tokens(PROMPT), params, use_tqdm=False)
+    [output] = ask_all(llm, [PROMPT], params)
     for completion in output.outputs:
         assert_rows(oracle, output, completion, 0)
 
@@ -95,52 +96,39 @@ def test_each_completion_of_a_prompt_has_the_row_of_its_own_last_token(default, 
 def test_edits_of_all_positions_reach_the_last_tokens_row(default, oracle):
     llm = default(last_token_row=True)
     llm.steering.set(base=Steer(VECTOR, 0, 0.5))
-    [output] = llm.generate(
-        tokens(PROMPT), greedy(5, detokenize=False), steer=Steer(VECTOR, 1, 2.0), use_tqdm=False
-    )
+    [output] = ask_all(llm, [PROMPT], 5, steer=Steer(VECTOR, 1, 2.0))
     edits = (HookEdit("resid_post", n, VECTOR, f, lambda _: True) for n, f in ((0, 0.5), (1, 2.0)))
     assert_rows(oracle, output, output.outputs[0], 0, *edits)
 
 
-def test_edits_of_some_positions_are_rejected_with_the_last_tokens_row(default):
+def test_what_cannot_be_asked_again_is_rejected_with_the_last_tokens_row(default):
     llm = default(last_token_row=True)
     early = Steer(VECTOR, 0, phase="prompt")
     with pytest.raises(SpecError, match=r"^steer\.positions: with last_token_row"):
-        llm.generate(tokens(PROMPT), greedy(5, detokenize=False), steer=early, use_tqdm=False)
+        ask_all(llm, [PROMPT], 5, steer=early)
     llm.vectors.register("early", VECTOR)
     with pytest.raises(SpecError, match=r"^steer: with last_token_row, vectors must be given by"):
         llm.generate(tokens(PROMPT), greedy(5, detokenize=False), steer=Steer("early", 0))
     reads = {"steer": Steer(VECTOR, 0), "probes": Probe(VECTOR, 0, name="p")}
     asked = {**reads, "controller": Threshold("p", above=1.0)}
     with pytest.raises(SpecError, match="^controller: with last_token_row, no controller may"):
-        llm.generate(tokens(PROMPT), greedy(5, detokenize=False), use_tqdm=False, **asked)
+        ask_all(llm, [PROMPT], 5, **asked)
     llm.steering.set(generated=Steer(VECTOR, 0))
     with pytest.raises(UnsupportedError, match="a server-wide edit selects positions or phases"):
-        llm.generate(tokens(PROMPT), greedy(5, detokenize=False), use_tqdm=False)
-
-
-def test_captures_of_every_request_are_rejected_with_the_last_tokens_row(default):
-    llm = default(last_token_row=True)
+        ask_all(llm, [PROMPT], 5)
+    llm.steering.clear()
     llm.captures.set("every", Capture(0))
-    try:
-        with pytest.raises(UnsupportedError, match="use captures by request"):
-            llm.generate(tokens(PROMPT), greedy(5, detokenize=False), use_tqdm=False)
-    finally:
-        llm.captures.clear("every")
-
-
-def test_a_prompt_that_is_more_than_its_tokens_is_rejected_with_the_last_tokens_row(default):
-    llm = default(last_token_row=True)
-    prompt = {"prompt_embeds": torch.zeros(3, 64)}
+    with pytest.raises(UnsupportedError, match="use captures by request"):
+        ask_all(llm, [PROMPT], 5)
+    llm.captures.clear("every")
+    embeddings = {"prompt_embeds": torch.zeros(3, 64)}
     with pytest.raises(SpecError, match=r"^prompts\[1\]: .*'prompt_embeds'"):
-        llm.generate([tokens(PROMPT), prompt], greedy(5, detokenize=False), use_tqdm=False)
+        llm.generate([tokens(PROMPT), embeddings], greedy(5, detokenize=False), use_tqdm=False)
 
 
 def test_a_request_of_its_own_captures_as_before(default, oracle):
     llm = default(last_token_row=True)
-    [output] = llm.generate(
-        tokens(PROMPT), greedy(5, detokenize=False), capture=Capture(1), use_tqdm=False
-    )
+    [output] = ask_all(llm, [PROMPT], 5, capture=Capture(1))
     assert output.activations["resid_post", 1].shape == (len(PROMPT) + 4, 64)
     assert_rows(oracle, output, output.outputs[0], 0)
 
@@ -148,6 +136,6 @@ def test_a_request_of_its_own_captures_as_before(default, oracle):
 def test_remove_hooks_ends_the_default_capture(default):
     llm = default()
     llm.remove_hooks()
-    [output] = llm.generate(tokens(PROMPT), greedy(5, detokenize=False), use_tqdm=False)
+    [output] = ask_all(llm, [PROMPT], 5)
     assert not hasattr(output, "hidden_states")
     assert output.activations is None

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask_all
+from engine.refusals import assert_refused
 from support import tiny
 from support.end_oracle import EndOracle
-from support.engines import engine, generated, greedy, tokens
+from support.engines import engine, generated
 from support.inner_served import PROMPTS, ROOM, TOLERANCE, Served
 from support.oracle_edits import At, Seen
 from support.sae_oracle import KINDS, RandomSae
@@ -28,7 +30,7 @@ from midstream import (
     Steer,
     TokenIds,
 )
-from midstream.results.readouts.features import FeatureResults, FeatureRows
+from midstream.results.readouts.features import FeatureRows
 
 SITES = ["resid_pre", "resid_post", "mlp_in", "mlp_out"]
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
@@ -146,7 +148,6 @@ def test_every_architecture_encodes_as_its_formulas_do(
 def test_saes_of_a_request_are_read_where_it_says(
     served: Served, saes: dict[str, RandomSae]
 ) -> None:
-    """Several in one request, of requests together; another layer and site than the SAE's."""
     asked = [
         [Features("gated", 3), Features("topk", 8), Features("gated", 3, layer=0, name="below")],
         [Features("gated", 3, site="mlp_out", layer=-1), Features("jumprelu", 4, TokenIds([7, 9]))],
@@ -172,7 +173,6 @@ def test_saes_of_a_request_are_read_where_it_says(
 def test_features_that_are_asked_for_together_are_each_requests_own(
     served: Served, saes: dict[str, RandomSae]
 ) -> None:
-    """Requests whose rows have the same form, and are computed together."""
     asked = [Features("gated", 2, features=[3 + nth, 90 - nth, 150]) for nth in range(6)]
     prompts = [PROMPTS[nth % 3] for nth in range(6)]
     outputs = served.ask(prompts, 3, capture=[[one] for one in asked])
@@ -182,53 +182,27 @@ def test_features_that_are_asked_for_together_are_each_requests_own(
         assert assert_features(rows, one, expected(saes["gated"], seen)) <= TOLERANCE
 
 
-def test_a_cached_prompt_and_several_completions_have_their_own_rows(
-    served: Served, saes: dict[str, RandomSae]
-) -> None:
-    asked = Features("jumprelu", 5, ["last_prompt", "generated"], features=[3])
-    prompt = PROMPTS[2] * 4
-    served.ask([prompt], 1, capture=None)
-    params = SamplingParams(n=2, temperature=1.5, seed=3, max_tokens=5, ignore_eos=True,
-                            detokenize=False)  # fmt: skip
-    (output,) = served.ask([prompt], params=params, capture=asked)
-    assert output.num_cached_tokens == 64
-    for one in output.outputs:
-        active = expected(saes["jumprelu"], served.oracle.run([*prompt, *one.token_ids][:-1]))
-        rows = one.features["jumprelu"]
-        assert assert_features(rows, asked, active) <= TOLERANCE
-        again = FeatureResults.from_json(one.features.to_json())["jumprelu"]
-        for name in ("ids", "values", "feature_values", "l0", "positions"):
-            mine, theirs = getattr(again, name), getattr(rows, name)
-            assert mine.dtype == theirs.dtype
-            assert torch.equal(mine, theirs)
-        assert (again.features, again.site, again.layer) == ((3,), "resid_post", 1)
-
-
-@pytest.mark.parametrize(
-    ("asked", "path", "problem"),
-    [
-        (
-            Features("gone"),
-            "capture.sae",
-            "no SAE 'gone'; there is `standard`, .*register",
-        ),
-        (Features("topk", 301), "capture.top", "the SAE 'topk' has 300 features"),
-        (Features("topk", features=[1, 300]), "capture.features[1]", "there is no feature 300"),
-        (Features("topk", layer=3), "capture.layer", "layer 3 is out of range"),
-        (Features("topk", site="attn_out"), "capture.site", "attn_out"),
-        (
-            [[Features("topk"), Features("topk", 3)]],
-            "capture[0][1].name",
-            "is a `Features` of this name too",
-        ),
-    ],
-)
-def test_features_that_cannot_be_had_are_refused(
-    served: Served, asked: Any, path: str, problem: str
-) -> None:
-    with pytest.raises(SpecError, match=problem) as caught:
-        served.llm.generate([tokens(PROMPTS[0])], greedy(1), capture=asked, use_tqdm=False)
-    assert caught.value.path == path
+def test_features_that_cannot_be_had_are_refused(served: Served, tiny_models: Path) -> None:
+    again = [[Features("topk"), Features("topk", 3)]]
+    assert_refused(
+        lambda asked: ask_all(served.llm, [PROMPTS[0]], 1, capture=asked),
+        [
+            (Features("gone"), "capture.sae", "no SAE 'gone'; there is `standard`, .*register"),
+            (Features("topk", 301), "capture.top", "the SAE 'topk' has 300 features"),
+            (Features("topk", features=[1, 300]), "capture.features[1]", "is no feature 300"),
+            (Features("topk", layer=3), "capture.layer", "layer 3 is out of range"),
+            (Features("topk", site="attn_out"), "capture.site", "attn_out"),
+            (again, "capture[0][1].name", "is a `Features` of this name too"),
+        ],
+    )
+    params = SamplingParams(n=300, max_tokens=1, ignore_eos=True, detokenize=False)
+    with pytest.raises(SpecError, match="may read 19200 rows .* a step has room for 16384"):
+        served.ask([LONG], params=params, capture=Features("topk"))
+    path = tiny.make("llama-bias", tiny_models, tiny.MODELS["llama"])
+    for name in ("saes", "lenses"):
+        wrong = rf"{name}\.a: there is no file or folder 'no/such/folder'"
+        with pytest.raises(ConfigError, match=wrong):
+            engine(path, midstream={name: {"a": "no/such/folder"}}).__enter__()
 
 
 def test_a_name_is_what_it_was_last_registered_as(
@@ -262,17 +236,3 @@ def test_a_name_is_what_it_was_last_registered_as(
         llm.saes.register("again", narrow)
     llm.saes.remove("again")
     llm.saes.register("skip", SAE.load(saes["skip"].write(tmp_path / "skip")))
-
-
-def test_more_rows_than_a_step_has_room_for_are_refused(served: Served) -> None:
-    params = SamplingParams(n=300, max_tokens=1, ignore_eos=True, detokenize=False)
-    with pytest.raises(SpecError, match="may read 19200 rows .* a step has room for 16384"):
-        served.ask([LONG], params=params, capture=Features("topk"))
-
-
-def test_an_sae_of_the_settings_that_is_none_is_refused(tiny_models: Path) -> None:
-    path = tiny.make("llama-bias", tiny_models, tiny.MODELS["llama"])
-    for name in ("saes", "lenses"):
-        wrong = rf"{name}\.a: there is no file or folder 'no/such/folder'"
-        with pytest.raises(ConfigError, match=wrong):
-            engine(path, midstream={name: {"a": "no/such/folder"}}).__enter__()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.asking import ask_all
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.pipeline import make_pipeline
@@ -91,17 +92,13 @@ def test_the_probe_reads_plus_and_minus_one_and_the_edit_moves_by_two(
     found = Directions.fit(wide, POSITIVE, NEGATIVE, "lda")[1]
     probe = found.probe("mood", positions="last_prompt")
     for edits, moved in (None, 0.0), (found.steer(1.5), 3.0):
-        outputs = wide.generate(
-            [tokens(prompt) for prompt in POSITIVE + NEGATIVE],
-            greedy(1), probes=probe, edits=edits, use_tqdm=False,
-        )  # fmt: skip
+        outputs = ask_all(wide, POSITIVE + NEGATIVE, 1, probes=probe, edits=edits)
         scores = np.array([float(output.probes["mood"]) for output in outputs])
         assert scores[:PAIRS].mean() == pytest.approx(1 + moved, abs=1e-4)
         assert scores[PAIRS:].mean() == pytest.approx(-1 + moved, abs=1e-4)
-    (output,) = wide.generate(
-        tokens(POSITIVE[0]), greedy(1), edits=found.ablate(layer="all"),
-        capture=Capture("all"), use_tqdm=False,
-    )  # fmt: skip
+    (output,) = ask_all(
+        wide, [POSITIVE[0]], 1, edits=found.ablate(layer="all"), capture=Capture("all")
+    )
     unit = torch.from_numpy(found.unit)
     assert float((output.activations["resid_post"] @ unit).abs().max()) <= 1e-4
     wanted = oracle.run(POSITIVE[0], [At(found.ablate(layer="all"))])
@@ -199,9 +196,7 @@ def test_a_registered_direction_steers_as_its_edit_does(wide: Any) -> None:
     found[1].register(wide, "one")
 
     def rows(edit: Any) -> torch.Tensor:
-        (output,) = wide.generate(
-            tokens(POSITIVE[0]), greedy(2), edits=edit, capture=Capture("all"), use_tqdm=False
-        )
+        (output,) = ask_all(wide, [POSITIVE[0]], 2, edits=edit, capture=Capture("all"))
         return output.activations["resid_post"]
 
     for name, edit in (("all", found.steer(2.0)), ("one", found[1].steer(2.0))):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask, ask_all
 from support import tiny
 from support.edit_cases import Case, Maker, all_problems, problems
 from support.engines import generated, greedy, tokens
@@ -154,17 +155,20 @@ def test_cached_prompts_are_used_up_to_the_first_token_that_is_read(
     wide: Any, oracle: EditOracle
 ) -> None:
     generate = {"detokenize": False, "logprobs": 3}
-    wide.generate(tokens(LONG), greedy(1, detokenize=False), use_tqdm=False)
+    ask_all(wide, [LONG], 1)
     for where, hit in (({"phase": "generated"}, 32), ({"positions": slice(20, None)}, 0)):
         gate = late_gate(oracle, LONG, 2, hold="rest")
         gate = Gate(gate.edit.replace(**where), gate.probe, gate.threshold, hold="rest")
         first = where.get("positions", slice(len(LONG), None)).start
         case = Case(f"{where}", LONG, [At(gate, lambda p, first=first: p >= first)])
         for _ in range(2):
-            output = wide.generate(
-                tokens(LONG), greedy(COUNT, **generate), edits=gate, use_tqdm=False,
+            output = ask(
+                wide,
+                LONG,
+                greedy(COUNT, **generate),
+                edits=gate,
                 capture=Capture("all", EVERY_SITE, phase="generated"),
-            )[0]  # fmt: skip
+            )
             assert output.num_cached_tokens == hit
             assert output.receipt.status == "ok"
             seen = oracle.run([*LONG, *generated(output)][:-1], case.edits)
@@ -181,9 +185,7 @@ def test_each_completion_of_a_prompt_has_a_gate_of_its_own(wide: Any, oracle: Ed
     params = SamplingParams(
         n=3, temperature=1.0, seed=3, max_tokens=COUNT, ignore_eos=True, detokenize=False
     )
-    output = wide.generate(
-        tokens(SHORT), params, capture=Capture("all", EVERY_SITE), use_tqdm=False
-    )[0]
+    output = ask(wide, SHORT, params, capture=Capture("all", EVERY_SITE))
     assert len({tuple(one.token_ids) for one in output.outputs}) == 3
     for one in output.outputs:
         assert one.receipt.status == "ok"
@@ -198,10 +200,13 @@ def test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is(
     even = list(range(0, tiny.VOCAB, 2))
     given = gates(oracle, LONG, {"positions": TokenIds(even)})
     for name in ("hold", "all"):
-        output = wide.generate(
-            tokens(LONG), greedy(COUNT, logprobs=3, detokenize=False), edits=given[name],
-            capture=Capture("all", EVERY_SITE), use_tqdm=False,
-        )[0]  # fmt: skip
+        output = ask(
+            wide,
+            LONG,
+            greedy(COUNT, logprobs=3, detokenize=False),
+            edits=given[name],
+            capture=Capture("all", EVERY_SITE),
+        )
         ids = [*LONG, *generated(output)][:-1]
         places = frozenset(p for p, token in enumerate(ids) if token in even)
         case = Case(name, LONG, [At(given[name], places.__contains__)])
@@ -211,13 +216,10 @@ def test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is(
 def test_more_gates_than_there_is_room_for_wait_and_what_never_fits_is_rejected(wide: Any) -> None:
     gate = Gate(Steer(torch.ones(tiny.HIDDEN), "all"), torch.ones(tiny.HIDDEN), hold=3)
     params = greedy(3, detokenize=False)
-    outputs = wide.generate([tokens(SHORT)] * 9, params, edits=gate, use_tqdm=False)
+    outputs = ask_all(wide, [SHORT] * 9, params, edits=gate)
     assert [one.receipt.status for one in outputs] == ["ok"] * 9
     with pytest.raises(SpecError, match="need 15 states .* room for 12; raise .* gate_states"):
-        wide.generate(
-            tokens(SHORT), SamplingParams(n=5, max_tokens=2, detokenize=False), edits=gate,
-            use_tqdm=False,
-        )  # fmt: skip
+        ask_all(wide, [SHORT], SamplingParams(n=5, max_tokens=2, detokenize=False), edits=gate)
 
 
 def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(

@@ -12,11 +12,11 @@ from support.engines import engine, generated, greedy, tokens
 from support.hostile import good_plan, hostile_plans
 from support.nightly import rounds
 
-from midstream import Capture, SpecError, Steer
+from midstream import SpecError, Steer
 from midstream.runtime.protocol.rpc import CheckIntegrity, ReleaseRequests, arguments_of
 
 HIDDEN, LAYERS, PROMPT = 64, 3, [5, 9, 7, 6, 8, 12]
-COUNT = rounds(suite=400, nightly=2000)
+COUNT = rounds(suite=160, nightly=2000)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_hostile_plans_are_refused_and_a_good_request_right_after_works(llm):
         for kind, plan in (one, _misfit(draw)):
             kinds.add(kind)
             assert refuses(llm, plan), f"{kind}: {plan!r} was taken"
-        if nth % 100 == 0:
+        if nth % 40 == 0:
             after = ask(llm, good)
             assert generated(after) == generated(expected)
             assert after.receipt.to_dict() | {"request_id": ""} == (
@@ -101,15 +101,6 @@ def test_good_plans_of_that_kind_are_served(llm):
         assert output.receipt.status == "ok"
         if "edits" not in plan:
             assert generated(output) == plain
-
-
-def test_one_hostile_prompt_among_good_ones_is_named_and_the_call_taken_back(llm):
-    bad = Steer([1.0] * (HIDDEN + 1), 1)
-    prompts = [tokens([7 + nth, *PROMPT]) for nth in range(6)]
-    with pytest.raises(SpecError, match=r"steer\[4\]"):
-        llm.generate(prompts, greedy(3), steer=[None] * 4 + [[bad]] + [None], use_tqdm=False)
-    assert not llm.llm_engine.has_unfinished_requests()
-    assert len(llm.generate(prompts, greedy(3), capture=Capture(0), use_tqdm=False)) == 6
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_view import inspect
-from support.engines import ALL_SITES, engine, generated, greedy, tokens
+from engine.asking import ask, ask_all
+from support import tiny
+from support.engines import ALL_SITES, engine, generated, greedy
 
 from midstream import Capture, Positions, SpecError, Steer
 
@@ -53,14 +54,9 @@ def some_requests(count: int, seed: int) -> list[dict[str, Any]]:
     return found
 
 
-def ask(llm: Any, requests: list[dict[str, Any]], params: Any) -> list[Any]:
-    return llm.generate(
-        [tokens(request["prompt"]) for request in requests],
-        params,
-        capture=[request["capture"] for request in requests],
-        steer=[request["steer"] for request in requests],
-        use_tqdm=False,
-    )
+def ask_each(llm: Any, requests: list[dict[str, Any]], params: Any) -> list[Any]:
+    asked = {name: [request[name] for request in requests] for name in ("capture", "steer")}
+    return ask_all(llm, [request["prompt"] for request in requests], params, **asked)
 
 
 def assert_same(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
@@ -78,57 +74,33 @@ def assert_same(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
         )
 
 
-def test_in_one_mixed_batch_every_request_gets_what_it_gets_alone(tiny_llama: Path) -> None:
-    """With steps of 16 tokens, prompts of up to 40 are computed in chunks, beside decodes."""
-    requests = some_requests(24, seed=16)
-    params = greedy(7, detokenize=False)
-    with engine(tiny_llama, max_num_batched_tokens=16, max_num_seqs=8) as llm:
-        together = ask(llm, requests, params)
-        for request, output in zip(requests, together, strict=True):
-            assert_same(output, ask(llm, [request], params)[0])
-        inspect(llm).check_integrity()
-
-
 def test_chunked_prefill_gives_the_rows_of_a_prefill_in_one_piece(
     llm: Any, tiny_llama: Path
 ) -> None:
-    requests = some_requests(12, seed=3)
-    params = greedy(6, detokenize=False)
+    requests = some_requests(24, seed=3)
     with engine(tiny_llama, max_num_batched_tokens=16, max_num_seqs=4) as chunked:
         for found, expected in zip(
-            ask(chunked, requests, params), ask(llm, requests, params), strict=True
+            ask_each(chunked, requests, 6), ask_each(llm, requests, 6), strict=True
         ):
             assert_same(found, expected)
 
 
 def test_more_than_ten_prompts_come_back_in_order_each_with_its_own_rows(llm: Any) -> None:
     prompts = [[5 + nth, 60 + nth, 120 + nth] for nth in range(24)]
-    outputs = llm.generate(
-        [tokens(prompt) for prompt in prompts],
-        greedy(3, detokenize=False),
-        capture=Capture(layers="all", positions="prompt"),
-        use_tqdm=False,
-    )
+    capture = Capture(layers="all", positions="prompt")
+    outputs = ask_all(llm, prompts, 3, capture=capture)
     assert [output.prompt_token_ids for output in outputs] == prompts
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.activations.token_ids.tolist() == prompt
-        alone = llm.generate(
-            tokens(prompt),
-            greedy(3, detokenize=False),
-            capture=Capture(layers="all", positions="prompt"),
-            use_tqdm=False,
-        )[0]
-        assert_same(output, alone)
+        assert_same(output, ask(llm, prompt, 3, capture=capture))
 
 
 def test_sampling_params_are_not_changed_and_can_be_used_again(llm: Any) -> None:
     params = greedy(4, detokenize=False, extra_args={"theirs": 1})
     before = copy.deepcopy(params)
-    prompt = tokens([7, 8, 9])
     steer = [Steer([9.0] * HIDDEN, layer=1)]
-    first = llm.generate(prompt, params, steer=steer, use_tqdm=False)[0]
-    second = llm.generate(prompt, params, steer=steer, use_tqdm=False)[0]
-    plain = llm.generate(prompt, params, use_tqdm=False)[0]
+    first, second = (ask(llm, [7, 8, 9], params, steer=steer) for _ in range(2))
+    plain = ask(llm, [7, 8, 9], params)
     assert generated(first) == generated(second) != generated(plain)
     assert params == before
     assert params.extra_args == {"theirs": 1}
@@ -136,23 +108,17 @@ def test_sampling_params_are_not_changed_and_can_be_used_again(llm: Any) -> None
 
 
 def test_two_engines_in_one_process_keep_to_themselves(llm: Any, tiny_models: Path) -> None:
-    from support import tiny
-
-    other = tiny.make("gpt2", tiny_models)
-    prompt, params = tokens([11, 12, 13, 14]), greedy(4, detokenize=False)
+    other, prompt = tiny.make("gpt2", tiny_models), [11, 12, 13, 14]
     everything = Capture(layers="all", sites="resid_post")
-    alone = llm.generate(prompt, params, capture=everything, use_tqdm=False)[0]
+    alone = ask(llm, prompt, capture=everything)
     with engine(other, midstream={"sites": ["resid_post"], "layers": [0, 2]}) as second:
-        theirs = second.generate(
-            prompt, params, capture=everything, steer=[Steer([2.0] * HIDDEN, layer=0)],
-            use_tqdm=False,
-        )[0]  # fmt: skip
-        mine = llm.generate(prompt, params, capture=everything, use_tqdm=False)[0]
+        steer = [Steer([2.0] * HIDDEN, layer=0)]
+        theirs = ask(second, prompt, capture=everything, steer=steer)
         assert theirs.activations.layers == (0, 2)
-        assert_same(mine, alone, tolerance=0)
+        assert_same(ask(llm, prompt, capture=everything), alone, tolerance=0)
         with pytest.raises(SpecError, match="not tapped"):
-            second.generate(prompt, params, capture=Capture(layers=[1]), use_tqdm=False)
-    assert_same(llm.generate(prompt, params, capture=everything, use_tqdm=False)[0], alone, 0)
+            ask(second, prompt, capture=Capture(layers=[1]))
+    assert_same(ask(llm, prompt, capture=everything), alone, tolerance=0)
 
 
 def test_several_completions_of_one_prompt_each_have_their_own_rows(llm: Any) -> None:
@@ -161,11 +127,9 @@ def test_several_completions_of_one_prompt_each_have_their_own_rows(llm: Any) ->
     params = SamplingParams(
         n=12, temperature=1.5, seed=3, max_tokens=5, ignore_eos=True, detokenize=False
     )
-    prompt = [5, 6, 7]
-    steer = [Steer([3.0] * HIDDEN, layer=0, phase="generated")]
-    output = llm.generate(
-        tokens(prompt), params, capture=Capture(layers=[2]), steer=steer, use_tqdm=False
-    )[0]
+    prompt, steer = [5, 6, 7], Steer([3.0] * HIDDEN, layer=0)
+    capture = Capture(layers=[2])
+    output = ask(llm, prompt, params, capture=capture, steer=[steer.replace(phase="generated")])
     assert [completion.index for completion in output.outputs] == list(range(12))
     assert len({tuple(completion.token_ids) for completion in output.outputs}) > 3
     for completion in output.outputs:
@@ -173,13 +137,8 @@ def test_several_completions_of_one_prompt_each_have_their_own_rows(llm: Any) ->
         assert completion.activations.token_ids.tolist() == ids
         assert completion.receipt.edited.applied == 4
         # The same tokens, fed as a prompt whose tail is steered as those were.
-        replay = llm.generate(
-            tokens(ids),
-            greedy(1, detokenize=False),
-            capture=Capture(layers=[2]),
-            steer=[Steer([3.0] * HIDDEN, layer=0, positions=slice(3, None))],
-            use_tqdm=False,
-        )[0]
+        later = [steer.replace(positions=slice(3, None))]
+        replay = ask(llm, ids, 1, capture=capture, steer=later)
         torch.testing.assert_close(
             completion.activations["resid_post", 2],
             replay.activations["resid_post", 2],
@@ -190,11 +149,9 @@ def test_several_completions_of_one_prompt_each_have_their_own_rows(llm: Any) ->
 
 def test_position_limits_hold_over_prompt_and_decode(llm: Any) -> None:
     """The difference that edits make at their own site is exactly where they were asked for."""
-    prompt = [9, 8, 7, 6, 5]
-    params = greedy(1, detokenize=False)
+    prompt, rows = [9, 8, 7, 6, 5], Capture(layers=[1])
     vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
-    everything = Capture(layers=[1])
-    plain = llm.generate(tokens(prompt), params, capture=everything, use_tqdm=False)[0]
+    plain = ask(llm, prompt, 1, capture=rows)
     for positions, expected in (
         (2, [2]),
         (-1, [4]),
@@ -204,10 +161,8 @@ def test_position_limits_hold_over_prompt_and_decode(llm: Any) -> None:
         (Positions("all", phase="prompt"), [0, 1, 2, 3, 4]),
         ("last_prompt", [4]),
     ):
-        steered = llm.generate(
-            tokens(prompt), params, capture=everything,
-            steer=[Steer(vector, layer=1, scale=2.0, positions=positions)], use_tqdm=False,
-        )[0]  # fmt: skip
+        steer = [Steer(vector, layer=1, scale=2.0, positions=positions)]
+        steered = ask(llm, prompt, 1, capture=rows, steer=steer)
         moved = steered.activations["resid_post", 1] - plain.activations["resid_post", 1]
         where = moved.abs().amax(dim=1) > 1e-3
         assert where.nonzero().squeeze(1).tolist() == expected

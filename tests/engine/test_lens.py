@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask_all
+from engine.refusals import assert_refused
 from safetensors.torch import save_file
 from support import tiny
 from support.end_oracle import MODULES, EndOracle
-from support.engines import HAS_GPU, engine, generated, greedy, tokens
+from support.engines import engine, generated
 from support.inner_served import PROMPTS, ROOM, TOLERANCE, Served
-from support.oracle_edits import PLACES, At, EditOracle, Seen
+from support.oracle_edits import At, Seen
 from torch import Tensor
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from midstream import (
@@ -32,7 +33,7 @@ from midstream import (
     TopKeys,
     TunedLens,
 )
-from midstream.results.readouts.lens import LensResults, LensRows
+from midstream.results.readouts.lens import LensRows
 
 SITES = ["resid_pre", "resid_mid", "resid_post", "final_norm", "logits", "rot_q"]
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
@@ -170,19 +171,6 @@ def test_every_layer_is_decoded_as_transformers_decodes_it(served: Served) -> No
     assert counts["lens.logit", 0] == counts["lens.logit", 2] == 153
 
 
-def test_the_last_layer_gives_the_models_own_logits(served: Served) -> None:
-    """Row by row, so that both are products of one shape."""
-    last = {"positions": "last_prompt"}
-    asked = [Lens([-1], top=8, **last), Logits(8, **last)]
-    for prompt in PROMPTS:
-        (output,) = served.ask([prompt], 1, capture=[asked])
-        rows, logits = output.lens["logit"], output.logits
-        assert torch.equal(rows.ids[:, 0], logits.ids)
-        slack = TOLERANCE if HAS_GPU else 0  # a norm without addition is another kernel there
-        assert float((rows.values[:, 0] - logits.values).abs().max()) <= slack
-        assert float((rows.logsumexp[:, 0] - logits.logsumexp).abs().max()) <= slack
-
-
 def maps(*shape: int, seed: int) -> Tensor:
     return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -292,9 +280,12 @@ def test_steering_with_a_token_adds_the_direction_of_its_lens(served: Served) ->
             At(Steer(unit, layer, scale, **where), lambda position: position >= 2)
             for layer, unit in zip(layers, units, strict=True)
         ])  # fmt: skip
+    reading, plain = torch.linspace(-1, 1, WIDTH), direction(served, token, whole)
+    edits.append(Gate(Steer(token=token, layer=1, scale=scale), reading))
+    wanted.append([At(Gate(Steer(plain, 1, scale), reading))])
     asked = [Lens(top=1, tokens=token), Capture("all", "resid_post")]
-    prompts = [PROMPTS[nth % 3] for nth in range(len(cases))]
-    outputs = served.ask(prompts, 2, capture=[asked] * len(cases), edits=[[one] for one in edits])
+    prompts = [PROMPTS[nth % 3] for nth in range(len(edits))]
+    outputs = served.ask(prompts, 2, capture=[asked] * len(edits), edits=[[one] for one in edits])
     errors, rises = [], []
     for prompt, output, ats in zip(prompts, outputs, wanted, strict=True):
         assert output.receipt.status == "ok", output.receipt
@@ -312,41 +303,6 @@ def test_steering_with_a_token_adds_the_direction_of_its_lens(served: Served) ->
     with pytest.raises(SpecError, match="there is no lens 'tuned'") as caught:
         served.ask([LONG], 1, edits=Steer(token=token, lens="tuned", layer=1))
     assert caught.value.path == "edits.lens"
-
-
-@ONE
-@pytest.mark.parametrize(
-    ("given", "path", "problem"),
-    [
-        ({"token": 100_000}, "edits.token", "there is no token 100000: the model has"),
-        ({"token": " Paris"}, "edits.token", "needs a tokenizer"),
-        ({"token": 3, "layer": [0, 5]}, "edits.layer[1]", "layer 5 is out of range"),
-    ],
-)
-def test_a_token_that_gives_no_direction_is_refused(
-    served: Served, given: Any, path: str, problem: str
-) -> None:
-    with pytest.raises(SpecError, match=problem) as caught:
-        served.ask([LONG], 1, edits=Steer(**{"layer": 1, **given}))
-    assert caught.value.path == path
-    with pytest.raises(SpecError, match=r"llm\.lenses\.direction\(token, layer\)") as caught:
-        served.llm.steering.set(base=Steer(token=3, layer=1))
-    assert caught.value.path == "base.token"
-
-
-@ONE
-def test_a_gated_token_is_steered_where_its_gate_is_open(served: Served) -> None:
-    """norm="match" moves the stream by its own length."""
-    unit = direction(served, 42, torch.eye(WIDTH)).float()
-    probe = torch.linspace(-1, 1, WIDTH)
-    steer = {"layer": [0, 1], "scale": 0.5, "norm": "match"}
-    given = [Gate(Steer(unit, **steer), probe), Gate(Steer(token=42, **steer), probe)]
-    rows = Capture("all", "resid_post")
-    first, second = served.ask([LONG, LONG], 3, capture=rows, edits=[[one] for one in given])
-    assert generated(first) == generated(second)
-    for tap, rows in first.activations.items():
-        assert float((rows - second.activations[tap]).abs().max()) <= 1e-4
-    assert second.receipt.edited == first.receipt.edited
 
 
 @ONE
@@ -373,49 +329,32 @@ def test_a_cached_prompt_and_several_completions_have_their_own_rows(served: Ser
         seen = served.oracle.run([*prompt, *one.token_ids][:-1])
         wanted = expected(served, seen, range(3))
         assert assert_lens(one.lens["logit"], asked, wanted) <= TOLERANCE
-        again = LensResults.from_json(one.lens.to_json())["logit"]
-        for name in ("values", "ids", "token_values", "ranks", "logsumexp", "positions"):
-            mine, theirs = getattr(again, name), getattr(one.lens["logit"], name)
-            assert mine.dtype == theirs.dtype
-            assert torch.equal(mine, theirs)
-        assert (again.tokens, again.layers) == ((7,), (0, 1, 2))
     with pytest.raises(AttributeError, match="lens"):
         output.lens  # noqa: B018
 
 
 @ONE
-def test_lenses_that_are_asked_for_together_are_each_requests_own(served: Served) -> None:
-    """Requests whose rows have the same form, and are computed together."""
-    asked = [Lens(top=2, tokens=[3 + nth, 90 - nth, 150]) for nth in range(6)]
-    prompts = [PROMPTS[nth % 3] for nth in range(6)]
-    outputs = served.ask(prompts, 3, capture=[[one] for one in asked])
-    for prompt, one, output in zip(prompts, asked, outputs, strict=True):
-        seen = served.oracle.run([*prompt, *generated(output)][:-1])
-        wanted = expected(served, seen, range(3))
-        assert assert_lens(output.lens["logit"], one, wanted) <= TOLERANCE
-
-
-@ONE
-@pytest.mark.parametrize(
-    ("asked", "path", "problem"),
-    [
-        (Lens([0, 3]), "capture.layers[1]", "layer 3 is out of range"),
-        (Lens(tokens=[3, 100_000]), "capture.tokens[1]", "there is no token 100000: the model"),
-        (Lens(top=500), "capture.top", "the model has 199 tokens"),
-        (Lens(tokens=" Paris"), "capture.tokens[0]", "needs a tokenizer"),
-        ([[Lens([0]), Lens([1])]], "capture[0][1].name", "is a lens of this name too"),
-    ],
-)
-def test_a_lens_that_cannot_be_had_is_refused(
-    served: Served, asked: Any, path: str, problem: str
-) -> None:
-    with pytest.raises(SpecError, match=problem) as caught:
-        served.llm.generate([tokens(PROMPTS[0])], greedy(1), capture=asked, use_tqdm=False)
-    assert caught.value.path == path
-
-
-@ONE
-def test_more_rows_than_a_step_has_room_for_are_refused(served: Served) -> None:
+def test_what_cannot_be_had_is_refused(served: Served) -> None:
+    assert_refused(
+        lambda asked: ask_all(served.llm, [PROMPTS[0]], 1, capture=asked),
+        [
+            (Lens([0, 3]), "capture.layers[1]", "layer 3 is out of range"),
+            (Lens(tokens=[3, 100_000]), "capture.tokens[1]", "there is no token 100000: the model"),
+            (Lens(top=500), "capture.top", "the model has 199 tokens"),
+            (Lens(tokens=" Paris"), "capture.tokens[0]", "needs a tokenizer"),
+            ([[Lens([0]), Lens([1])]], "capture[0][1].name", "is a lens of this name too"),
+        ],
+    )
+    assert_refused(
+        lambda given: served.ask([LONG], 1, edits=Steer(**{"layer": 1, **given})),
+        [
+            ({"token": 100_000}, "edits.token", "there is no token 100000: the model has"),
+            ({"token": " Paris"}, "edits.token", "needs a tokenizer"),
+            ({"token": 3, "layer": [0, 5]}, "edits.layer[1]", "layer 5 is out of range"),
+        ],
+    )
+    with pytest.raises(SpecError, match=r"llm\.lenses\.direction\(token, layer\)"):
+        served.llm.steering.set(base=Steer(token=3, layer=1))
     params = SamplingParams(n=90, max_tokens=1, ignore_eos=True, detokenize=False)
     with pytest.raises(SpecError, match="may read 17280 rows .* a step has room for 16384"):
         served.ask([LONG], params=params, capture=Lens())
@@ -424,28 +363,5 @@ def test_more_rows_than_a_step_has_room_for_are_refused(served: Served) -> None:
 def test_an_engine_need_not_tap_the_final_norm(llm: Any) -> None:
     """The last layer's first token is the one that is sampled."""
     asked = Lens(top=1, positions="last_prompt")
-    (output,) = llm.generate([tokens(PROMPTS[0])], greedy(1), capture=asked, use_tqdm=False)
-    rows = output.lens["logit"]
-    assert rows.layers == tuple(range(llm.info.shape.num_layers))
-    assert rows.ids[0, -1].tolist() == generated(output)
-
-
-@pytest.mark.model
-@pytest.mark.nightly
-def test_every_layer_of_smollm2(smollm2: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    text = "The capital of France is the city of Paris, and two and two are four; water boils. " * 4
-    prompt = list(tokenizer(text).input_ids)
-    asked = Lens(top=5, tokens=[" Paris", " London"])
-    oracle = EditOracle(smollm2, PLACES["llama"])
-    with engine(smollm2, **ROOM) as llm:
-        (output,) = llm.generate([tokens(prompt)], greedy(2), capture=asked, use_tqdm=False)
-    seen = oracle.run([*prompt, *generated(output)][:-1])
-    wanted = torch.stack(
-        [decoded(oracle.model, "model.norm", seen.values["resid_post", one]) for one in range(30)],
-        1,
-    )
-    rows = output.lens["logit"]
-    assert [tokenizer.decode([one]) for one in rows.tokens] == [" Paris", " London"]
-    # Its streams are a thousand times as long as those of the tiny models.
-    assert assert_lens(rows, Lens(top=5, tokens=rows.tokens), wanted) <= 2 * TOLERANCE
+    (output,) = ask_all(llm, [PROMPTS[0]], 1, capture=asked)
+    assert output.lens["logit"].ids[0, -1].tolist() == generated(output)

@@ -239,7 +239,7 @@ def test_rows_and_kv_of_a_failed_request_are_not_kept(local: Any, oracle: EditOr
 
 def test_a_function_that_was_not_called_is_noticed(local: Any) -> None:
     core = local.llm_engine.engine_core.engine_core
-    buffers = ENDPOINT.get(core.model_executor.driver_worker.worker)._buffers
+    buffers = ENDPOINT.get(core.model_executor.driver_worker.worker)._rank.buffers
     before, buffers.before = buffers.before, None
     try:
         with pytest.raises(ReceiptError, match=r"resid_post of layer 1.*was not called"):

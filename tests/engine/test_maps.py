@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask
 from support import tiny
 from support.cached_pair import SIZE, WHOLE, Pair, fresh
 from support.edit_cases import Case, Maker, all_problems
-from support.engines import generated, greedy, tokens
+from support.engines import generated, greedy
 from support.oracle_edits import PLACES, At, EditOracle
 
 from midstream import Affine, Capture, Gate, Scale, SpecError, Steer, TokenIds
@@ -70,15 +71,12 @@ def test_maps_apply_at_their_tokens_beside_each_other_and_other_edits(
 def answer(llm: Any, prompt: list[int], edits: Any, **asked: Any) -> list[int]:
     """The generated tokens."""
     params = greedy(4, detokenize=False)
-    return generated(llm.generate(tokens(prompt), params, edits=edits, use_tqdm=False, **asked)[0])
+    return generated(ask(llm, prompt, params, edits=edits, **asked))
 
 
 def rows(llm: Any, edits: Any) -> dict[Any, torch.Tensor]:
     """What is at the prompt's tokens in the residual stream of all layers, with these edits."""
-    output = llm.generate(
-        tokens(PROMPTS[0]), greedy(2, detokenize=False), edits=edits, use_tqdm=False,
-        capture=Capture("all", positions="prompt"),
-    )[0]  # fmt: skip
+    output = ask(llm, PROMPTS[0], 2, edits=edits, capture=Capture("all", positions="prompt"))
     return dict(output.activations.items())
 
 

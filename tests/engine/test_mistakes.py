@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.asking import ask_all
 from support.engines import greedy, tokens
 from vllm import SamplingParams
 
@@ -36,7 +37,7 @@ def test_a_mistake_is_rejected_before_any_work(llm: Any) -> None:
     before = llm.llm_engine.has_unfinished_requests()
     for number, given, words in REJECTED:
         with pytest.raises(SpecError) as caught:
-            llm.generate([tokens(PROMPT)] * 2, greedy(1), use_tqdm=False, **given)
+            ask_all(llm, [PROMPT] * 2, 1, **given)
         for each in words:
             assert each in str(caught.value), number
     assert llm.llm_engine.has_unfinished_requests() == before is False
@@ -48,12 +49,12 @@ def test_a_mistake_is_rejected_before_any_work(llm: Any) -> None:
 def test_a_misspelt_or_misplaced_field_is_rejected(llm: Any, name: str) -> None:
     params = greedy(1, extra_args={name: {"layers": [1]}})
     with pytest.raises(SpecError, match=rf"extra_args\['{name}'\]"):
-        llm.generate(tokens(PROMPT), params, use_tqdm=False)
+        ask_all(llm, [PROMPT], params)
 
 
 def test_rows_of_several_completions_are_where_the_error_says(llm: Any) -> None:
     params = SamplingParams(n=4, seed=0, max_tokens=2, ignore_eos=True, detokenize=False)
-    (output,) = llm.generate(tokens(PROMPT), params, use_tqdm=False, capture=READ)
+    (output,) = ask_all(llm, [PROMPT], params, capture=READ)
     with pytest.raises(AttributeError, match=r"read output\.outputs\[i\]\.activations"):
         _ = output.activations
     assert [len(each.activations[-1]) for each in output.outputs] == [len(PROMPT) + 1] * 4
@@ -61,7 +62,7 @@ def test_rows_of_several_completions_are_where_the_error_says(llm: Any) -> None:
 
 def test_rows_are_read_by_the_name_that_the_user_has_in_mind(llm: Any) -> None:
     given = Capture(layers=[0, -1])
-    (output,) = llm.generate(tokens(PROMPT), greedy(1), use_tqdm=False, capture=given)
+    (output,) = ask_all(llm, [PROMPT], 1, capture=given)
     found = output.activations
     last = found.layers[-1]
     expected = found["resid_post", last]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.engines import engine, generated, greedy, tokens
+from engine.asking import ask_all
+from support.engines import engine, generated
 
 from midstream import Capture, Probe, ReceiptError, SpecError, Steer
 from midstream.ops import layout
@@ -66,9 +67,7 @@ def spoiled(monkeypatch):
 
 
 def run(llm, prompts, asked, **options):
-    return llm.generate(
-        [tokens(prompt) for prompt in prompts], greedy(6), steer=asked, use_tqdm=False, **options
-    )
+    return ask_all(llm, prompts, 6, steer=asked, **options)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.asking import ask_all
 from support.engines import HAS_GPU, engine, greedy, tokens
 from support.oracle_edits import PLACES, At, EditOracle
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midstream import Capture, Norms, SpecError, Steer
+from midstream import Capture, Norms, Steer
 
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
 SHORT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
@@ -32,13 +33,7 @@ def test_norms_are_those_of_captured_rows_and_of_transformers(llm: Any, tiny_lla
     every, last = Norms("all"), Norms([0, -1], positions=["last_prompt", "generated"])
     asked = [[every, Capture("all")], None, [last], [every, Capture(1, reduce="norm")]]
     prompts = [LONG, SHORT, SHORT, LONG[:40]]
-    outputs = llm.generate(
-        [tokens(prompt) for prompt in prompts],
-        greedy(4),
-        capture=asked,
-        edits=[None, None, None, [steer.edit]],
-        use_tqdm=False,
-    )
+    outputs = ask_all(llm, prompts, 4, capture=asked, edits=[None, None, None, [steer.edit]])
     assert outputs[1].norms is None
     for prompt, output, edits in zip(prompts, outputs, [[], [], [], [steer]], strict=True):
         if output.norms is None:
@@ -58,12 +53,6 @@ def test_norms_are_those_of_captured_rows_and_of_transformers(llm: Any, tiny_lla
         assert torch.equal(whole.norms[tap].values, norms_of(rows).float())
     same = reduced.activations["resid_post", 1][:, 0]
     assert torch.equal(reduced.norms["resid_post", 1].values, same)
-
-
-def test_a_norm_that_is_asked_for_twice_is_refused(llm: Any) -> None:
-    asked = [Norms("all", positions="prompt"), Norms(1, positions="generated")]
-    with pytest.raises(SpecError, match="returns norms of resid_post of layer 1 too"):
-        llm.generate([tokens(SHORT)], greedy(3), capture=[asked], use_tqdm=False)
 
 
 def test_a_sink_has_the_norms_that_an_output_has(tiny_llama: Path, tmp_path: Path) -> None:
@@ -102,6 +91,7 @@ def test_a_sink_has_the_norms_that_an_output_has(tiny_llama: Path, tmp_path: Pat
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 def test_bfloat16_norms_of_smollm2_show_its_first_token(smollm2: Path) -> None:
     """Rows are bfloat16, and their norms are added up in more precision."""
     ids = AutoTokenizer.from_pretrained(smollm2)("The capital of France is the city of").input_ids
@@ -110,7 +100,7 @@ def test_bfloat16_norms_of_smollm2_show_its_first_token(smollm2: Path) -> None:
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     with engine(smollm2, dtype="bfloat16", max_model_len=256) as llm:
         asked = [Norms([3, 20]), Capture([3, 20])]
-        (output,) = llm.generate([tokens(ids)], greedy(1), capture=[asked], use_tqdm=False)
+        (output,) = ask_all(llm, [ids], 1, capture=[asked])
     for layer in (3, 20):
         rows, norms = output.activations["resid_post", layer], output.norms["resid_post", layer]
         assert rows.dtype == torch.bfloat16

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask_all
 from support import tiny
 from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import Driver, assert_idle_and_clean, rewinding
-from support.engines import engine, greedy, tokens
+from support.engines import engine, greedy
 from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
 
 from midstream import Capture, Probe, Scale, Steer
@@ -87,7 +88,7 @@ def results(llm: Any, seed: int) -> list[Any]:
     assert llm.reset_prefix_cache()
     found = []
     for _ in range(2):
-        for output in llm.generate([tokens(one) for one in given], params, use_tqdm=False):
+        for output in ask_all(llm, given, params):
             found.append((output.num_cached_tokens, told(output.prompt_logprobs)))
             found += [(list(one.token_ids), told(one.logprobs)) for one in output.outputs]
     return found
@@ -132,8 +133,7 @@ def test_beside_requests_that_are_read_and_edited_plain_ones_are_as_without_them
     for engine_ in (llm, plain):
         assert engine_.reset_prefix_cache()
     both = [
-        engine_.generate([tokens(one) for one in given], params, use_tqdm=False, **more)
-        for engine_, more in ((llm, asked), (plain, {}))
+        ask_all(engine_, given, params, **more) for engine_, more in ((llm, asked), (plain, {}))
     ]
     for nth, (mine, theirs) in enumerate(zip(*both, strict=True)):
         same = told(mine.outputs[0].logprobs) == told(theirs.outputs[0].logprobs)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.asking import ask, ask_all
 from support.engine_view import inspect
-from support.engines import generated, greedy, tokens
+from support.engines import generated, greedy
 from support.misspelling import ASKED
 from support.others_words import direction, encoded, lens_array, packed
 
@@ -67,7 +68,7 @@ SAME: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 def run(llm: Any, extra_args: dict[str, Any] | None = None, **asked: Any) -> Any:
     params = greedy(6, detokenize=False, extra_args=extra_args)
-    return llm.generate(tokens(PROMPT), params, use_tqdm=False, **asked)[0]
+    return ask(llm, PROMPT, params, **asked)
 
 
 @pytest.mark.parametrize("tool", SAME)
@@ -122,7 +123,7 @@ def test_parameters_are_not_changed_and_serve_several_prompts(llm: Any) -> None:
     theirs = {"output_residual_stream": [1], "other": 1}
     params = greedy(3, detokenize=False, extra_args=theirs)
     for _ in range(2):
-        outputs = llm.generate([tokens(PROMPT)] * 2, params, use_tqdm=False)
+        outputs = ask_all(llm, [PROMPT] * 2, params)
         assert [list(each.activations) for each in outputs] == [[("resid_post", 1)]] * 2
     assert params.extra_args is theirs
     assert theirs == {"output_residual_stream": [1], "other": 1}

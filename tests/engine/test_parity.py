@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask_all
 from safetensors.torch import load_file
 from support import tiny
 from support.engines import engine, generated, greedy, tokens
-from support.nightly import NIGHTLY
 from support.oracle import Branches, HookEdit, Oracle, relative_error
 from support.pool import Pool
 from torch import Tensor
@@ -25,14 +25,13 @@ from midstream.sites import OUTER
 
 TOLERANCE = 1e-4
 MAX_TOKENS = 5
-# Compiling takes most of the time: one of each layout; the others' layers are laid out like one of
-# these (qwen2, qwen3 and phi3 like llama, gemma2 like gemma3, opt like gpt2).
-COMPILED = ("llama",)
-COMPILED_NIGHTLY = ("gpt2", "gemma3", "mixtral", "phi")
+# Compiling takes long: at night one of each layout, as the others' are laid out like one of these
+# (qwen2, qwen3 and phi3 like llama, gemma2 like gemma3, opt like gpt2). By day `test_inner_sites`
+# compiles a llama with all sites.
+COMPILED = ("llama", "gpt2", "gemma3", "mixtral", "phi")
 VARIANTS = [
     *((name, True) for name in tiny.MODELS),
-    *((name, False) for name in COMPILED),
-    *(pytest.param(name, False, marks=pytest.mark.nightly) for name in COMPILED_NIGHTLY),
+    *(pytest.param(name, False, marks=pytest.mark.nightly) for name in COMPILED),
 ]
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 SANDWICH = Branches(attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm")
@@ -96,12 +95,12 @@ def scenarios(oracle: Oracle, prompt: list[int]) -> list[Scenario]:
 
 def check(llm: Any, prompt: list[int], cases: list[Scenario], sites: tuple[str, ...]) -> None:
     """All scenarios as one batch, and each of them equal to what transformers does."""
-    outputs = llm.generate(
-        [tokens(prompt)] * len(cases),
-        greedy(MAX_TOKENS, detokenize=False),
+    outputs = ask_all(
+        llm,
+        [prompt] * len(cases),
+        MAX_TOKENS,
         capture=Capture(layers="all", sites=sites),
         steer=[None if case.steer is None else [Steer(**case.steer)] for case in cases],
-        use_tqdm=False,
     )
     for case, output in zip(cases, outputs, strict=True):
         what = {k: v for k, v in (case.steer or {}).items() if k != "vector"}
@@ -167,9 +166,7 @@ def test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers(
     # vLLM changes transformers' own classes for some models: the reference comes first.
     model, sites, cases = reference(name, tiny_models)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    settings: dict[str, Any] = {"sites": list(sites)}
-    if not (eager or NIGHTLY):
-        settings["tapped_model"] = "always"  # one model is compiled, not two
+    settings = {"sites": list(sites)}
     with engine(model, enforce_eager=eager, inductor=True, midstream=settings) as llm:
         check(llm, PROMPT, cases, sites)
         for site in set(OUTER) - set(sites):

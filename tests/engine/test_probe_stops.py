@@ -219,14 +219,6 @@ def test_guards_of_the_engine_stop_every_request_within_their_tier(llm):
     assert generated(after) == generated(whole)
 
 
-def test_prompt_logprobs_come_with_a_stop_in_the_prompt(llm):
-    act = Stop(above=-1e6)
-    params = greedy(4, prompt_logprobs=1, logprobs=1)
-    (output,) = ask(llm, PROMPTS[:1], params, probes=probe(act, positions="last_prompt"))
-    assert generated(output) == []
-    assert len(output.prompt_logprobs) == len(PROMPTS[0])
-
-
 def test_a_stop_string_that_reads_like_a_stop_reason_is_refused(talking_llama, llm):
     params = greedy(4)
     params.stop = ["probe:guard"]

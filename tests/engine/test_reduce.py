@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask_all
+from engine.refusals import assert_refused
 from support import tiny
 from support.engine_view import inspect
 from support.engines import HAS_GPU, greedy, tokens
@@ -73,7 +75,7 @@ def test_a_prompt_of_several_steps(llm: Any, oracle: EditOracle, kind: str) -> N
     inner = slice(70, 140, 3)
     for where, positions in [(range(150), "prompt"), (range(150)[inner], inner)] * 2:
         asked = Capture("all", reduce=kind, positions=positions)
-        (output,) = llm.generate([tokens(LONG)], greedy(3), capture=asked, use_tqdm=False)
+        (output,) = ask_all(llm, [LONG], 3, capture=asked)
         assert_reduced(oracle, LONG, output.outputs[0], asked, list(where))
         assert output.activations.layers == (0, 1, 2)
 
@@ -175,7 +177,7 @@ def test_each_completion_has_its_own_and_an_aborted_request_leaves_nothing(
 ) -> None:
     asked = Capture("all", reduce="mean", positions="prompt")
     several = SamplingParams(n=3, max_tokens=4, seed=4, ignore_eos=True, detokenize=False)
-    (output,) = llm.generate([tokens(SHORT)], several, capture=asked, use_tqdm=False)
+    (output,) = ask_all(llm, [SHORT], several, capture=asked)
     assert len(output.outputs) == 3
     for one in output.outputs:
         assert_reduced(oracle, SHORT, one, asked, list(range(len(SHORT))))
@@ -194,32 +196,22 @@ def test_requests_wait_for_room_or_are_refused_by_its_setting(llm: Any, oracle: 
     """Nine vectors of sums each; room for 28 of 40 requests at a time."""
     asked = Capture("all", reduce="moments", positions="prompt")
     prompts = [LONG[nth : nth + 5 + nth] for nth in range(40)]
-    outputs = llm.generate([tokens(p) for p in prompts], greedy(2), capture=asked, use_tqdm=False)
+    outputs = ask_all(llm, prompts, 2, capture=asked)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_reduced(oracle, prompt, output.outputs[0], asked, list(range(len(prompt))))
     many = SamplingParams(n=29, max_tokens=2)
     with pytest.raises(SpecError, match=r"need 261 vectors .* room for 256; .* setting reductions"):
-        llm.generate([tokens(SHORT)], many, capture=asked, use_tqdm=False)
+        ask_all(llm, [SHORT], many, capture=asked)
 
 
-@pytest.mark.parametrize(
-    ("capture", "message"),
-    [
-        (
-            [Capture(0, reduce="mean")],
-            r'capture\[0\]\[0\]\.positions: reduce="mean" is of tokens of',
-        ),
-        ([Capture(0, reduce="max", positions="last")], r"tokens of the prompt, 9 here"),
-        (
-            [Capture(0), Capture([0, 1], reduce="norm")],
-            r"capture\[0\]\[1\]: capture\[0\]\[0\] selects resid_post of layer 0 too",
-        ),
-        (
-            [Capture(0, codec="full8"), Capture(1, reduce="norm")],
-            r"capture\[0\]\[1\]\.reduce: other rows of the request have the codec full8",
-        ),
-    ],
-)
-def test_what_cannot_be_reduced_is_refused_by_name(llm: Any, capture: Any, message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        llm.generate([tokens(SHORT)], greedy(2), capture=[capture], use_tqdm=False)
+def test_what_cannot_be_reduced_is_refused_by_name(llm: Any) -> None:
+    more, coded = Capture([0, 1], reduce="norm"), Capture(0, codec="full8")
+    assert_refused(
+        lambda asked: ask_all(llm, [SHORT], 2, capture=[asked]),
+        [
+            ([Capture(0, reduce="mean")], "capture[0][0].positions", 'reduce="mean" is of tokens'),
+            ([Capture(0, reduce="max", positions="last")], "capture[0][0].positions", "9 here"),
+            ([Capture(0), more], "capture[0][1]", "selects resid_post of layer 0 too"),
+            ([coded, Capture(1, reduce="norm")], "capture[0][1].reduce", "have the codec full8"),
+        ],
+    )

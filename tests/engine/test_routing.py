@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask_all
 from safetensors.torch import load_file
 from support import tiny
-from support.engines import HAS_GPU, engine, generated, greedy, tokens
+from support.engines import HAS_GPU, engine, generated
 from support.inner_served import END, PROMPTS, ROOM, TIE, TOLERANCE, Served, reference, settings
 from support.oracle_edits import At, row_error
 from support.pool import Pool
@@ -126,7 +127,7 @@ def test_a_router_in_an_op_that_compilers_do_not_look_into_is_read_and_edited(
             assert output.receipt.status == "ok"
         assert len(chosen) == 3
         # Steps without work run vLLM's own model, whose experts call the same router.
-        (plain,) = llm.generate([tokens(PROMPTS[2])], greedy(5), use_tqdm=False)
+        (plain,) = ask_all(llm, [PROMPTS[2]], 5)
         ids = generated(plain)
         logits = oracle.run([*PROMPTS[2], *ids][:-1]).logits[len(PROMPTS[2]) - 1 :]
         for row, token in zip(logits, ids, strict=True):
@@ -145,10 +146,7 @@ def test_logits_of_deepseek_are_its_routers_product_with_what_the_mlp_reads(
     taps = Capture([1, 2], ("mlp_in", "router"))
     bias = Route(bias={0: 3.0, 5: -2.0}, layer=[1, 2], positions=slice(4, None))
     with engine(path, **ROOM, midstream={"sites": ["mlp_in", "router"]}) as llm:
-        outputs = llm.generate(
-            [tokens(PROMPTS[2])] * 2, greedy(5), use_tqdm=False, capture=taps,
-            edits=[[bias], None],
-        )  # fmt: skip
+        outputs = ask_all(llm, [PROMPTS[2]] * 2, 5, capture=taps, edits=[[bias], None])
         for output, factor in zip(outputs, (1.0, 0.0), strict=True):
             assert output.receipt.status == "ok"
             for layer in (1, 2):
@@ -157,4 +155,4 @@ def test_logits_of_deepseek_are_its_routers_product_with_what_the_mlp_reads(
                 logits[4:, [0, 5]] += factor * torch.tensor([3.0, -2.0])
                 assert row_error(output.activations["router", layer], logits) <= 1e-5
         with pytest.raises(SpecError, match="chosen in groups; `bias` alone is supported"):
-            llm.generate(tokens(PROMPTS[0]), greedy(1), edits=[Route(1, layer=1)], use_tqdm=False)
+            ask_all(llm, [PROMPTS[0]], 1, edits=[Route(1, layer=1)])

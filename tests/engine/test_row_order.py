@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask_all
 from support.engines import greedy, tokens
 from support.oracle_edits import PLACES, At, EditOracle, row_error
 
-from midstream import Capture, Gate, Probe, Reading, Replace, SpecError, Steer, Window, stack
+from midstream import Capture, Gate, Probe, Reading, Replace, Steer, Window, stack
 
 WIDTH = 64
 PROMPT = [(17 * nth) % 180 + 5 for nth in range(11)]
@@ -57,9 +58,7 @@ def test_the_kth_row_is_at_the_kth_listed_position(
     edit = kind(layer=1, positions=positions, rows=rows)
     opened = Gate(edit, Reading(torch.ones(WIDTH)), threshold=-1e6)
     for edits in (edit, opened):
-        (output,) = llm.generate(
-            [tokens(prompt)], greedy(NEW), capture=Capture([1, 2]), edits=edits, use_tqdm=False
-        )
+        (output,) = ask_all(llm, [prompt], NEW, capture=Capture([1, 2]), edits=edits)
         assert output.receipt.status == "ok"
         whole = [*prompt, *output.outputs[0].token_ids[:-1]]
         wanted = oracle.run(whole, one_by_one(kind, rows, listed, 1))
@@ -68,35 +67,6 @@ def test_the_kth_row_is_at_the_kth_listed_position(
         # Rows in ascending order would be far off.
         other = oracle.run(whole, one_by_one(kind, rows, sorted(listed), 1))
         assert row_error(found["resid_post", 1], other.values["resid_post", 1]) > 0.1
-
-
-def test_rows_of_another_prompt_are_swapped_as_they_are_listed(
-    llm: Any, oracle: EditOracle
-) -> None:
-    """A swap of two positions: the row of each is put at the other."""
-    (plain,) = llm.generate([tokens(PROMPT)], greedy(1), capture=Capture([1]), use_tqdm=False)
-    rows = plain.activations["resid_post", 1][[1, 3]]
-    (output,) = llm.generate(
-        [tokens(PROMPT)], greedy(1), capture=Capture([1, 2]), use_tqdm=False,
-        edits=Replace(rows, layer=1, positions=[3, 1]),
-    )  # fmt: skip
-    wanted = oracle.run(PROMPT, one_by_one(Replace, rows, [3, 1], 1))
-    found = output.activations
-    assert row_error(found["resid_post", 1][[3, 1]], rows) < 1e-6
-    assert max(row_error(found[tap], wanted.values[tap]) for tap in found) < 2e-4
-
-
-def test_a_capture_whose_list_does_not_ascend_in_this_prompt_is_rejected(llm: Any) -> None:
-    capture = Capture([1], positions=[5, -3])
-    (output,) = llm.generate([tokens(PROMPT)], greedy(1), capture=capture, use_tqdm=False)
-    assert output.activations.positions.tolist() == [5, 8]
-    for prompt, problem in (
-        (PROMPT[:7], "position -3 is before 5"),
-        (PROMPT[:8], "-3 is the same"),
-    ):
-        with pytest.raises(SpecError, match=problem) as caught:
-            llm.generate([tokens(prompt)], greedy(1), capture=capture, use_tqdm=False)
-        assert caught.value.path == "capture.positions[1]"
 
 
 def test_a_shuffled_call_has_shuffled_outputs(llm: Any) -> None:
@@ -142,10 +112,9 @@ def test_scores_are_those_of_their_texts(llm: Any) -> None:
 
 
 def test_outputs_are_stacked_in_the_order_of_the_list(llm: Any) -> None:
-    outputs = llm.generate(
-        [tokens(PROMPT[nth:]) for nth in range(3)], greedy(1),
-        capture=Capture([1], positions="last_prompt"), use_tqdm=False,
-    )  # fmt: skip
+    outputs = ask_all(
+        llm, [PROMPT[nth:] for nth in range(3)], 1, capture=Capture([1], positions="last_prompt")
+    )
     rows = [output.activations["resid_post", 1][0] for output in outputs]
     found = stack([outputs[nth] for nth in (2, 0, 1)], row=-1)
     torch.testing.assert_close(found.reshape(3, WIDTH), torch.stack([rows[2], rows[0], rows[1]]))

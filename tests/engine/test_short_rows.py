@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import ALL_SITES, HAS_GPU, engine, greedy, tokens
+from engine.asking import ask_all
+from support.engines import ALL_SITES, HAS_GPU, engine
 from torch import Tensor
 
 from midstream import Capture, Replace, Scale, Steer
@@ -30,10 +31,7 @@ def served(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[tuple[Any,
 
 def rows_of(llm: Any, site: str, layer: int, edits: list[Any]) -> list[Tensor]:
     """The rows of a site for each of some edits, all in one batch, [tokens, width] each."""
-    outputs = llm.generate(
-        [tokens(PROMPT)] * len(edits), greedy(1), edits=edits, use_tqdm=False,
-        capture=Capture([layer], site),
-    )  # fmt: skip
+    outputs = ask_all(llm, [PROMPT] * len(edits), 1, edits=edits, capture=Capture([layer], site))
     assert all(output.receipt.status == "ok" for output in outputs)
     return [output.activations[site, layer].double() for output in outputs]
 

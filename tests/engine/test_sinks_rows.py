@@ -13,7 +13,7 @@ from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, greedy, reading_stopped, stopped_at, tokens
 from support.sinking import AsTheyCome
 
-from midstream import Capture, ReceiptError, SpecError
+from midstream import Capture, ReceiptError
 from midstream.runtime.frontend.results import row_streamer
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import CollectPartialRows, CollectResults
@@ -239,9 +239,3 @@ def test_without_such_a_sink_a_step_asks_the_workers_nothing(
     assert set(calls) == {CollectResults}
     run(llm, PROMPTS, Capture("all", sink="rows"))
     assert CollectPartialRows in calls
-
-
-def test_rows_on_the_way_are_for_the_async_engine(llm: Any) -> None:
-    with pytest.raises(SpecError, match="only generate.. of midstream.AsyncLLM has") as caught:
-        run(llm, PROMPTS[0], [[Capture(0), Capture(1, stream=True)]])
-    assert caught.value.path == "capture[0][1].stream"

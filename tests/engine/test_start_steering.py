@@ -83,29 +83,12 @@ def test_the_settings_change_no_hash_of_compiled_graphs(plain: Any, tiny_llama: 
         assert not unsteered.steering
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"vectors": {"x": "absent.npz"}}, r"midstream.vectors.x: absent.npz: No such file"),
-        ({"vectors": {"x": "WIDE"}}, r"midstream.vectors.x: .*expected 64 numbers"),
-        ({"vectors": {"x": "DEEP"}}, r"midstream.vectors.x: .*layer 99 is out of range"),
-        ({"steering": {"base": "y"}}, r"midstream.steering.base: no vectors are registered as"),
-        ({"steering": {"base": {"op": "stear"}}}, r"midstream.steering.base.op: expected one of"),
-        ({"steering": {"prompt": {"layer": 1}}}, r"midstream.steering.prompt"),
-        (
-            {"steering": {"bass": "y"}},
-            r"midstream.steering: unknown field 'bass' .did you mean `base`",
-        ),
-    ],
-)
-def test_wrong_settings_fail_at_the_start_and_are_named(
-    tiny_llama: Path, tmp_path: Path, given: dict[str, Any], message: str
-) -> None:
-    wide, deep = tmp_path / "wide.safetensors", tmp_path / "deep.safetensors"
-    save_file({"0": torch.ones(3)}, wide)
+def test_wrong_settings_fail_at_the_start_and_are_named(tiny_llama: Path, tmp_path: Path) -> None:
+    deep = tmp_path / "deep.safetensors"
     save_file({"99": U}, deep)
-    places = {"WIDE": str(wide), "DEEP": str(deep)}
-    if "vectors" in given:
-        given = {"vectors": {name: places.get(to, to) for name, to in given["vectors"].items()}}
-    with pytest.raises(ConfigError, match=message), engine(tiny_llama, midstream=given):
-        pass
+    for given, message in (
+        ({"vectors": {"x": str(deep)}}, r"midstream.vectors.x: .*layer 99 is out of range"),
+        ({"steering": {"base": "y"}}, r"midstream.steering.base: no vectors are registered as"),
+    ):
+        with pytest.raises(ConfigError, match=message), engine(tiny_llama, midstream=given):
+            pass

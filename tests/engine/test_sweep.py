@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine.patching import Patch, PatchOracle, put
-from support.engines import engine, greedy
+from support.engines import engine
 from support.sae_oracle import RandomSae
 from torch import Tensor
 
@@ -23,10 +23,7 @@ from midstream import (
     LogProb,
     Named,
     Recovered,
-    Replace,
-    Role,
     SpecError,
-    Sweep,
     Text,
 )
 
@@ -126,12 +123,6 @@ def test_all_positions_at_the_first_layer_recover_all_and_none_recover_nothing(l
     assert found.tokens == (CORRUPT, "The c")
 
 
-def test_a_prompt_patched_from_itself_is_itself(llm: Any) -> None:
-    found = llm.sweep(CLEAN, CLEAN, LogProb(A), positions=[0, 15, 32], **QUIET)
-    assert np.abs(found.values - found.corrupt).max() <= max(found.noise_floor, 1e-5)
-    assert found.clean == pytest.approx(found.corrupt, abs=1e-5)
-
-
 def test_kl_is_that_of_the_two_distributions(llm: Any, oracle: PatchOracle) -> None:
     positions = [14, 16, 32]
     found = llm.sweep(CORRUPT, CLEAN, KL(), layers=[0, 2], positions=positions, **QUIET)
@@ -149,10 +140,9 @@ def test_kl_is_that_of_the_two_distributions(llm: Any, oracle: PatchOracle) -> N
     assert found.corrupt == pytest.approx(float(unpatched), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("source", [0, "zero"])
-def test_zero_ablation_is_what_a_hook_gives(llm: Any, oracle: PatchOracle, source: Any) -> None:
+def test_zero_ablation_is_what_a_hook_gives(llm: Any, oracle: PatchOracle) -> None:
     found = llm.sweep(
-        CORRUPT, source, LogProb(A), sites=["attn_out", "mlp_out"], positions=[15, 32], **QUIET
+        CORRUPT, 0, LogProb(A), sites=["attn_out", "mlp_out"], positions=[15, 32], **QUIET
     )
     taps = product(["attn_out", "mlp_out"], range(3))
     nothing = torch.zeros(1, 64)
@@ -259,24 +249,6 @@ def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(
     assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("path", "more"),
-    [
-        ("sae", {"sae": "gone", "features": 3}),
-        ("sae", {"sae": "top", "features": 3, "layers": 1, "sites": "resid_pre"}),
-        ("features", {"features": [3, 40]}),
-        ("sites", {"features": 3, "layers": 1, "sites": "mlp_in"}),
-        ("layers", {"features": 3, "layers": 3}),
-    ],
-)
-def test_features_that_cannot_be_patched_are_refused_by_their_argument(
-    llm: Any, sparse: str, path: str, more: dict[str, Any]
-) -> None:
-    with pytest.raises(SpecError) as error:
-        llm.sweep(CORRUPT, 0, LogProb(A), **{"sae": sparse, **more}, **QUIET)
-    assert error.value.path == path
-
-
 def test_alpha_interpolates_and_a_mask_chooses_components(llm: Any, oracle: PatchOracle) -> None:
     tap, place = ("resid_pre", 1), 15
     rows = oracle.rows(ids(llm, CLEAN), [tap])[tap][[place]]
@@ -347,20 +319,6 @@ def test_rows_of_an_output_are_those_of_its_prompt(llm: Any) -> None:
     assert np.abs(share - wanted.values).max() < TOLERANCE
 
 
-def test_a_function_of_an_output_is_a_metric(llm: Any) -> None:
-    def first_token(output: Any) -> float:
-        return float(output.outputs[0].token_ids[0])
-
-    found = llm.sweep(CORRUPT, CLEAN, first_token, layers=[0, 2], positions=[15, 32], **QUIET)
-    rows = llm.generate(CLEAN, capture=Capture("all", "resid_pre"), **QUIET)[0].activations
-    for (nth, layer), (column, place) in product(enumerate([0, 2]), enumerate([15, 32])):
-        edit = Replace(rows["resid_pre", layer][place], layer, site="resid_pre", positions=place)
-        output = llm.generate(CORRUPT, greedy(1), edits=edit, **QUIET)[0]
-        assert found.values[0, nth, column] == output.outputs[0].token_ids[0]
-    assert found.metric == "first_token"
-    assert Sweep.from_json(found.to_json()).metric == "first_token"
-
-
 def test_the_prefix_cache_serves_what_comes_before_the_first_patched_position(llm: Any) -> None:
     llm.reset_prefix_cache()
     places = [10, 40, 100, 170]
@@ -374,57 +332,32 @@ def test_the_prefix_cache_serves_what_comes_before_the_first_patched_position(ll
     assert np.abs(found.values - again.values).max() < TOLERANCE
 
 
-def test_a_text_finds_its_positions(llm: Any) -> None:
-    found = llm.sweep(
-        CORRUPT, CLEAN, LogProb(A), layers=0, positions=Text("Japan"), repeats=0, **QUIET
-    )
-    assert found.coords["position"] == [14, 15, 16, 17, 18]
-    assert "".join(found.tokens) == "Japan"
-    assert np.isnan(found.noise_floor)
-
-
-@pytest.mark.parametrize(
-    ("path", "more"),
-    [
+def test_what_cannot_be_done_is_refused_by_its_argument(llm: Any, sparse: str) -> None:
+    of_sae = {"sae": sparse, "features": 3, "layers": 1}
+    for path, more in (
         ("align", {"source": LONGER}),
         ("source", {"source": "mean:nothing"}),
-        ("source", {"source": {("resid_pre", 0): [[1.0, 2.0]]}, "layers": 0}),
-        ("layers", {"layers": 3}),
-        ("sites", {"sites": "mlp_in"}),
-        ("positions", {"positions": 99}),
-        ("positions", {"positions": Text("Peru")}),
-        ("groups.subject", {"groups": {"subject": Text("Peru")}}),
-        ("heads", {"heads": 0}),
-        ("heads", {"sites": "z", "heads": [2]}),
-        ("mask", {"mask": [64]}),
-        ("mask", {"mask": [0.5, 0.5]}),
-        ("mask", {"mask": torch.tensor([True, False])}),
-        ("mask", {"sites": "z", "heads": 0, "mask": torch.arange(64) < 3}),
         ("metric", {"metric": LogProb(100_000)}),
-        ("source[1]", {"source": [3, -4]}),
         ("metric.logprob", {"metric": LogProb(" Paris and more")}),
-        ("metric", {"source": 0, "metric": Recovered(LogProb(A))}),
         ("metric", {"source": CORRUPT, "metric": Recovered(LogProb(A))}),
         ("sampling_params", {"sampling_params": object()}),
         ("temperature", {"temperature": 1.0}),
         ("tools", {"tools": []}),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_its_argument(
-    llm: Any, path: str, more: dict[str, Any]
-) -> None:
-    given = {"source": CLEAN, "metric": LogProb(A), **QUIET, **more}
-    with pytest.raises(SpecError) as error:
-        llm.sweep(CORRUPT, **given)
-    assert error.value.path == path
-    if path == "align":
-        assert "33 tokens" in str(error.value)
-        assert "34" in str(error.value)
+        ("positions", {"positions": Text("Peru")}),
+        ("sae", {"sae": "gone", "features": 3}),
+        ("sae", {**of_sae, "sae": "top", "sites": "resid_pre"}),
+        ("features", {**of_sae, "features": [3, 40]}),
+        ("sites", {**of_sae, "sites": "mlp_in"}),
+        ("layers", {**of_sae, "layers": 3}),
+    ):
+        given = {"source": CLEAN, "metric": LogProb(A), **QUIET, **more}
+        with pytest.raises(SpecError) as error:
+            llm.sweep(CORRUPT, **given)
+        assert error.value.path == path
 
 
 # On SmolLM2: the grid of a real question.
 QUESTION = ("The capital of Japan is the city of", "The capital of Italy is the city of")
-COUNTRIES = ("Japan", "Italy")
 STREAM = ["resid_pre", "attn_out", "mlp_out"]
 
 
@@ -435,63 +368,32 @@ def smol(smollm2: Path) -> Iterator[Any]:
         yield found
 
 
-def assert_grid(smol: Any, path: Path, layers: list[int], every_metric: bool) -> None:
-    oracle = PatchOracle(path)
+@pytest.mark.model
+@pytest.mark.nightly
+def test_the_whole_grid_of_smollm2_is_what_hooks_give(smol: Any, smollm2: Path) -> None:
+    oracle = PatchOracle(smollm2)
     corrupt, clean = (ids(smol, text) for text in QUESTION)
     assert len(corrupt) == len(clean) == 8
     rome, tokyo = (ids(smol, text)[0] for text in (" Rome", " Tokyo"))
-    taps = list(product(STREAM, layers))
+    taps = list(product(STREAM, range(30)))
     rows = oracle.rows(clean, taps)
     cells = [Patch(tap, put([place], rows[tap][[place]])) for tap, place in product(taps, range(8))]
     found = oracle.logprobs(corrupt, cells)
     own, other = oracle.logprobs(corrupt)[0], oracle.logprobs(clean)[0]
-    asked = {"sites": STREAM, "layers": layers, **QUIET}
+    asked = {"sites": STREAM, **QUIET}
     start, end = (float(each[rome] - each[tokyo]) for each in (own, other))
     wanted = (found[:, rome] - found[:, tokyo]).numpy()
     share = smol.sweep(*QUESTION, Recovered(LogitDiff(" Rome", " Tokyo")), **asked)
     assert share.clean == pytest.approx(end, abs=TOLERANCE)
     assert share.corrupt == pytest.approx(start, abs=TOLERANCE)
-    errors = [np.abs(share.values.ravel() * (end - start) + start - wanted).max()]
+    assert np.abs(share.values.ravel() * (end - start) + start - wanted).max() < TOLERANCE
     best = share.best(1)[0]
     assert (best["site"], best["token"]) == ("resid_pre", " Japan")
     assert share.noise_floor < 1e-5
-    if every_metric:
-        one = smol.sweep(*QUESTION, LogProb(" Rome"), **asked)
-        errors.append(np.abs(one.values.ravel() - found[:, rome].numpy()).max())
-        kl = smol.sweep(*QUESTION, KL(), **asked)
-        p, q = other.double(), found.double()
-        errors.append(np.abs(kl.values.ravel() - (p.exp() * (p - q)).sum(-1).numpy()).max())
-    # KL sums over the vocabulary, and reaches 15 nats here.
-    assert max(errors[:2]) < TOLERANCE
-    assert max(errors) < 5 * TOLERANCE
-
-
-@pytest.mark.model
-@pytest.mark.nightly
-def test_messages_are_the_prompt_that_chat_makes_of_them(smol: Any) -> None:
-    talks = [[{"role": "user", "content": f"Name the capital of {one}."}] for one in COUNTRIES]
-    found = smol.sweep(
-        *talks, LogProb(" Rome"), layers=0, positions=Role("user"), add_generation_prompt=True,
-        repeats=0, **QUIET,
-    )  # fmt: skip
-    assert "".join(found.tokens) == talks[0][0]["content"]
-    rome = ids(smol, " Rome")[0]
-    outputs = smol.chat(talks, greedy(1, logprob_token_ids=[rome]), **QUIET)
-    wanted = [one.outputs[0].logprobs[0][rome].logprob for one in outputs]
-    assert [found.corrupt, found.clean] == pytest.approx(wanted, abs=TOLERANCE)
-    country = found.tokens.index(" Japan")
-    same = np.delete(found.values.ravel(), country)
-    assert np.abs(same - found.corrupt).max() < TOLERANCE
-    assert found.values.ravel()[country] == pytest.approx(found.clean, abs=TOLERANCE)
-
-
-@pytest.mark.model
-@pytest.mark.nightly
-def test_a_grid_of_smollm2_is_what_hooks_give(smol: Any, smollm2: Path) -> None:
-    assert_grid(smol, smollm2, [0, 6, 12, 18, 24, 29], every_metric=False)
-
-
-@pytest.mark.model
-@pytest.mark.nightly
-def test_the_whole_grid_of_smollm2_is_what_hooks_give(smol: Any, smollm2: Path) -> None:
-    assert_grid(smol, smollm2, list(range(30)), every_metric=True)
+    one = smol.sweep(*QUESTION, LogProb(" Rome"), **asked)
+    assert np.abs(one.values.ravel() - found[:, rome].numpy()).max() < TOLERANCE
+    kl = smol.sweep(*QUESTION, KL(), **asked)
+    p, q = other.double(), found.double()
+    # It sums over the vocabulary, and reaches 15 nats here.
+    error = np.abs(kl.values.ravel() - (p.exp() * (p - q)).sum(-1).numpy()).max()
+    assert error < 5 * TOLERANCE

@@ -176,31 +176,6 @@ def test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had(
     check_replay(oracle, PROMPT, completion, {0: [HOOK], 1: [LATER]})
 
 
-def test_each_of_several_completions_switches_by_itself(llm: Any, oracle: Oracle) -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(
-        temperature=1.0, seed=5, max_tokens=14, ignore_eos=True, n=3,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
-    free = scores_without(llm, PROMPT, "generated", params)
-    threshold = sorted(max(scores[:-3]) for scores in free)[1] - 1e-3
-    run = Stepped(llm)
-    act = Switch([SECOND], above=threshold)
-    run.add("a", PROMPT, params, edits=[FIRST], capture=everything(), probes=probe(act))
-    output = run.finish()["a"]
-    starts = set()
-    for scores, one in zip(free, output.outputs, strict=True):
-        nth = first_met(scores, above=threshold)
-        start = None if nth is None else SIZE + nth + 1 + steps_ahead(llm)
-        assert [each[0] for each in held(one.receipt)[1:]] == ([] if start is None else [start])
-        later = {} if start is None else {1: [LATER]}
-        check_replay(oracle, PROMPT, one, {0: [HOOK], **later}, is_greedy=False)
-        starts.add(start)
-    assert len(starts) > 1
-
-
 def test_names_are_bound_and_blocks_of_other_edits_are_not_reused(llm: Any, oracle: Oracle) -> None:
     prompt = [(5 * n) % 180 + 4 for n in range(40)]
     llm.vectors.register("calm", {0: vector(2)})

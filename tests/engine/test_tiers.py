@@ -102,37 +102,12 @@ def test_a_requests_own_edits_come_after_those_of_the_server(llm: Any) -> None:
     assert both.receipt.edited.applied == 2 * (len(PROMPT) + COUNT - 1)
 
 
-def test_setting_one_tier_leaves_the_others(llm: Any) -> None:
-    llm.steering.set(base=Steer(U, 0), prompt={"post_block": {1: V}})
-    llm.steering.set(prompt=[])
-    assert_same(ask(llm), ask_without(llm, [Steer(U, 0)]))
-    with pytest.raises(SpecError, match="generated"):
-        llm.steering.set(generated=Steer([1.0], 0))
-    assert_same(ask(llm), ask_without(llm, [Steer(U, 0)]))
-
-
 def test_a_request_of_one_token_under_the_generated_tier_is_no_error(llm: Any) -> None:
     llm.steering.set(generated=Steer(W, 0))
     output = ask(llm, greedy(1, detokenize=False))
     assert output.receipt.edited is None or output.receipt.edited.expected == 0
     llm.steering.clear()
     assert_same(output, ask(llm, greedy(1, detokenize=False)))
-
-
-def test_plain_requests_are_steered_too_and_are_served_no_kv_of_before(llm: Any) -> None:
-    """Tiers reach requests that ask for nothing, and the prefix cache keeps them apart."""
-    prompt, params = tokens(PROMPT * 30), greedy(4, detokenize=False)
-
-    def one(**asked: Any) -> list[int]:
-        return generated(llm.generate(prompt, params, use_tqdm=False, **asked)[0])
-
-    plain = one()
-    steered = one(edits=[Steer(8 * U, 0)])
-    assert plain != steered
-    llm.steering.set(base=Steer(8 * U, 0))
-    assert one() == steered
-    llm.steering.clear()
-    assert one() == plain
 
 
 def test_named_vectors_are_their_values(llm: Any) -> None:
@@ -164,24 +139,6 @@ def test_named_vectors_are_their_values(llm: Any) -> None:
 
 def by_hand(llm: Any, name: str, params: Any) -> None:
     llm.llm_engine.add_request(name, tokens(PROMPT), params)
-
-
-def test_a_request_keeps_the_vectors_that_its_name_had_when_it_came(llm: Any) -> None:
-    llm.vectors.register("mood", {1: U})
-    by_hand(llm, "old", said(steering_module_ref="mood"))
-    llm.llm_engine.step()
-    llm.llm_engine.step()
-    llm.vectors.register("mood", {1: V})
-    by_hand(llm, "new", said(steering_module_ref="mood"))
-    llm.llm_engine.step()
-    llm.vectors.remove("mood")
-    found = finish(llm)
-    for name, vector in (("old", U), ("new", V)):
-        expected = ask(llm, edits=[Steer(vector, 1)])
-        assert generated(found[name]) == generated(expected)
-        for tap, value in expected.activations.items():
-            torch.testing.assert_close(found[name].activations[tap], value, rtol=1e-4, atol=1e-4)
-    assert differ(found["old"], found["new"])
 
 
 def test_a_name_of_whole_edits_is_its_edits_and_keeps_them_while_a_request_runs(llm: Any) -> None:

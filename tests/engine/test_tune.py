@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,17 +13,16 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from engine.asking import ask_all
 from support import tiny
-from support.engines import HAS_GPU, engine, greedy, tokens
+from support.engines import HAS_GPU, engine, greedy
 from support.oracle_edits import PLACES, At, EditOracle
 from support.tokenizers import byte_level
 from vllm import SamplingParams
 
 from midstream import Directions, Logits, SpecError, Steer
 from midstream.lab.fit import MaxKL, MaxPerplexity, Tuning
-from midstream.lab.fit.batches import run_steps_async
-from midstream.lab.fit.text_scores import score_steps
-from midstream.lab.fit.tune import Tune, read_tune, tune_steps
+from midstream.lab.fit.tune import Tune, read_tune
 from midstream.plan.shape import ModelShape
 
 TOLERANCE = 5e-3 if HAS_GPU else 1e-4
@@ -79,9 +77,6 @@ def logprobs(oracle: EditOracle, ids: list[int], start: int, edits: Any = ()) ->
     return found.numpy()
 
 
-# ---------------------------------------------------------------- score
-
-
 def test_scores_of_texts_are_transformers_log_softmax(talking: Any, oracle: EditOracle) -> None:
     texts = ["The cat", "A longer text, of many bytes." * 3, [4, 5, 6]]
     edit = Steer(torch.ones(64), 1, 2.0)
@@ -132,9 +127,6 @@ def test_texts_that_cannot_be_scored_are_rejected(talking: Any) -> None:
         talking.score(["ab"], edits=Steer(torch.ones(64), 1, phase="generated"))
 
 
-# ---------------------------------------------------------------- tune
-
-
 def one_cell(llm: Any, direction: Any, reading: Any, scale: float) -> tuple[float, float, float]:
     """Effect, perplexity and divergence of one cell, each answer by requests of its own."""
     effects, read, divergences = [], [], []
@@ -142,12 +134,15 @@ def one_cell(llm: Any, direction: Any, reading: Any, scale: float) -> tuple[floa
         ids = encode(llm, prompt)
         edits = direction.steer(scale) if scale else None
         steered = Logits(tokens="all", positions=[len(ids) - 1, len(ids)])
-        (output,) = llm.generate(tokens(ids), PARAMS, edits=edits, capture=steered, use_tqdm=False)
+        (output,) = ask_all(llm, [ids], PARAMS, edits=edits, capture=steered)
         answer = list(output.outputs[0].token_ids)
-        (plain,) = llm.generate(
-            tokens(ids + answer), greedy(1), use_tqdm=False,
-            capture=steered, probes=reading.probe(positions=slice(len(ids), len(ids + answer))),
-        )  # fmt: skip
+        (plain,) = ask_all(
+            llm,
+            [ids + answer],
+            1,
+            capture=steered,
+            probes=reading.probe(positions=slice(len(ids), len(ids + answer))),
+        )
         effects.append(float(plain.probes["probe"].double().mean()))
         read.append(llm.score([answer], [ids])[0].logprobs)
         p, q = (torch.log_softmax(one.logits.values.double(), -1) for one in (output, plain))
@@ -273,43 +268,3 @@ def test_what_cannot_be_tuned_is_rejected(talking: Any, directions: Directions) 
     ):
         with pytest.raises(SpecError, match=match):
             make()
-
-
-class Concurrent:
-    """An `LLM` with the `generate` of an `AsyncLLM`."""
-
-    def __init__(self, llm: Any) -> None:
-        self.llm, self.most, self._running = llm, 0, 0
-
-    async def generate(self, prompt: Any, params: Any, **arguments: Any) -> Any:
-        self._running += 1
-        self.most = max(self.most, self._running)
-        await asyncio.sleep(0)
-        arguments = {name: [one] for name, one in arguments.items() if one is not None}
-        (output,) = self.llm.generate([prompt], params, use_tqdm=False, **arguments)
-        self._running -= 1
-        yield output
-
-
-def test_an_async_engine_gets_the_same_requests_at_once(
-    talking: Any, directions: Directions
-) -> None:
-    async_llm = Concurrent(talking)
-    scored = asyncio.run(
-        run_steps_async(
-            async_llm, score_steps(talking.get_tokenizer, ["ab", "cd"], None, directions.steer(1.0))
-        )
-    )
-    wanted = talking.score(["ab", "cd"], edits=directions.steer(1.0))
-    np.testing.assert_allclose(scored[1].logprobs, wanted[1].logprobs, atol=1e-5)
-    where = {"positions": "all"}
-    request = read_tune(
-        talking,
-        Tune(directions, PROMPTS, 1, [2.0], MaxKL(9.0), sampling_params=PARAMS, where=where),
-    )
-    found = asyncio.run(run_steps_async(async_llm, tune_steps(request)))
-    same = talking.tune(directions, PROMPTS, 1, [2.0], MaxKL(9.0), sampling_params=PARAMS)
-    np.testing.assert_allclose(found.effect, same.effect, atol=1e-4)
-    np.testing.assert_allclose(found.kl, same.kl, atol=1e-4)
-    assert found.answers == same.answers
-    assert async_llm.most == 6

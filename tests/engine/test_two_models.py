@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import ask, ask_all
 from support.engines import engine, finish, generated, greedy, tokens
 
 import midstream.runtime.worker.taps.taps as taps
@@ -34,25 +35,25 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_step_without_work_reaches_no_tap(llm: Any, fired: list[int]) -> None:
     taps_of_model = len(llm.info.shape.taps)
-    llm.generate([tokens(PROMPT), tokens(OTHER)], greedy(4), use_tqdm=False)
+    ask_all(llm, [PROMPT, OTHER], 4)
     assert fired == []
-    llm.generate(tokens(PROMPT), greedy(4), capture=Capture(layers=[0]), use_tqdm=False)
+    ask_all(llm, [PROMPT], 4, capture=Capture(layers=[0]))
     assert fired == [len(PROMPT)] * taps_of_model + [1] * taps_of_model * 3
     fired.clear()
-    llm.generate(tokens(PROMPT), greedy(4), use_tqdm=False)
+    ask_all(llm, [PROMPT], 4)
     assert fired == []
 
 
 def test_steps_beyond_the_last_position_with_work_reach_no_tap(llm: Any, fired: list[int]) -> None:
     vector = torch.ones(llm.info.shape.hidden_size)
     steer = Steer(vector, layer=1, positions=range(2))
-    llm.generate(tokens(PROMPT), greedy(5), steer=[steer], use_tqdm=False)
+    ask_all(llm, [PROMPT], 5, steer=[steer])
     assert fired == [len(PROMPT)] * len(llm.info.shape.taps)
 
 
 def test_a_request_without_work_is_the_same_beside_one_that_comes_and_goes(llm: Any) -> None:
     wish = greedy(24, logprobs=5)
-    alone = llm.generate(tokens(PROMPT), wish, use_tqdm=False)[0]
+    alone = ask(llm, PROMPT, wish)
     inner = llm.llm_engine
     llm.reset_prefix_cache()
     inner.add_request("plain", tokens(PROMPT), wish)
@@ -76,16 +77,16 @@ def test_a_request_without_work_is_the_same_beside_one_that_comes_and_goes(llm: 
 
 def results(llm: Any) -> dict[str, Any]:
     vector = torch.linspace(-3, 3, llm.info.shape.hidden_size)
-    before = llm.generate(tokens(PROMPT), greedy(6), use_tqdm=False)[0]
-    asked = llm.generate(
-        tokens(PROMPT),
-        greedy(6),
+    before = ask(llm, PROMPT, 6)
+    asked = ask(
+        llm,
+        PROMPT,
+        6,
         capture=Capture(layers=[0, 1]),
         edits=[Steer(vector, layer=0, scale=2.0)],
         probes=Probe(vector, layer=1, name="p"),
-        use_tqdm=False,
-    )[0]
-    after = llm.generate(tokens(PROMPT), greedy(6), use_tqdm=False)[0]
+    )
+    after = ask(llm, PROMPT, 6)
     return {
         "tokens": [generated(out) for out in (before, asked, after)],
         "rows": torch.stack([asked.activations["resid_post", layer] for layer in (0, 1)]),
@@ -132,6 +133,6 @@ def test_with_one_tapped_model_every_step_reaches_the_taps(
 ) -> None:
     with engine(tiny_llama, midstream={"tapped_model": "always"}) as llm:
         fired.clear()
-        llm.generate(tokens(PROMPT), greedy(2), use_tqdm=False)
+        ask_all(llm, [PROMPT], 2)
         taps_of_model = len(llm.info.shape.taps)
     assert fired == [len(PROMPT)] * taps_of_model + [1] * taps_of_model

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,7 +61,7 @@ if __name__ == "__main__":
 """
 
 
-def start(folder: Path, *words: str, script: str = SCRIPT) -> subprocess.Popen[str]:
+def start(folder, *words, script=SCRIPT):
     (folder / "script.py").write_text(script)
     (folder / "pids").mkdir()
     command = [
@@ -81,11 +80,11 @@ def start(folder: Path, *words: str, script: str = SCRIPT) -> subprocess.Popen[s
     )
 
 
-def found(folder: Path) -> dict[str, Any]:
+def found(folder):
     return json.loads((folder / "found.json").read_text())
 
 
-def engines_end(folder: Path) -> bool:
+def engines_end(folder):
     """Whether the engines' processes end within some seconds."""
     pids = [int(path.read_text()) for path in (folder / "pids").iterdir()]
     assert pids
@@ -95,14 +94,14 @@ def engines_end(folder: Path) -> bool:
     return not any(is_alive(pid) for pid in pids)
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_a_variant_is_compared_with_plain_vllm_in_the_same_round() -> None:
+def test_a_variant_is_compared_with_plain_vllm_in_the_same_round():
     # The host becomes slower in each round, and for the variant's last one very slow.
     slower = {"plain": [1.0, 2.0, 4.0], "idle": [1.1, 2.2, 40.0], "late": [1.0, 2.0]}
     measured = engines.seconds(slower)
@@ -116,7 +115,7 @@ def test_a_variant_is_compared_with_plain_vllm_in_the_same_round() -> None:
 
 
 @pytest.mark.engine
-def test_a_run_that_is_killed_leaves_the_workloads_before_and_no_engine(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_leaves_the_workloads_before_and_no_engine(tmp_path):
     process = start(tmp_path, "plain midstream")
     for line in process.stderr:
         if "long: warm-up" in line:
@@ -131,7 +130,7 @@ def test_a_run_that_is_killed_leaves_the_workloads_before_and_no_engine(tmp_path
 
 @pytest.mark.engine
 @pytest.mark.nightly
-def test_a_run_stops_when_its_seconds_are_over_and_says_what_it_has(tmp_path: Path) -> None:
+def test_a_run_stops_when_its_seconds_are_over_and_says_what_it_has(tmp_path):
     began = time.monotonic()
     process = start(tmp_path, "--seconds", "5", "plain midstream")
     out, errors = process.communicate(timeout=60)
@@ -146,7 +145,7 @@ def test_a_run_stops_when_its_seconds_are_over_and_says_what_it_has(tmp_path: Pa
 
 
 @pytest.mark.engine
-def test_what_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
+def test_what_fails_is_named_and_the_others_are_measured(tmp_path):
     process = start(tmp_path, "--seconds", "5", "plain fails broken")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -159,7 +158,7 @@ def test_what_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None
 
 @pytest.mark.engine
 @pytest.mark.nightly
-def test_nothing_is_measured_without_plain_vllm(tmp_path: Path) -> None:
+def test_nothing_is_measured_without_plain_vllm(tmp_path):
     script = SCRIPT.replace('"broken"', '"plain"')
     process = start(tmp_path, "plain midstream", script=script)
     _, errors = process.communicate(timeout=60)
@@ -169,17 +168,15 @@ def test_nothing_is_measured_without_plain_vllm(tmp_path: Path) -> None:
     assert engines_end(tmp_path)
 
 
-def make_run(folder: Path, seconds: float | None = None) -> engines.Run:
+def make_run(folder, seconds=None):
     args = argparse.Namespace(rounds=5, seconds=seconds, json=folder / "found.json")
     return engines.Run("overhead", args, shapes={})
 
 
-def test_all_variants_run_in_each_round_in_another_order_and_the_first_is_a_warm_up(
-    tmp_path: Path,
-) -> None:
+def test_all_variants_run_in_each_round_in_another_order_and_the_first_is_a_warm_up(tmp_path):
     order: list[str] = []
 
-    def variant(name: str) -> float:
+    def variant(name):
         order.append(name)
         return float(len(order))
 
@@ -195,7 +192,7 @@ def test_all_variants_run_in_each_round_in_another_order_and_the_first_is_a_warm
     assert {one["rounds"] for one in found(tmp_path)["work"].values()} == {5}
 
 
-def test_a_round_that_would_not_end_in_time_does_not_begin(tmp_path: Path) -> None:
+def test_a_round_that_would_not_end_in_time_does_not_begin(tmp_path):
     run = make_run(tmp_path, seconds=0.4)
     with pytest.raises(engines.TimeIsUpError):
         run.measure(run.results, "work", {"plain": lambda: time.sleep(0.12) or 0.12})
@@ -208,7 +205,7 @@ def test_a_round_that_would_not_end_in_time_does_not_begin(tmp_path: Path) -> No
     ["acting", "against", "capture_cost", "disk", "flat_cost", "identical", "layer_scaling",
      "lens_cost", "overhead", "sae_cost", "serving", "step_cost", "stream"],
 )  # fmt: skip
-def test_scripts_that_time_engines_have_a_limit_and_five_rounds(name: str) -> None:
+def test_scripts_that_time_engines_have_a_limit_and_five_rounds(name):
     text = (BENCHMARKS / f"{name}.py").read_text()
     assert "arguments(__doc__" in text
     parser = engines.arguments("Any.")
@@ -216,14 +213,14 @@ def test_scripts_that_time_engines_have_a_limit_and_five_rounds(name: str) -> No
     assert parser.parse_args(["--seconds", "3"]).seconds == 3
 
 
-def answers(draw: random.Random) -> list[identical.Answer]:
+def answers(draw):
     return [
         [(draw.randrange(9), [(n, draw.random()) for n in range(5)]) for _ in range(4)]
         for _ in range(3)
     ]
 
 
-def test_answers_are_identical_only_if_every_logprob_is() -> None:
+def test_answers_are_identical_only_if_every_logprob_is():
     plain = answers(random.Random(0))
     same = identical.compare(plain, answers(random.Random(0)))
     assert same["identical"]
@@ -239,7 +236,7 @@ def test_answers_are_identical_only_if_every_logprob_is() -> None:
     assert identical.compare(plain, other)["other_tokens"] == 1
 
 
-def test_a_neighbour_that_asks_is_one_sequence_of_the_batch() -> None:
+def test_a_neighbour_that_asks_is_one_sequence_of_the_batch():
     asked = overhead.asked("a neighbour asks", "tiny", 4, True)
     assert [one is None for one in asked["capture"]] == [True, True, True, False]
     (rows,) = asked["capture"][-1]
@@ -247,7 +244,7 @@ def test_a_neighbour_that_asks_is_one_sequence_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize(("count", "distinct"), [(1, 1), (16, 4)])
-def test_k_distinct_vectors_are_spread_over_the_batch(count: int, distinct: int) -> None:
+def test_k_distinct_vectors_are_spread_over_the_batch(count, distinct):
     steers = overhead.asked(f"{overhead.EVERY}{count}", "tiny", 4, True)["steer"]
     assert [len(one) for one in steers] == [4] * 4
     vectors = {bytes(memoryview(one[2].vector.numpy())) for one in steers}

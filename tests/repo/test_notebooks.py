@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -26,7 +24,7 @@ BEFORE = dict(zip(NAMES, (27, 46, 24, 24, 39, 35), strict=True))
 ROW = re.compile(r"\(\.\./examples/notebooks/(\w+)\.ipynb\) \|.*\| (\d+) \| (\d+) \|")
 
 
-def test_there_are_six_and_the_page_lists_them_with_their_lines() -> None:
+def test_there_are_six_and_the_page_lists_them_with_their_lines():
     found = {path.stem: notebooks.read(path) for path in notebooks.PATHS}
     assert sorted(found) == NAMES
     lines = {name: (BEFORE[name], notebooks.midstream_lines(found[name])) for name in NAMES}
@@ -35,27 +33,25 @@ def test_there_are_six_and_the_page_lists_them_with_their_lines() -> None:
 
 
 @BY_NAME
-def test_a_notebook_is_valid_and_has_few_lines_of_midstream(path: Path) -> None:
+def test_a_notebook_is_valid_short_and_its_cells_that_do_not_count_use_nothing_of_midstream(path):
     found = notebooks.read(path)
     nbformat.validate(found)
     assert 0 < notebooks.midstream_lines(found) <= notebooks.MOST_LINES
     lines = [line for cell in notebooks.code_cells(found) for line in cell.source.split("\n")]
     assert max(map(len, lines)) <= 100
-
-
-@BY_NAME
-def test_cells_that_do_not_count_use_nothing_of_midstream(path: Path) -> None:
-    found = notebooks.read(path)
     names = notebooks.names_of_midstream(found)
     for cell in filter(notebooks.is_plain, notebooks.code_cells(found)):
         nodes = ast.walk(notebooks.parse(cell.source))
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         assert not used & names
         assert "midstream" not in cell.source
+    texts = [cell.source for cell in found.cells if cell.cell_type == "markdown"]
+    for target in re.findall(r"\]\((\.\.[^)#]*)", "\n".join(texts)):
+        assert (path.parent / target).exists(), target
 
 
 @BY_NAME
-def test_stored_outputs_are_of_the_stored_code(path: Path) -> None:
+def test_stored_outputs_are_of_the_stored_code(path):
     found = notebooks.read(path)
     assert found.metadata["midstream"]["source"] == notebooks.source_hash(found), (
         "run scripts/notebooks.py"
@@ -67,7 +63,7 @@ def test_stored_outputs_are_of_the_stored_code(path: Path) -> None:
 
 
 @BY_NAME
-def test_outputs_have_no_paths_errors_or_log_lines(path: Path) -> None:
+def test_outputs_have_no_paths_errors_or_log_lines(path):
     assert path.stat().st_size <= notebooks.MOST_BYTES
     found = notebooks.read(path)
     for cell in notebooks.code_cells(found):
@@ -81,24 +77,16 @@ def test_outputs_have_no_paths_errors_or_log_lines(path: Path) -> None:
     "text",
     ["see /ho" + "me/someone/x", "Traceback (most recent call last)", "10.5it/s]", "INFO 11-24"],
 )
-def test_noise_is_found(text: str) -> None:
+def test_noise_is_found(text):
     assert notebooks.NOISE.search(text)
     assert not notebooks.NOISE.search("in and/or https://example.org/home/page, ../../home/x")
 
 
-def test_lines_are_counted_without_blank_ones_and_comments() -> None:
+def test_lines_are_counted_without_blank_ones_and_comments():
     assert notebooks.lines_of("# a comment\n\nx = 1  # one\n    \nf(\n    x\n)") == 4
 
 
-@BY_NAME
-def test_links_lead_to_files(path: Path) -> None:
-    found = notebooks.read(path)
-    texts = [cell.source for cell in found.cells if cell.cell_type == "markdown"]
-    for target in re.findall(r"\]\((\.\.[^)#]*)", "\n".join(texts)):
-        assert (path.parent / target).exists(), target
-
-
-def outputs(notebook: Any) -> list[Any]:
+def outputs(notebook):
     """The data of all outputs, by type."""
     return [
         one["data"]

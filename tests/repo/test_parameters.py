@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from support.syntax import tree_of
@@ -18,13 +17,13 @@ PACKAGE = ROOT / "src" / "midstream"
 MOST = 6
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+def parameters(function):
     arguments = function.args
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return names[1:] if names[:1] in (["self"], ["cls"]) else names
 
 
-def functions(node: ast.AST, name: str) -> Iterator[tuple[str, list[str]]]:
+def functions(node, name):
     """(dotted name, parameters) of each function in a module, nested ones too."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -36,12 +35,12 @@ def functions(node: ast.AST, name: str) -> Iterator[tuple[str, list[str]]]:
             yield from functions(child, name)
 
 
-def module_of(path: Path) -> str:
+def module_of(path):
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def public_objects() -> Iterator[object]:
+def public_objects():
     """Objects that the documentation imports, those of the API reference, and all others of the
     packages by which it names objects.
     """
@@ -65,7 +64,7 @@ def public_objects() -> Iterator[object]:
             yield getattr(module, own)
 
 
-def public_functions() -> set[str]:
+def public_functions():
     """Dotted names of public functions, and of the constructors and methods of public classes."""
     names = set()
     for value in public_objects():
@@ -83,12 +82,12 @@ def public_functions() -> set[str]:
     return names
 
 
-def is_command(path: Path) -> bool:
+def is_command(path):
     """Whether Typer reads the parameters of a module's functions as options of a command."""
     return "cli" in (path.parent.name, path.stem)
 
 
-def is_kernel(path: Path) -> bool:
+def is_kernel(path):
     """Whether a module has a kernel, its launcher or its reference: they take tensors, strides and
     sizes.
     """

@@ -20,29 +20,26 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 
 
-def test_every_seam_is_as_it_is_counted_on(release: Path) -> None:
+def test_every_seam_is_as_it_is_counted_on(release):
     wrong = [f for f in seams_script.check(release) if f.problem is not None]
     assert not wrong, f"vLLM {seam_sources.Release(release).version}:\n{seams_script.table(wrong)}"
 
 
-def test_the_installed_release_is_among_those_that_are_checked() -> None:
+def test_the_installed_release_is_among_those_that_are_checked():
     installed = releases.installed_release()
     if installed is None:
         pytest.skip("vLLM is not installed")
     assert installed[0] in releases.names()
 
 
-def test_the_releases_that_the_error_names_are_those_that_are_recorded() -> None:
+def test_the_releases_that_the_error_names_are_those_that_are_recorded():
     recorded = versions_table.read()
     run = {name for name, checks in recorded.items() if "engine" in checks}
     run |= versions_table.gpu_runs().keys() & recorded.keys()
     assert {f"{name}.0" for name in seams.RUN} == run
 
 
-# ---------------------------------------------------------------- nothing is left out
-
-
-def test_whatever_is_wrapped_is_a_seam() -> None:
+def test_whatever_is_wrapped_is_a_seam():
     tree = ast.parse((PACKAGE / "runtime" / "install.py").read_text(encoding="utf-8"))
     wrapped = set()
     for node in ast.walk(tree):
@@ -55,7 +52,7 @@ def test_whatever_is_wrapped_is_a_seam() -> None:
     assert wrapped <= {(seam.module, seam.name) for seam in seams.SEAMS}
 
 
-def test_whatever_is_imported_from_vllm_is_a_seam() -> None:
+def test_whatever_is_imported_from_vllm_is_a_seam():
     known = {(seam.module, seam.name.partition(".")[0]) for seam in seams.SEAMS}
     for fields in seams.FIELDS:
         known |= {(fields.module, name) for name in (fields.names if not fields.owner else ())}
@@ -69,8 +66,6 @@ def test_whatever_is_imported_from_vllm_is_a_seam() -> None:
     assert len(imported) > 10
     assert imported <= known
 
-
-# ---------------------------------------------------------------- what the check sees
 
 ENGINE = """
 from vllm.base import Base
@@ -100,7 +95,7 @@ def helper(x, y): ...
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> seam_sources.Release:
+def made(tmp_path):
     """A small vLLM, release 1.5."""
     folder = tmp_path / "vllm"
     folder.mkdir()
@@ -110,7 +105,7 @@ def made(tmp_path: Path) -> seam_sources.Release:
     return seam_sources.Release(folder)
 
 
-def seam(name: str, *parameters: str, named: tuple[str, ...] = (), called: bool = False) -> Seam:
+def seam(name, *parameters, named=(), called=False):
     return Seam("vllm.engine", name, parameters, "why", named=named, called=called)
 
 
@@ -148,11 +143,11 @@ def seam(name: str, *parameters: str, named: tuple[str, ...] = (), called: bool 
     ],
     ids=lambda value: value.name if isinstance(value, Seam) else "",
 )
-def test_a_function_that_differs_is_named_with_what_it_takes(made, asked, problem) -> None:
+def test_a_function_that_differs_is_named_with_what_it_takes(made, asked, problem):
     assert made.check(asked) == seam_sources.Finding(f"{asked.module}.{asked.name}", "why", problem)
 
 
-def fields(owner: str, *names: str, since: str = "", until: str = "") -> Fields:
+def fields(owner, *names, since="", until=""):
     return Fields("vllm.engine", owner, names, "why", since=since, until=until)
 
 
@@ -177,13 +172,13 @@ def fields(owner: str, *names: str, since: str = "", until: str = "") -> Fields:
     ],
     ids=lambda value: f"{value.owner} {value.names}" if isinstance(value, Fields) else "",
 )
-def test_an_attribute_that_is_gone_is_named(made, asked, problem) -> None:
+def test_an_attribute_that_is_gone_is_named(made, asked, problem):
     found = made.check_fields(asked)
     assert found.problem == problem
     assert found.name == f"{asked.module}.{asked.owner}".rstrip(".")
 
 
-def test_the_table_of_a_release_has_each_seam_and_what_differs() -> None:
+def test_the_table_of_a_release_has_each_seam_and_what_differs():
     findings = [
         seam_sources.Finding("vllm.a.f", "reason one", None),
         seam_sources.Finding("vllm.longer.g", "reason two", "is missing"),

@@ -39,14 +39,14 @@ TERMS = [
 class Links(html.parser.HTMLParser):
     """What a page links to, what it loads, and its anchors."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.links: list[str] = []
         self.loads: list[str] = []
         self.anchors: set[str] = set()
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         values = {name: value or "" for name, value in attrs}
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
@@ -58,7 +58,7 @@ class Links(html.parser.HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """The site, built as for a release."""
     folder = tmp_path_factory.mktemp("site") / "site"
     done = subprocess.run(
@@ -71,7 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pages(site: Path) -> dict[Path, Links]:
+def pages(site):
     return {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
 
 
@@ -117,12 +117,9 @@ def test_every_public_name_is_in_the_api_reference(pages):
     assert missing == ["__version__"], "a page of docs/api needs `::: midstream.NAME` of each"
 
 
-def test_notebooks_are_shown_with_their_outputs(site):
+def test_notebooks_are_shown_with_their_outputs_and_the_site_fits_into_a_wheel(site):
     for notebook in (ROOT / "examples" / "notebooks").glob("*.ipynb"):
         text = (site / "notebooks" / f"{notebook.stem}.html").read_text(encoding="utf-8")
         assert "notebook-output" in text
         assert not re.search(r"notebook-output-\d", text)
-
-
-def test_the_site_is_small_enough_for_a_wheel(site):
     assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) < 12e6

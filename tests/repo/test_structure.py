@@ -22,23 +22,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_CLASS_LINES = 500, 250
-MOST_LINES = {"core": 66_240, "lab": 19_250}
+MOST_LINES = {"core": 66_310, "lab": 19_250}
 MOST_MODULES = 20
 # English words that end in -ing and are nouns.
 NOUNS = {"string", "steering", "tracing", "listing", "sizing"}
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return path.relative_to(PACKAGE).as_posix()
 
 
 @functools.cache
-def trees() -> dict[Path, ast.Module]:
+def trees():
     return {path: tree_of(path) for path in SOURCES}
 
 
 @functools.cache
-def scopes() -> list[tuple[Path, ast.AST]]:
+def scopes():
     """Each module, class and function of the package, with its file."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [
@@ -49,7 +49,7 @@ def scopes() -> list[tuple[Path, ast.AST]]:
     ]
 
 
-def classes() -> list[tuple[str, ast.ClassDef]]:
+def classes():
     return [
         (name_of(path), node)
         for path, tree in trees().items()
@@ -61,20 +61,14 @@ def classes() -> list[tuple[str, ast.ClassDef]]:
 def test_modules_import_from_their_own_and_lower_layers_alone():
     done = subprocess.run(
         [Path(sys.executable).parent / "lint-imports", "--no-cache"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
     assert "0 broken" in done.stdout
-
-
-def test_no_import_is_exempt_from_the_contracts():
     assert "ignore_imports" not in (ROOT / "pyproject.toml").read_text()
 
 
-def test_neither_the_core_nor_the_lab_grows_unseen():
+def test_neither_a_part_nor_a_folder_nor_a_class_grows_unseen():
     """A commit that raises a bound says what the lines buy; one that deletes lowers it."""
     lines: Counter[str] = Counter()
     for path in SOURCES:
@@ -82,9 +76,6 @@ def test_neither_the_core_nor_the_lab_grows_unseen():
         lines[part] += path.read_text().count("\n")
     larger = {part: count for part, count in lines.items() if count > MOST_LINES[part]}
     assert larger == {}, f"more lines than {MOST_LINES}: remove some, or raise MOST_LINES"
-
-
-def test_a_folder_has_at_most_20_modules():
     counts = Counter(
         path.parent.relative_to(PACKAGE).as_posix()
         for path in SOURCES
@@ -92,52 +83,37 @@ def test_a_folder_has_at_most_20_modules():
     )
     larger = {folder: count for folder, count in counts.items() if count > MOST_MODULES}
     assert larger == {}, "divide a folder that grew by what its modules have in common"
-
-
-def test_private_attributes_are_used_of_other_packages_alone():
-    """Of vLLM, whose seams list them, of torch and of the interpreter."""
-    uses = {
-        name_of(path)
-        for path in SOURCES
-        for line in path.read_text().splitlines()
-        if "noqa: SLF001" in line
-    }
-    assert uses == {
-        "plugin.py",
-        "results/interleaved_rows.py",
-        "runtime/frontend/rpc/replicas.py",
-        "runtime/frontend/rpc/rpc_client.py",
-        "runtime/vllm/additional_config.py",
-    }
-
-
-@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples", "scripts"])
-def test_no_module_is_longer_than_500_lines(folder):
-    lengths = {
-        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert lengths
-    longer = {name: n for name, n in lengths.items() if n > MAX_LINES}
-    assert longer == {}, "divide these modules"
-
-
-def test_no_class_is_longer_than_250_lines():
     lengths = {
         f"{file}: {node.name}": node.end_lineno - node.lineno + 1 for file, node in classes()
     }
     assert {name: n for name, n in lengths.items() if n > MAX_CLASS_LINES} == {}
 
 
-def test_each_class_name_occurs_once_in_the_package():
+def test_private_attributes_are_used_of_vllms_seams_and_torch_alone():
+    assert [name_of(path) for path in SOURCES if "noqa: SLF001" in path.read_text()] == []
+    names = (ROOT / "pyproject.toml").read_text().partition("extend-ignore-names = [")[2]
+    allowed = set(re.findall(r'"(\w+)"', names.partition("]")[0]))
+    seams = (PACKAGE / "runtime" / "vllm" / "seams.txt").read_text()
+    assert {name for name in allowed if not re.search(rf"[.{{ ]{name}\b", seams)} == {
+        "_C",
+        "_disabled_torch_function_impl",
+    }
+
+
+def test_no_module_is_longer_than_500_lines():
+    folders = ("src", "tests", "benchmarks", "examples", "scripts")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lengths = {str(path): len(path.read_text().splitlines()) for path in files}
+    longer = {name: n for name, n in lengths.items() if n > MAX_LINES}
+    assert longer == {}, "divide these modules"
+
+
+def test_each_class_name_occurs_once_and_no_module_is_named_by_a_gerund():
     counts = Counter(node.name for _, node in classes() if not node.name.startswith("_"))
     # Those of the lab extend the core's of the same name.
     extended = {"LLM", "AsyncLLM", "Client", "AsyncClient"}
     assert {name for name, count in counts.items() if count > 1} == extended
     assert {counts[name] for name in extended} == {2}
-
-
-def test_no_module_is_named_by_a_gerund():
     names = {path.stem for path in SOURCES} | {path.parent.name for path in SOURCES}
     found = {name for name in names if re.search(r"ing(s)?$", name)}
     assert {name for name in found if name.rpartition("_")[2] not in NOUNS} == set()
@@ -176,20 +152,11 @@ def test_importing_the_package_loads_neither_torch_nor_vllm(script):
     assert done.stdout == "[]\n"
 
 
-# ---------------------------------------------------------------- what is public
-
-
-@pytest.mark.parametrize("name", midstream.__all__)
-def test_every_public_name_resolves(name):
-    assert getattr(midstream, name) is not None
-    assert name in dir(midstream)
-
-
-def test_each_public_name_is_there_once():
+def test_every_public_name_is_there_once_and_resolves():
     assert len(set(midstream.__all__)) == len(midstream.__all__)
-
-
-def test_an_unknown_name_is_an_attribute_error_that_names_it():
+    for name in midstream.__all__:
+        assert getattr(midstream, name) is not None, name
+    assert set(midstream.__all__) <= set(dir(midstream))
     with pytest.raises(AttributeError, match="module 'midstream' has no attribute 'Llm'"):
         _ = midstream.Llm
 
@@ -198,9 +165,6 @@ def test_the_installed_version_is_the_packages():
     from importlib.metadata import version
 
     assert version("midstream") == midstream.__version__
-
-
-# ---------------------------------------------------------------- exceptions
 
 
 def exceptions():
@@ -230,25 +194,17 @@ def drawn():
 
 def test_the_tree_drawn_at_the_top_has_every_exception_and_no_other():
     assert set(drawn()) == set(exceptions())
-
-
-@pytest.mark.parametrize("name", exceptions())
-def test_each_exception_is_where_the_tree_has_it(name):
-    parent, builtin = drawn()[name]
-    cls = exceptions()[name]
-    assert cls.__doc__
-    if parent is None:
-        assert cls.__bases__ == (Exception,)
-    else:
-        assert exceptions()[parent] in cls.__bases__
-    if builtin:
-        assert issubclass(cls, getattr(__import__("builtins"), builtin))
-
-
-def test_every_exception_is_public():
     # Caught within the server, between processes, and within the demo.
     internal = {"HttpError", "MessageError", "ModelError"}
     assert set(exceptions()) - internal <= set(midstream.__all__)
+
+
+def test_each_exception_is_where_the_tree_has_it():
+    for name, (parent, builtin) in drawn().items():
+        cls = exceptions()[name]
+        assert cls.__doc__, name
+        assert (exceptions()[parent] if parent else Exception) in cls.__bases__, name
+        assert not builtin or issubclass(cls, getattr(__import__("builtins"), builtin)), name
 
 
 def test_no_exception_is_defined_elsewhere():
@@ -262,9 +218,6 @@ def test_no_exception_is_defined_elsewhere():
     # Raised and caught within the report, or within the doctor.
     own = ("lab/report/", "lab/tools/doctor/")
     assert {name for name in defined if not name.startswith(own)} == set()
-
-
-# ---------------------------------------------------------------- ops
 
 
 def ops():
@@ -281,7 +234,7 @@ def test_there_are_ops_and_no_module_beside_them_that_belongs_to_none():
 
 
 @pytest.mark.parametrize("op", ops())
-def test_each_op_has_its_reference_its_kernel_and_its_tests(op):
+def test_each_op_has_its_reference_its_kernel_and_its_tests_which_take_the_same_arguments(op):
     for path in (
         PACKAGE / "ops" / f"{op}.py",
         PACKAGE / "ops" / f"{op}_ref.py",
@@ -290,10 +243,6 @@ def test_each_op_has_its_reference_its_kernel_and_its_tests(op):
         ROOT / "tests" / "gpu" / f"test_{op}_triton.py",
     ):
         assert path.exists(), path
-
-
-@pytest.mark.parametrize("op", ops())
-def test_the_kernel_and_the_reference_of_an_op_take_the_same_arguments(op):
     reference = importlib.import_module(f"midstream.ops.{op}_ref")
     wanted = list(inspect.signature(getattr(reference, f"{op}_ref")).parameters)
     source = (PACKAGE / "ops" / f"{op}_triton.py").read_text()

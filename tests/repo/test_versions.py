@@ -18,26 +18,23 @@ OTHER = """<testsuites><testsuite>
 <testcase classname="tests.engine.test_c" name="five" time="1"/></testsuite></testsuites>"""
 
 
-def test_outcomes_are_counted_by_file() -> None:
+def test_outcomes_are_counted_by_file_and_of_a_test_that_was_run_again_the_last_one():
     assert record_versions.read_runs([RUN, OTHER]) == {
         "test_a": {"passed": 1, "failed": 1, "skipped": 1, "seconds": 1.8},
         "test_b": {"passed": 0, "failed": 1, "skipped": 0, "seconds": 2.0},
         "test_c": {"passed": 1, "failed": 0, "skipped": 0, "seconds": 1.0},
     }
-
-
-def test_of_a_test_that_was_run_again_the_last_outcome_counts() -> None:
     again = RUN.replace('<failure message="no"/>', "")
     found = record_versions.read_runs([RUN, again])["test_a"]
     assert found == {"passed": 2, "failed": 0, "skipped": 1, "seconds": 1.8}
 
 
-def record(package: str, commit: str, *names: str) -> dict[str, object]:
+def record(package, commit, *names):
     files = {name: {"passed": 1, "commit": commit} for name in names}
     return {"date": "2026-01-02", "package": package, "files": files}
 
 
-def test_files_of_the_same_packages_are_joined_and_those_of_others_replaced() -> None:
+def test_files_of_the_same_packages_are_joined_and_those_of_others_replaced():
     first = record("vllm 1", "aaa", "test_b", "test_c")
     assert record_versions.join({}, first) == first
     both = record_versions.join(first, record("vllm 1", "bbb", "test_a", "test_b"))
@@ -61,7 +58,7 @@ for nth, counts in enumerate(ENGINE["files"].values()):
 SOURCES = {"date": "2026-01-03", "seams": 7, "differ": []}
 
 
-def test_the_overview_says_what_failed_and_what_was_not_run() -> None:
+def test_the_overview_says_what_failed_and_what_was_not_run():
     found = versions_table.overview(
         {
             "9.8.0": {"sources": {**SOURCES, "differ": ["vllm.a", "vllm.b"]}},
@@ -76,7 +73,7 @@ def test_the_overview_says_what_failed_and_what_was_not_run() -> None:
     ]
 
 
-def test_each_file_has_its_outcome_on_each_release() -> None:
+def test_each_file_has_its_outcome_on_each_release():
     files = {"test_c": ENGINE["files"]["test_c"]}
     only = {**ENGINE, "package": "vllm 9.8.0", "files": files}
     found = versions_table.engine_tests(
@@ -91,13 +88,13 @@ def test_each_file_has_its_outcome_on_each_release() -> None:
     assert found[-1] == "| commits | abc2 | abc0; abc1; abc2 |"
 
 
-def test_what_only_some_releases_have_is_shown_with_its_releases() -> None:
+def test_what_only_some_releases_have_is_shown_with_its_releases():
     assert "| `vllm.config.PassConfig` | `enable_sp` | first | 0.30 |" in (
         versions_table.differences()
     )
 
 
-def test_the_package_that_is_recorded_is_the_installed_one() -> None:
+def test_the_package_that_is_recorded_is_the_installed_one():
     installed = releases.installed_release()
     if installed is None:
         pytest.skip("vLLM is not installed")

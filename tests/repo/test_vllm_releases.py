@@ -23,12 +23,12 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "midstream" / "vllm-sources"
 
 
-def wheel(files: dict[str, str] = FILES) -> io.BytesIO:
+def wheel(files=FILES):
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
         for name, text in files.items():
@@ -36,7 +36,7 @@ def wheel(files: dict[str, str] = FILES) -> io.BytesIO:
     return made
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, data: io.BytesIO) -> list[str]:
+def serve(monkeypatch, data):
     asked = []
 
     @contextlib.contextmanager
@@ -49,7 +49,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, data: io.BytesIO) -> list[str]:
     return asked
 
 
-def test_a_release_is_fetched_once_and_only_its_python_files_are_kept(monkeypatch, cache) -> None:
+def test_a_release_is_fetched_once_and_only_its_python_files_are_kept(monkeypatch, cache):
     asked = serve(monkeypatch, wheel())
     assert vllm_releases.cached("9.9.9") is None
     for _ in range(2):
@@ -64,7 +64,7 @@ def test_a_release_is_fetched_once_and_only_its_python_files_are_kept(monkeypatc
     assert list(cache.iterdir()) == []
 
 
-def test_a_download_that_breaks_off_leaves_nothing_behind(monkeypatch, cache) -> None:
+def test_a_download_that_breaks_off_leaves_nothing_behind(monkeypatch, cache):
     whole = wheel()
     entry = zipfile.ZipFile(whole).getinfo("vllm/models/llama.py")
     data = bytearray(whole.getvalue())
@@ -78,14 +78,14 @@ def test_a_download_that_breaks_off_leaves_nothing_behind(monkeypatch, cache) ->
     assert list(cache.iterdir()) == []
 
 
-def test_a_wheel_of_something_else_is_refused(monkeypatch, cache) -> None:
+def test_a_wheel_of_something_else_is_refused(monkeypatch, cache):
     serve(monkeypatch, wheel({"other/code.py": "x = 1\n"}))
     with pytest.raises(vllm_releases.FetchError, match="the wheel has no vllm/_version.py"):
         vllm_releases.fetch("9.9.9")
     assert list(cache.iterdir()) == []
 
 
-def test_the_parts_that_are_read_hold_every_python_file_and_not_the_rest() -> None:
+def test_the_parts_that_are_read_hold_every_python_file_and_not_the_rest():
     data = wheel()
     with zipfile.ZipFile(data) as archive:
         spans = vllm_releases._spans(archive)
@@ -100,7 +100,7 @@ def test_the_parts_that_are_read_hold_every_python_file_and_not_the_rest() -> No
             assert archive.read(name).decode() == FILES[name]
 
 
-def test_a_release_that_the_index_does_not_have_is_a_failure_and_no_skip(monkeypatch) -> None:
+def test_a_release_that_the_index_does_not_have_is_a_failure_and_no_skip(monkeypatch):
     monkeypatch.delenv("MIDSTREAM_OFFLINE", raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
@@ -110,16 +110,12 @@ def test_a_release_that_the_index_does_not_have_is_a_failure_and_no_skip(monkeyp
         releases.folder_of("9.9.9")
 
 
-def test_offline_a_release_that_is_not_there_is_skipped_and_says_why(monkeypatch) -> None:
+def test_offline_the_installed_release_and_what_is_in_the_cache_are_checked_and_others_skipped(
+    monkeypatch, cache
+):
     monkeypatch.setenv("MIDSTREAM_OFFLINE", "1")
     with pytest.raises(pytest.skip.Exception, match=r"MIDSTREAM_OFFLINE is set.* vLLM 9\.9\.9"):
         releases.folder_of("9.9.9")
-
-
-def test_offline_the_installed_release_and_what_is_in_the_cache_are_checked(
-    monkeypatch, cache
-) -> None:
-    monkeypatch.setenv("MIDSTREAM_OFFLINE", "1")
     installed = releases.installed_release()
     if installed is not None:
         assert releases.folder_of(installed[0]) == installed[1]
@@ -127,7 +123,7 @@ def test_offline_the_installed_release_and_what_is_in_the_cache_are_checked(
     assert releases.folder_of("9.9.9") == cache / "9.9.9" / "vllm"
 
 
-def test_the_releases_are_in_order_and_may_be_named(monkeypatch) -> None:
+def test_the_releases_are_in_order_and_may_be_named(monkeypatch):
     monkeypatch.setattr(releases, "installed_release", lambda: ("0.9.0", Path()))
     monkeypatch.setenv("MIDSTREAM_TEST_RELEASES", "0.34.0 0.10.2")
     assert releases.names() == ["0.9.0", "0.10.2", "0.34.0"]

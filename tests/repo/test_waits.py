@@ -79,34 +79,26 @@ DEVICE = ("shipment", "arrival")
 
 
 class Call(NamedTuple):
-    """A call of the package.
+    """A call of the package."""
 
-    Attributes:
-        file: below the package.
-        node: the call.
-        name: the name of what is called, with dots.
-        functions: the functions and classes that the call is in.
-        is_awaited: whether it is awaited.
-    """
-
-    file: str
-    node: ast.Call
-    name: str
-    functions: tuple[str, ...]
-    is_awaited: bool
+    file: str  # below the package
+    node: ast.Call  # the call
+    name: str  # the name of what is called, with dots
+    functions: tuple[str, ...]  # the functions and classes that the call is in
+    is_awaited: bool  # whether it is awaited
 
 
 @functools.cache
-def trees() -> dict[str, ast.Module]:
+def trees():
     files = sorted(PACKAGE.rglob("*.py"))
     return {file.relative_to(PACKAGE).as_posix(): tree_of(file) for file in files}
 
 
 @functools.cache
-def calls() -> list[Call]:
+def calls():
     calls: list[Call] = []
 
-    def add(file: str, node: ast.AST, functions: tuple[str, ...], is_awaited: bool) -> None:
+    def add(file, node, functions, is_awaited):
         for child in ast.iter_child_nodes(node):
             inner, awaits = functions, isinstance(child, ast.Await)
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -123,7 +115,7 @@ def calls() -> list[Call]:
     return calls
 
 
-def has_no_limit(call: ast.Call, name: str) -> bool:
+def has_no_limit(call, name):
     last = name.rpartition(".")[2]
     if last in LOCKS:
         return not any(flag in ast.unparse(call) for flag in ("LOCK_NB", "LOCK_UN", "how |"))
@@ -138,7 +130,7 @@ def has_no_limit(call: ast.Call, name: str) -> bool:
     return not is_text and name.split(".")[-2] not in (*DEVICE, "_ADDED", "CURRENT")
 
 
-def unlimited() -> set[str]:
+def unlimited():
     return {
         f"{call.file}: {'.'.join(call.functions)}"
         for call in calls()
@@ -146,7 +138,7 @@ def unlimited() -> set[str]:
     }
 
 
-def rows() -> set[str]:
+def rows():
     """The first column of the table of deadlines."""
     text = PAGE.read_text().partition("## Deadlines\n")[2].partition("\n## ")[0]
     return {line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if "|" in line}

@@ -28,7 +28,7 @@ FUNCTION = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 RETURN = "(return)"
 
 
-def rows_below(heading: str) -> list[list[str]]:
+def rows_below(heading):
     """The cells of the first table below a heading, without its head."""
     below = TEXT.split(f"\n{heading}\n")[1]
     table = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
@@ -37,7 +37,7 @@ def rows_below(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line] for line in lines[2:]]
 
 
-def hops(walk: str) -> list[tuple[str, str]]:
+def hops(walk):
     """(process, folder) of each row of a walk."""
     found = []
     for process, function, _ in rows_below(f"### {walk}"):
@@ -47,7 +47,7 @@ def hops(walk: str) -> list[tuple[str, str]]:
     return found
 
 
-def names_in(file: str) -> set[str]:
+def names_in(file):
     """Functions, classes and methods (`Class.method`) of a file."""
     found = set()
     for node in ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body:
@@ -58,7 +58,7 @@ def names_in(file: str) -> set[str]:
     return found
 
 
-def entered_again(folders: list[str]) -> list[str]:
+def entered_again(folders):
     """The folders that are entered after they were left. A folder is left for one outside it."""
     left: set[str] = set()
     found = []
@@ -70,7 +70,7 @@ def entered_again(folders: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("walk", WALKS)
-def test_every_function_of_a_walk_exists(walk: str) -> None:
+def test_every_function_of_a_walk_exists_and_it_enters_no_folder_again_but_on_the_return(walk):
     named = [FUNCTION.findall(" ".join(row)) for row in rows_below(f"### {walk}")]
     missing = [
         f"{file}: {name}"
@@ -79,24 +79,12 @@ def test_every_function_of_a_walk_exists(walk: str) -> None:
         if not (PACKAGE / file).is_file() or name not in names_in(file)
     ]
     assert missing == []
-
-
-@pytest.mark.parametrize("walk", WALKS)
-def test_a_walk_has_at_most_14_hops(walk: str) -> None:
     assert len(rows_below(f"### {walk}")) <= MAX_HOPS
-
-
-@pytest.mark.parametrize("walk", WALKS)
-def test_a_walk_enters_no_folder_again_but_on_the_return_from_the_worker(walk: str) -> None:
     found = hops(walk)
     (turn,) = [nth for nth, (process, _) in enumerate(found) if RETURN in process]
     folders = [folder for _, folder in found]
     assert entered_again(folders[:turn]) == []
     assert entered_again(folders[turn:]) == []
-
-
-@pytest.mark.parametrize("walk", WALKS)
-def test_a_process_is_bold_where_a_walk_enters_it(walk: str) -> None:
     before = ""
     for process, _ in hops(walk):
         name = process.partition("(")[0].strip()
@@ -106,7 +94,7 @@ def test_a_process_is_bold_where_a_walk_enters_it(walk: str) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_files_of_a_change_have_the_names_that_it_says(change: str) -> None:
+def test_the_files_of_a_change_have_the_names_that_it_says(change):
     for files, what in rows_below(f"### {change}"):
         paths = [PACKAGE / name for name in re.findall(r"`([\w/.]+)`", files)]
         paths = [path if path.exists() else ROOT / path.name for path in paths]
@@ -119,13 +107,13 @@ def test_the_files_of_a_change_have_the_names_that_it_says(change: str) -> None:
             assert re.search(rf"\b{name}\b", text), f"{change}: {files} has no {name}"
 
 
-def test_a_folder_that_is_entered_again_is_found() -> None:
+def test_a_folder_that_is_entered_again_is_found():
     assert entered_again(["a/b", "a", "a/c", "d"]) == []
     assert entered_again(["a", "b", "a/c"]) == ["a"]
     assert entered_again(["a/b", "a", "a/b"]) == ["a/b"]
 
 
-def test_every_folder_is_in_one_that_has_a_line_and_each_that_has_is_there() -> None:
+def test_every_folder_is_in_one_that_has_a_line_and_each_that_has_is_there():
     cells = [row[0] for row in rows_below("## What is where")]
     named = [name.strip("/") for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     assert len(named) == len(set(named))
@@ -140,12 +128,12 @@ def test_every_folder_is_in_one_that_has_a_line_and_each_that_has_is_there() -> 
     assert lost == []
 
 
-def test_the_guide_is_short() -> None:
+def test_the_guide_is_short():
     assert len(TEXT.split()) <= 2300
     assert len(TEXT.encode()) <= 15 * 1024
 
 
-def test_every_file_of_the_package_is_printed_with_what_it_says_of_itself() -> None:
+def test_every_file_of_the_package_is_printed_with_what_it_says_of_itself():
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "tree.py"], capture_output=True, text=True, check=True
     )

@@ -58,32 +58,18 @@ class Totals:
 
 @dataclass
 class Bench:
-    """What a mix runs on.
+    """What a mix runs on."""
 
-    Attributes:
-        mixed: the engine of the mix: prefix caching on, a small KV cache, its statistics on.
-        single: the engine of one request at a time, without a prefix cache.
-        hooks: the model in transformers.
-        measure: what counts as the same.
-        chunk: most tokens of a step of the first.
-        folder: where mixes that differ are written.
-        hooked: what counts as the same as transformers; None: `measure`.
-    """
-
-    mixed: Any
-    single: Any
-    hooks: EditOracle
-    measure: Measure
-    chunk: int
-    folder: Path
-    hooked: Measure | None = None
+    mixed: Any  # the engine of the mix: prefix caching on, a small KV cache, its statistics on
+    single: Any  # the engine of one request at a time, without a prefix cache
+    hooks: EditOracle  # the model in transformers
+    measure: Measure  # what counts as the same
+    chunk: int  # most tokens of a step of the first
+    folder: Path  # where mixes that differ are written
+    hooked: Measure | None = None  # what counts as the same as transformers; None: `measure`
 
     def run(self, mix: Mix, totals: Totals) -> None:
-        """Runs a mix and adds it to the totals.
-
-        Raises:
-            AssertionError: a request differs; says which, of which seed, and how to ask again.
-        """
+        """Runs a mix and adds it to the totals."""
         driver = Driver(self.mixed)
         ran = driver.run(mix.coming, mix.count)
         assert_idle_and_clean(self.mixed)
@@ -108,11 +94,7 @@ class Bench:
         totals.preemptions += ran.preemptions
 
     def replay(self, file: Path) -> Ran:
-        """Asks a written mix again.
-
-        Raises:
-            AssertionError: a request still differs.
-        """
+        """Asks a written mix again."""
         asks = [Ask.parse(one) for one in json.loads(file.read_text())]
         ran = Driver(self.mixed).again(asks)
         for ask in asks:

@@ -22,15 +22,10 @@ FEW = 6
 
 @dataclass(frozen=True)
 class Spread:
-    """A `Replace` whose rows are laid over as many positions; how many is the request's choice.
+    """A `Replace` whose rows are laid over as many positions; how many is the request's choice."""
 
-    Attributes:
-        rows: [MOST_ROWS, width].
-        place: the arguments of a `Replace` that name layer, site and heads.
-    """
-
-    rows: Tensor
-    place: dict[str, Any]
+    rows: Tensor  # [MOST_ROWS, width]
+    place: dict[str, Any]  # the arguments of a `Replace` that name layer, site and heads
 
     def over(self, count: int, written: dict[str, Any]) -> Replace:
         """Its first rows, one for each of `count` positions."""
@@ -39,22 +34,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What requests choose from.
+    """What requests choose from."""
 
-    Attributes:
-        edits: without positions; the first `FEW` are of one tap of the stream or a branch, and as
-            many after them of the values of one layer, where the oracle knows them.
-        spreads: as many rows as positions.
-        probes: without names and positions.
-        taps: all that the model has.
-        heads: the number of heads of each site that has heads.
-    """
-
+    # Without positions; the first `FEW` are of one tap of the stream or a branch, and as many
+    # after them of the values of one layer, where the oracle knows them.
     edits: tuple[Any, ...]
-    spreads: tuple[Spread, ...]
-    probes: tuple[Probe, ...]
-    taps: tuple[Tap, ...]
-    heads: dict[str, int]
+    spreads: tuple[Spread, ...]  # as many rows as positions
+    probes: tuple[Probe, ...]  # without names and positions
+    taps: tuple[Tap, ...]  # all that the model has
+    heads: dict[str, int]  # the number of heads of each site that has heads
 
     def edit(self, draw: random.Random) -> Any:
         """One of them; a few, of one tap or two, are asked for again and again."""
@@ -81,17 +69,8 @@ def catalogue(
     memory: bool = False,
     taps: int = 7,
 ) -> Catalogue:
-    """Every operation, sized by a plain run.
-
-    Args:
-        oracle: the model, in transformers. One that knows inner sites has edits of these too: of
-            whole vectors, of one head, of several, and of some components.
-        prompt: of the plain run; at least a dozen different tokens.
-        seed: of what is drawn.
-        jumps: whether edits may jump from one token to the next as a score passes a threshold.
-            Where sums depend on the batch's shape, a score may fall either side of it.
-        memory: whether there are gates with memory.
-        taps: at how many taps.
+    """Every operation, sized by a plain run. Without `jumps` none hangs on a threshold, which
+    scores pass or not where sums depend on the batch's shape.
     """
     plain = oracle.run(prompt)
     draw, choose = torch.Generator().manual_seed(seed), random.Random(seed)

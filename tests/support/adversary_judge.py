@@ -17,21 +17,15 @@ from support.oracle_edits import At, EditOracle, row_error
 
 @dataclass(frozen=True)
 class Measure:
-    """What counts as the same.
+    """What counts as the same."""
 
-    Attributes:
-        rows: largest relative difference of rows, as `error` measures it, and of scores.
-        tie: largest difference of logprobs.
-        splits: whether tokens may part where two of them are as likely, to within `tie`. What was
-            computed before that is compared, and what came after is not. Tokens that were sampled
-            are as likely as chance has it: that they part at times is for the caller to bound.
-        error: of two [rows, hidden].
-    """
-
-    rows: float = 1e-4
-    tie: float = 2e-3
+    rows: float = 1e-4  # largest relative difference of rows, as `error` measures it, and of scores
+    tie: float = 2e-3  # largest difference of logprobs
+    # Whether tokens may part where two of them are as likely, to within `tie`. What was computed
+    # before that is compared, and what came after is not. Tokens that were sampled are as likely
+    # as chance has it: that they part at times is for the caller to bound.
     splits: bool = False
-    error: Callable[[Tensor, Tensor], float] = row_error
+    error: Callable[[Tensor, Tensor], float] = row_error  # of two [rows, hidden]
 
 
 def completions(output: Any) -> list[tuple[Any, Any]]:

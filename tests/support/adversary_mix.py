@@ -19,53 +19,32 @@ PHASES = {"base": None, "prompt": "prompt", "generated": "generated"}
 
 @dataclass(frozen=True)
 class Shape:
-    """What a mix may look like.
+    """What a mix may look like."""
 
-    Attributes:
-        families: token sequences whose beginnings many prompts share.
-        longest: most rows of a request.
-        chunk: most tokens of a step; some prompts are longer.
-        stops: texts that may end a generation; none: there is no tokenizer.
-        most_tokens: most tokens generated, but for a few that get twice as many.
-        sampled: whether some requests sample, with a seed.
-    """
-
-    families: tuple[tuple[int, ...], ...]
-    longest: int
-    chunk: int
-    stops: tuple[str, ...] = ()
-    most_tokens: int = 14
-    sampled: bool = True
+    families: tuple[tuple[int, ...], ...]  # token sequences whose beginnings many prompts share
+    longest: int  # most rows of a request
+    chunk: int  # most tokens of a step; some prompts are longer
+    stops: tuple[str, ...] = ()  # texts that may end a generation; none: there is no tokenizer
+    most_tokens: int = 14  # most tokens generated, but for a few that get twice as many
+    sampled: bool = True  # whether some requests sample, with a seed
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request.
+    """One request."""
 
-    Attributes:
-        number: which of the mix.
-        at: the tick at which it comes.
-        prompt: token ids.
-        params: of SamplingParams, but for the plan.
-        plan: what it asks for, as JSON; None: nothing.
-        server: edits of every request at that time, as JSON, by tier.
-        names: vectors registered at that time, by name.
-        alone: plan and server-wide edits by value, as one plan; None: nothing.
-        abort_at: the tick at which it is given up; None: never.
-        parts: edits by value, in the order in which they apply, and where they do; for hooks.
-        reads: the places of captures and named probes.
-    """
-
-    number: int
-    at: int
-    prompt: list[int]
-    params: dict[str, Any]
-    plan: dict[str, Any] | None
-    server: dict[str, Any]
-    names: dict[str, list[float]]
-    alone: dict[str, Any] | None
-    abort_at: int | None = None
+    number: int  # which of the mix
+    at: int  # the tick at which it comes
+    prompt: list[int]  # token ids
+    params: dict[str, Any]  # of SamplingParams, but for the plan
+    plan: dict[str, Any] | None  # what it asks for, as JSON; None: nothing
+    server: dict[str, Any]  # edits of every request at that time, as JSON, by tier
+    names: dict[str, list[float]]  # vectors registered at that time, by name
+    alone: dict[str, Any] | None  # plan and server-wide edits by value, as one plan; None: nothing
+    abort_at: int | None = None  # the tick at which it is given up; None: never
+    # Edits by value, in the order in which they apply, and where they do; for hooks.
     parts: tuple[tuple[Any, Place], ...] = field(default=(), compare=False)
+    # The places of captures and named probes.
     reads: tuple[Place, ...] = field(default=(), compare=False)
     probes: tuple[Any, ...] = field(default=(), compare=False)
 

@@ -16,21 +16,16 @@ Coming = Callable[[int, Sequence[Past], int], list[Ask]]
 
 @dataclass
 class Ran:
-    """Results of a mix.
+    """Results of a mix."""
 
-    Attributes:
-        asks: the requests that came, in the order in which they did.
-        outputs: vLLM's final output by number; none of those that were given up.
-        given_up: numbers of requests that were aborted while they ran or waited.
-        preemptions: how often the scheduler took a running request off.
-        ticks: turns of the loop.
-    """
-
+    # The requests that came, in the order in which they did.
     asks: list[Ask] = field(default_factory=list)
+    # vLLM's final output by number; none of those that were given up.
     outputs: dict[int, Any] = field(default_factory=dict)
+    # Numbers of requests that were aborted while they ran or waited.
     given_up: set[int] = field(default_factory=set)
-    preemptions: int = 0
-    ticks: int = 0
+    preemptions: int = 0  # how often the scheduler took a running request off
+    ticks: int = 0  # turns of the loop
 
 
 class Driver:
@@ -42,12 +37,7 @@ class Driver:
         self._names: dict[str, list[float]] = {}
 
     def run(self, coming: Coming, count: int) -> Ran:
-        """Runs requests as they come until all `count` have ended.
-
-        Args:
-            coming: of a tick, the requests that have ended and how many have not: who comes now.
-            count: requests in all.
-        """
+        """Runs requests as they come until all `count` have ended."""
         engine = self.llm.llm_engine
         assert self.llm.reset_prefix_cache()
         before = counter(self.llm, "vllm:num_preemptions")

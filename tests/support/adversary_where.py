@@ -15,17 +15,11 @@ Says = Callable[[int, int], bool]
 
 @dataclass(frozen=True)
 class Place:
-    """Some positions of one request.
+    """Some positions of one request."""
 
-    Attributes:
-        written: the arguments of a capture, an edit or a probe that say so.
-        says: of a position and the id of its token, whether it is one of them.
-        last_only: whether it is the final row and no other, wherever that comes to be.
-    """
-
-    written: dict[str, Any]
-    says: Says
-    last_only: bool = False
+    written: dict[str, Any]  # the arguments of a capture, an edit or a probe that say so
+    says: Says  # of a position and the id of its token, whether it is one of them
+    last_only: bool = False  # whether it is the final row and no other, wherever that comes to be
 
     def chosen(self, ids: Sequence[int]) -> list[int]:
         """The positions, given the ids of all tokens that were computed; ascending."""

@@ -28,28 +28,17 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Case:
-    """Queries and a paged cache, whose unused numbers are NaN.
+    """Queries and a paged cache, whose unused numbers are NaN."""
 
-    Attributes:
-        queries: [runs, rows, heads, head_dim], a view with gaps.
-        positions: int64 [runs, rows].
-        keys: [blocks, tokens, key-value heads, head_dim], a view of a cache with values.
-        table: int32 [requests, blocks].
-        requests: int64 [runs].
-        key_heads: int64 [heads].
-        begin, stop: positions of the keys.
-        form: what attention does.
-    """
-
-    queries: Tensor
-    positions: Tensor
-    keys: Tensor
-    table: Tensor
-    requests: Tensor
-    key_heads: Tensor
-    begin: int
+    queries: Tensor  # [runs, rows, heads, head_dim], a view with gaps
+    positions: Tensor  # int64 [runs, rows]
+    keys: Tensor  # [blocks, tokens, key-value heads, head_dim], a view of a cache with values
+    table: Tensor  # int32 [requests, blocks]
+    requests: Tensor  # int64 [runs]
+    key_heads: Tensor  # int64 [heads]
+    begin: int  # positions of the keys
     stop: int
-    form: AttentionForm
+    form: AttentionForm  # what attention does
 
     def found(self) -> Tensor:
         """What the kernel returns."""

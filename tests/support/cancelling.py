@@ -13,32 +13,21 @@ PATIENCE = 30.0
 
 
 class Await(NamedTuple):
-    """An await at which a task is cancelled.
+    """An await at which a task is cancelled."""
 
-    Attributes:
-        task: index of the task, in the order in which the scenario makes them.
-        nth: index of the await, from 0, in the order in which the task comes to them.
-        late: whether what it awaits is done in the same turn of the loop, before the cancellation.
-    """
-
-    task: int
-    nth: int
+    task: int  # index of the task, in the order in which the scenario makes them
+    nth: int  # index of the await, from 0, in the order in which the task comes to them
+    # Whether what it awaits is done in the same turn of the loop, before the cancellation.
     late: bool
 
 
 @dataclass
 class Awaits:
-    """The awaits of one run; one of them is cancelled.
+    """The awaits of one run; one of them is cancelled."""
 
-    Attributes:
-        cancels: the await that is cancelled; None: none is.
-        counts: number of awaits of each task, so far.
-        is_cancelled: whether that await came.
-    """
-
-    cancels: Await | None = None
-    counts: list[int] = field(default_factory=list)
-    is_cancelled: bool = False
+    cancels: Await | None = None  # the await that is cancelled; None: none is
+    counts: list[int] = field(default_factory=list)  # number of awaits of each task, so far
+    is_cancelled: bool = False  # whether that await came
 
     def make(self, loop: asyncio.AbstractEventLoop, work: Any, **given: Any) -> asyncio.Task[Any]:
         """Make a task whose awaits are counted; a task factory."""
@@ -83,21 +72,13 @@ class Awaits:
 
 @dataclass(frozen=True)
 class Run:
-    """What became of one run.
+    """What became of one run."""
 
-    Attributes:
-        cancels: the await that was cancelled.
-        is_cancelled: whether it came.
-        ended: whether the scenario's task ended.
-        outcome: its result, or its exception.
-        left: the tasks that had not ended when it had.
-    """
-
-    cancels: Await | None
-    is_cancelled: bool
-    ended: bool
-    outcome: Any
-    left: tuple[str, ...]
+    cancels: Await | None  # the await that was cancelled
+    is_cancelled: bool  # whether it came
+    ended: bool  # whether the scenario's task ended
+    outcome: Any  # its result, or its exception
+    left: tuple[str, ...]  # the tasks that had not ended when it had
 
 
 def bounded(work: Coroutine[Any, Any, Any], patience: float = PATIENCE) -> Any:
@@ -125,13 +106,7 @@ Scenario = Callable[[], Coroutine[Any, Any, Any]]
 def run(
     scenario: Scenario, cancels: Await | None, patience: float = PATIENCE
 ) -> tuple[Run, Awaits]:
-    """Run a scenario, which is task 0, and cancel one await.
-
-    Args:
-        scenario: makes the coroutine.
-        cancels: the await; None: none.
-        patience: seconds until a task counts as one that never ends.
-    """
+    """Run a scenario, which is task 0, and cancel one await."""
     awaits = Awaits(cancels)
 
     async def main() -> Run:

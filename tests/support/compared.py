@@ -13,13 +13,7 @@ _WHAT = ("activations", "probes", "attention", "logits", "logprobs")
 def differences(
     found: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]], tolerance: float
 ) -> list[str]:
-    """What differs, in words, by case; results as `output_results.results` gives them.
-
-    Args:
-        found, expected: per case its results, with the tokens as `generated`.
-        tolerance: how far a row may be off, relative to its norm, and a score, relative to the
-            largest.
-    """
+    """What differs, in words, by case; results as `output_results.results` gives them."""
     problems = []
     for name, wanted in expected.items():
         mine = found[name]

@@ -32,19 +32,14 @@ LEAST_EFFECT = 4e-3
 
 @dataclass(frozen=True)
 class Case:
-    """One request: a prompt, edits, and probes on the way.
-
-    Attributes:
-        tap: that of the edits, which must move it; None: nothing is said of that.
-        partial: whether they must leave some tokens alone there, and not all.
-    """
+    """One request: a prompt, edits, and probes on the way."""
 
     name: str
     prompt: list[int]
     edits: list[At]
     probes: list[Probe] = field(default_factory=list)
-    tap: Tap | None = None
-    partial: bool = False
+    tap: Tap | None = None  # that of the edits, which must move it; None: nothing is said of that
+    partial: bool = False  # whether they must leave some tokens alone there, and not all
 
 
 class Maker:
@@ -241,13 +236,9 @@ class Maker:
 
 
 class Made(NamedTuple):
-    """A case as it was made; its probes are made only if it is chosen.
+    """A case as it was made; its probes are made only if it is chosen."""
 
-    Attributes:
-        maker: of the probes.
-    """
-
-    maker: Maker
+    maker: Maker  # of the probes
     name: str
     prompt: list[int]
     at: At
@@ -310,12 +301,7 @@ def _of_one_tap(maker: Maker, prompt: list[int], phase: str) -> Iterator[Made]:
 def ask(
     llm: Any, given: Sequence[Case], *, layers: Any = "all", count: int = MAX_TOKENS
 ) -> list[Any]:
-    """All the cases as one batch, with captures of all sites.
-
-    Args:
-        layers: captured; None: those of each one's edits, and the last.
-        count: tokens that are generated.
-    """
+    """All the cases as one batch, with captures of all sites."""
     last = llm.info.shape.num_layers - 1
     return llm.generate(
         [tokens(case.prompt) for case in given],
@@ -335,12 +321,7 @@ def ask(
 def problems(
     oracle: EditOracle, case: Case, output: Any, tolerance: float, tie: float
 ) -> list[str]:
-    """In what a request's results differ from the reference's.
-
-    Args:
-        tolerance: relative, for activations and scores.
-        tie: for logprobs, and for what greedy tokens may be below the best.
-    """
+    """In what a request's results differ from the reference's."""
     prompt, chosen = case.prompt, generated(output)
     ids = [*prompt, *chosen][:-1]
     seen = oracle.run(ids, case.edits)

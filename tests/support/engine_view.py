@@ -120,9 +120,6 @@ class AsyncLLMView(EngineView):
     """What can be read of a `midstream.AsyncLLM` that is ready."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        """Args:
-        llm: the engine; `await llm.ready()` comes first.
-        """
         super().__init__(llm._front)
         self._front: AsyncFrontEnd = llm._front
 

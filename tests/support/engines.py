@@ -48,14 +48,7 @@ _TRACED = {"mode": 2, "backend": "eager", "ir_enable_torch_wrap": False}
 def engine(
     model: Path, *, plain: bool = False, inductor: bool = HAS_GPU or NIGHTLY, **args: Any
 ) -> Iterator[Any]:
-    """A midstream.LLM, or a plain vllm.LLM, that is gone afterwards.
-
-    Args:
-        model: the model's folder.
-        plain: whether it is vLLM's own.
-        inductor: whether Inductor compiles the graph where `enforce_eager` is False.
-        **args: arguments of the engine.
-    """
+    """A midstream.LLM, or a plain vllm.LLM, that is gone afterwards."""
     import torch
 
     settings = {

@@ -59,13 +59,7 @@ ROOM = {"bank_rows": 64, "programs": 256, "max_edits": 1024, "token_ids": 64, "p
 
 
 def make_buffers(taps: Sequence[Tap] = tuple(TAPS), **changes) -> Buffers:
-    """Small buffers on the CPU.
-
-    Args:
-        taps: the taps.
-        changes: settings of `Room`, sizes of `Buffers`, and `mixed`: whether the taps have the
-            widths of `MIXED`.
-    """
+    """Small buffers on the CPU."""
     mixed = changes.pop("mixed", False)
     limits = {name: changes.pop(name, size) for name, size in ROOM.items()}
     room = changes.pop("room", None) or Room(**limits, maps=changes.pop("maps", 0))
@@ -154,25 +148,19 @@ class SlowShipment:
 
 @dataclass
 class Fake:
-    """One request, and what the naive reader knows of it.
-
-    Attributes:
-        plan: None asks for nothing, and the session never hears of it.
-        computed: its tokens before the next step.
-        rows: the vectors that must have been captured, by (tap, position); the latest stands.
-        scores: what the probes must have read, by (slot, position); likewise.
-        scored: the positions of which scores must have been kept.
-        done: the state that each position must have.
-    """
+    """One request, and what the naive reader knows of it."""
 
     id: str
-    plan: ResolvedPlan | None = None
+    plan: ResolvedPlan | None = None  # None asks for nothing, and the session never hears of it
     uid: str = ""
-    computed: int = 0
+    computed: int = 0  # its tokens before the next step
+    # The vectors that must have been captured, by (tap, position); the latest stands.
     rows: dict[tuple[Tap, int], NDArray[np.float32]] = field(default_factory=dict)
+    # What the probes must have read, by (slot, position); likewise.
     scores: dict[tuple[int, int], np.float32] = field(default_factory=dict)
+    # The positions of which scores must have been kept.
     scored: set[int] = field(default_factory=set)
-    done: list[int] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)  # the state that each position must have
 
     def __post_init__(self) -> None:
         self.tokens = random.Random(self.id).choices(range(VOCABULARY), k=100)
@@ -266,13 +254,7 @@ class FakeEngine:
             assert _is_same(before[tap], after[tap], slice(row, None)), "padding was edited"
 
     def forward(self, rows: int, skip: tuple[Tap, ...] = (), twice: tuple[Tap, ...] = ()):
-        """Every tap's (hidden, residual or None) before the op and after it, as arrays.
-
-        Args:
-            rows: rows of the batch, padding included.
-            skip: taps that do not fire.
-            twice: taps that fire twice.
-        """
+        """Every tap's (hidden, residual or None) before the op and after it, as arrays."""
         before, after = {}, {}
         for tap, index in TAPS.items():
             if tap in skip:

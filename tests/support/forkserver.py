@@ -1,8 +1,4 @@
-"""Engine cores and workers of an engine in the tests' own process, forked instead of spawned.
-
-The process of the tests has threads and cannot fork them itself: Python's forkserver does, which
-has imported what they need (`preloaded`).
-"""
+"""Engine cores and workers of an engine in the tests' own process, forked instead of spawned."""
 
 from __future__ import annotations
 

@@ -24,12 +24,7 @@ LONG = [
 
 
 def amounts(gate: Gate, scores: Sequence[float]) -> list[float]:
-    """What a gate multiplies its edit by at each of the tokens that the edit selects.
-
-    Args:
-        gate: with `hold`, `smooth` or `release`, or without.
-        scores: the probe's at these tokens, in order.
-    """
+    """What a gate multiplies its edit by at each of the tokens that the edit selects."""
     found: list[float] = []
     average: float | None = None
     is_open, tokens_left = False, 0
@@ -62,21 +57,15 @@ ELSEWHERE = 5  # a state of another site
 
 @dataclass(frozen=True)
 class Scan:
-    """One SCAN: its numbers, and which positions and ids of a request it reads.
+    """One SCAN: its numbers, and which positions and ids of a request it reads."""
 
-    Attributes:
-        numbers: a, b, c, d.
-        ids: with `others`, which ids it reads; empty: all.
-        begins, ends: the positions that it reads, and none between `gap` and `gap` + 3.
-    """
-
-    numbers: tuple[float, float, float, float]
+    numbers: tuple[float, float, float, float]  # a, b, c, d
     hold: int
     step: bool
     vector: Tensor
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  # with `others`, which ids it reads; empty: all
     others: bool
-    begins: int
+    begins: int  # the positions that it reads, and none between `gap` and `gap` + 3
     ends: int
     gap: int
     by_bit: bool  # its tokens have a bit each, so that the op needs no list of ids

@@ -105,11 +105,7 @@ def cases(
     layers: Callable[[int], int],
     every: int = 1,
 ) -> list[Case]:
-    """Each operation at each inner site, of each choice of heads; of these every so-many-th.
-
-    Args:
-        layers: the layer at which the nth site is edited.
-    """
+    """Each operation at each inner site, of each choice of heads; of these every so-many-th."""
     draw = torch.Generator().manual_seed(23)
     plain = [oracle.run(prompt) for prompt in prompts]
     found: list[Made] = []

@@ -1,7 +1,7 @@
 """The reference for sites inside attention and the MLP: transformers in float32, plain hooks.
 
-Where they are is told per architecture by names of transformers' modules. Nothing is asked of
-midstream: what an edit does is `support.formulas.apply`, on the columns of its heads.
+Nothing is asked of midstream: what an edit does is `support.formulas.apply`, on the columns of its
+heads.
 """
 
 from __future__ import annotations
@@ -29,28 +29,20 @@ HALVES = ("mlp_pre", "mlp_pre_linear")
 
 @dataclass(frozen=True)
 class Inner:
-    """Where transformers has a layer's inner sites. Empty: it has no such place.
+    """Where transformers has a layer's inner sites. Empty: it has no such place."""
 
-    Attributes:
-        q, k, v: the projections whose outputs these are; one name for all: its columns.
-        z: the module that reads it.
-        pre, linear: the modules that return `mlp_pre` and `mlp_pre_linear`; one name: its halves.
-        act: the module that reads the neurons.
-        router: the module that returns the experts' logits.
-        rotary: whether there are `rot_q` and `rot_k`.
-        outer: where the sites of the residual stream and the branches are.
-    """
-
+    # The projections whose outputs these are; one name for all: its columns.
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
-    z: str = "self_attn.o_proj"
+    z: str = "self_attn.o_proj"  # the module that reads it
+    # The modules that return `mlp_pre` and `mlp_pre_linear`; one name: its halves.
     pre: str = "mlp.gate_proj"
     linear: str = "mlp.up_proj"
-    act: str = "mlp.down_proj"
-    router: str = ""
-    rotary: bool = True
-    outer: Places = PLACES["llama"]
+    act: str = "mlp.down_proj"  # the module that reads the neurons
+    router: str = ""  # the module that returns the experts' logits
+    rotary: bool = True  # whether there are `rot_q` and `rot_k`
+    outer: Places = PLACES["llama"]  # where the sites of the residual stream and the branches are
 
     def sites(self) -> tuple[str, ...]:
         """The inner sites of this architecture, in the order of a forward pass."""
@@ -235,11 +227,6 @@ class InnerOracle(EditOracle):
             (head,) = probe.heads
             h = h[:, head * self.head_dim : (head + 1) * self.head_dim]
         return read_score(probe, h)
-
-    def silenced(self, tokens: Sequence[int], layer: int, head: int) -> Seen:
-        """One forward with a head's columns of o_proj's input zeroed by a hook, no edit at all."""
-        part = slice(head * self.head_dim, (head + 1) * self.head_dim)
-        return self.changed(tokens, ("z", layer), lambda rows: rows[:, part].zero_())
 
     def changed(self, tokens: Sequence[int], tap: Tap, change: Callable[[Tensor], Any]) -> Seen:
         """One forward in which a function changes a tap's rows, [T, width], in place."""

@@ -1,8 +1,4 @@
-"""Every list that a client can send: how to make it of any length, and what the work for it costs.
-
-The fields are those of the classes that bodies are read as, so that a new field has no case here
-until somebody writes one: `tests/unit/server/test_work.py` fails for it.
-"""
+"""Every list that a client can send: how to make it of any length, and what it costs."""
 
 from __future__ import annotations
 
@@ -130,40 +126,11 @@ LISTS: dict[str, Callable[[int], Any]] = {
     "strength": numbers,
 }  # fmt: skip
 # Fields that take no list: a list there is refused. `bias` and `scale` of other classes, too.
-SINGLE = frozenset(
-    [
-        "phase",
-        "norm",
-        "scale",
-        "lens",
-        "low",
-        "high",
-        "mode",
-        "threshold",
-        "sae",
-        "error",
-        "alpha",
-        "bias",
-        "name",
-        "codec",
-        "sink",
-        "tag",
-        "request_id",
-        "stream",
-        "layout",
-        "max_rows",
-        "reuse",
-        "reduce",
-        "top",
-        "kind",
-        "sharpness",
-        "hold",
-        "smooth",
-        "release",
-        "k",
-        "return_",
-    ]
-)
+SINGLE = frozenset([
+    "phase", "norm", "scale", "lens", "low", "high", "mode", "threshold", "sae", "error", "alpha",
+    "bias", "name", "codec", "sink", "tag", "request_id", "stream", "layout", "max_rows", "reuse",
+    "reduce", "top", "kind", "sharpness", "hold", "smooth", "release", "k", "return_",
+])  # fmt: skip
 
 
 def fields() -> list[tuple[type, str]]:
@@ -203,20 +170,12 @@ BODIES: dict[str, dict[str, Callable[[int], Any]]] = {
     },
 }  # fmt: skip
 SINGLE_OF_BODIES = {
-    "sweep": frozenset(
-        [
-            "alpha",
-            "repeats",
-            "sae",
-            "model",
-            "stream",
-            "add_generation_prompt",
-            "continue_final_message",
-            "chat_template_kwargs",
-        ]
-    ),
+    "sweep": frozenset([
+        "alpha", "repeats", "sae", "model", "stream", "add_generation_prompt",
+        "continue_final_message", "chat_template_kwargs",
+    ]),
     "fit": frozenset(["method", "site", "reduce", "folds", "seed", "name", "model"]),
-}
+}  # fmt: skip
 KNOWN = {"sweep": sweep_body._KNOWN, "fit": fit_body._KNOWN}
 BODY = {
     "sweep": {"prompt": "abc", "source": 0, "metric": "kl"},

@@ -167,11 +167,7 @@ def kernel(hub: Path, **environment: str) -> Iterator[tuple[KernelManager, Any]]
 
 
 def execute(notebook: Any, started: tuple[KernelManager, Any], timeout: int = 500) -> None:
-    """Execute a notebook in a kernel; its outputs replace the stored ones.
-
-    Raises:
-        nbclient.exceptions.CellExecutionError: a cell failed.
-    """
+    """Execute a notebook in a kernel; its outputs replace the stored ones."""
     manager, client = started
     runner = NotebookClient(notebook, km=manager, timeout=timeout, record_timing=False)
     runner.kc = client

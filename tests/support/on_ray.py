@@ -41,29 +41,6 @@ class Deadly(Slow):
         return super()._end(record)
 
 
-class Refused(FakeEngine):
-    """An engine that rejects the job when it starts."""
-
-    def __init__(self, job) -> None:
-        from midstream import SpecError
-
-        raise SpecError("model", "there is no folder 'some/model'")
-
-
-class Hopeless(FakeEngine):
-    """An engine whose process is killed in its first step."""
-
-    def step(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-        return []
-
-
-def pids(folder: Path) -> list[int]:
-    """Return the ids of the processes that had a `Slow`, in the order of their starts."""
-    path = folder / "pids"
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-
 def start_ray() -> None:
     """Start a cluster with two cores on this machine, and connect this process to it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

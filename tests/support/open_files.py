@@ -11,13 +11,9 @@ PIPE = "pipe:["
 
 
 def open_files(*kinds: str) -> set[tuple[int, str, int]]:
-    """Return (descriptor, name, inode) of the open files whose names have one of `kinds`.
-
-    All other files are left out: threads, imports and garbage of earlier tests open and close some
-    at any time. So a test compares sets, `open_files() <= before`, rather than counts.
-
-    Args:
-        kinds: parts of names; default `MEMORY` and `SPILLED`.
+    """Return (descriptor, name, inode) of the open files whose names have one of `kinds`. All other
+    files are left out: threads, imports and garbage of earlier tests open and close some at any
+    time. So a test compares sets, `open_files() <= before`, rather than counts.
     """
     kinds = kinds or (MEMORY, SPILLED)
     found = set()

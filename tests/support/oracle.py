@@ -26,19 +26,12 @@ class HookEdit:
 
 @dataclass(frozen=True)
 class Branches:
-    """The modules of transformers' layer at which the branches are.
+    """The modules of transformers' layer at which the branches are."""
 
-    Attributes:
-        attn_in: whose input attention reads.
-        attn_out: whose output attention adds to the stream.
-        mlp_in: whose input the MLP reads.
-        mlp_out: whose output the MLP adds to the stream.
-    """
-
-    attn_in: str = "self_attn"
-    attn_out: str = "self_attn"
-    mlp_in: str = "mlp"
-    mlp_out: str = "mlp"
+    attn_in: str = "self_attn"  # whose input attention reads
+    attn_out: str = "self_attn"  # whose output attention adds to the stream
+    mlp_in: str = "mlp"  # whose input the MLP reads
+    mlp_out: str = "mlp"  # whose output the MLP adds to the stream
 
 
 class Oracle:

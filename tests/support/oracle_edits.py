@@ -1,7 +1,4 @@
-"""The reference for edits: transformers in float32 with plain hooks, formulas in float64.
-
-What an edit does is `support.formulas.apply`; where, and in what order, is told here.
-"""
+"""The reference for edits: transformers in float32 with plain hooks, formulas in float64."""
 
 from __future__ import annotations
 
@@ -62,17 +59,11 @@ class At:
 
 @dataclass(frozen=True)
 class Seen:
-    """One forward over a whole request.
+    """One forward over a whole request."""
 
-    Attributes:
-        logits: [T, V].
-        values: [T, H] of each tap, with the edits there in it.
-        before: the same without the edits there, of taps that are edited.
-    """
-
-    logits: Tensor
-    values: dict[Tap, Tensor]
-    before: dict[Tap, Tensor]
+    logits: Tensor  # [T, V]
+    values: dict[Tap, Tensor]  # [T, H] of each tap, with the edits there in it
+    before: dict[Tap, Tensor]  # the same without the edits there, of taps that are edited
 
     def effect(self, tap: Tap) -> float:
         """How far the edits of a tap moved what was there, at most, by row."""

@@ -34,14 +34,7 @@ def start(
     stderr: int | IO[Any] | None = None,
     text: bool = False,
 ) -> Process:
-    """Start `python ARGUMENTS`.
-
-    Args:
-        arguments: a script, or `-m MODULE`, or `-c TEXT`, and its arguments.
-        fresh: whether the process must be an interpreter that starts from nothing.
-        cwd, stdout, stderr, text: as for `subprocess.Popen`.
-        env: its environment; None: that of `environment()`.
-    """
+    """Start `python ARGUMENTS`; `fresh`: as an interpreter that starts from nothing."""
     given: dict[str, Any] = {"cwd": cwd, "stdout": stdout, "stderr": stderr, "text": text}
     given["env"] = environment() if env is None else env
     if fresh or HAS_GPU:
@@ -50,13 +43,7 @@ def start(
 
 
 def python(*arguments: str | Path, timeout: float, fresh: bool = False, **env: str) -> str:
-    """Run `python ARGUMENTS`, which must end well, and return what it printed.
-
-    Args:
-        arguments, fresh: as for `start`.
-        timeout: seconds that it may take.
-        **env: more of its environment.
-    """
+    """Run `python ARGUMENTS`, which must end well, and return what it printed."""
     code, out, error = run(*arguments, timeout=timeout, fresh=fresh, env=environment(**env))
     assert code == 0, f"exit {code}\n{out[-2000:]}\n{error[-6000:]}"
     return out

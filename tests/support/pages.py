@@ -9,12 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def blocks(page: str, languages: Collection[str]) -> list[tuple[int, str, str]]:
-    """(line, language, text) of each block of these languages of a page.
-
-    Args:
-        page: its path from the repository's root.
-        languages: as they stand behind the fence.
-    """
+    """(line, language, text) of each block of these languages of a page."""
     found: list[tuple[int, str, str]] = []
     fences = {f"```{language}": language for language in languages}
     start, inside = 0, ""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from support.fault import Fault
+from support.faults import Fault
 from support.syntax import parse, tree_of_text
 
 # What may have a name of its own, and so be in a fault's `where`.
@@ -36,12 +36,7 @@ class NoPlaceError(Exception):
 
 
 class Code(NamedTuple):
-    """Code of a fault.
-
-    Attributes:
-        nodes: statements, or one expression.
-        is_open: the last statement is a header; its body stands for any.
-    """
+    """Statements or one expression; if it is open, the last is a header, whose body is any."""
 
     nodes: Sequence[ast.AST]
     is_open: bool = False
@@ -52,30 +47,18 @@ class Code(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the code of a fault stands.
+    """Where the code of a fault stands."""
 
-    Attributes:
-        path: below the package.
-        nodes: of the file's tree; what has that code.
-        before, after: the fault's code.
-        fills: the nodes are all statements of their body.
-        string: the f-string that has the expression, or None.
-    """
-
-    path: Path
-    nodes: Sequence[ast.AST]
+    path: Path  # below the package
+    nodes: Sequence[ast.AST]  # of the file's tree
     before: Code
     after: Code
-    fills: bool
-    string: ast.JoinedStr | None
+    fills: bool  # the nodes are all statements of their body
+    string: ast.JoinedStr | None  # that has the expression
 
 
 class Package:
-    """The text and names of a package.
-
-    Args:
-        root: the folder of the package.
-    """
+    """The text and names of the package in a folder."""
 
     def __init__(self, root: Path) -> None:
         self._texts = {
@@ -92,23 +75,14 @@ class Package:
         return self._texts[path]
 
     def plant(self, fault: Fault) -> tuple[Path, str]:
-        """Return the file of a fault, below the package, and its text with the fault.
-
-        Raises:
-            NoPlaceError: the fault has no place, or several.
-            SyntaxError: no Python results.
-        """
+        """Return the file of a fault, below the package, and its text with the fault."""
         place = self.place(fault)
         text = _planted(self._texts[place.path], place)
         parse(text)
         return place.path, text
 
     def place(self, fault: Fault) -> Place:
-        """Return where a fault is planted.
-
-        Raises:
-            NoPlaceError: the name is in no module or in several, or the code is not there once.
-        """
+        """Return where a fault is planted; its name must be in one module, its code there once."""
         before, after = read_pair(fault.before, fault.after)
         path = self._path_of(fault.where)
         scope = self._scopes(path)[fault.where.rpartition(":")[2]]
@@ -126,11 +100,7 @@ class Package:
         )
 
     def _path_of(self, where: str) -> Path:
-        """Return the one file that has a name.
-
-        Raises:
-            NoPlaceError: none or several have it.
-        """
+        """Return the one file that has a name."""
         module, _, name = where.rpartition(":")
         paths = self._paths_of(name)
         chosen = [path for path in paths if _ends(self._module(path), module)]
@@ -168,12 +138,7 @@ class Package:
 
 
 def read_pair(before: str, after: str) -> tuple[Code, Code]:
-    """Return the code of a fault, as expressions if both are.
-
-    Raises:
-        SyntaxError: one is no code.
-        NoPlaceError: a header becomes another kind of code.
-    """
+    """Return the code of a fault, as expressions if both are; a header must become a header."""
     first, second = _read(before), _read(after)
     if first.is_open != second.is_open:
         raise NoPlaceError(f"a header, and none:\n{before}\n{after}")
@@ -294,9 +259,7 @@ def _dump(node: ast.AST, *, is_open: bool = False) -> str:
 
 
 def _planted(text: str, place: Place) -> str:
-    """Return a file's text with the code of a place rewritten; later lines keep their numbers, if
-    the new code is not longer.
-    """
+    """Return a file's text with the code rewritten; later lines keep their numbers, if it fits."""
     if place.before.is_expression:
         node, made = place.nodes[0], place.after.nodes[0]
         if place.string is not None:  # parts of f-strings have no place of their own
@@ -337,12 +300,7 @@ def _stop(text: str, node: ast.AST) -> int:
 
 
 def _offset(text: str, line: int, column: int) -> int:
-    """Return an offset of characters.
-
-    Args:
-        line: from 1.
-        column: in bytes of UTF-8.
-    """
+    """Return an offset of characters from a line, from 1, and a column in bytes of UTF-8."""
     lines = text.split("\n")
     before = sum(len(other) + 1 for other in lines[: line - 1])
     return before + len(lines[line - 1].encode()[:column].decode())

@@ -1,8 +1,4 @@
-"""Engines that tests share: each is started on first use, and cleared after each test.
-
-A test that changes a setting of an engine or of the process has an engine of its own
-(`engines.engine`), and so has one whose engine differs from these profiles.
-"""
+"""Engines that tests share: each is started on first use, and cleared after each test."""
 
 from __future__ import annotations
 
@@ -49,18 +45,11 @@ class Pool:
     """The engines of one process of tests, by profile, all on one model."""
 
     def __init__(self, model: Path) -> None:
-        """Args:
-        model: the folder of a tiny Llama.
-        """
         self._model = model
         self._engines: dict[str, tuple[Any, ExitStack]] = {}
 
     def use(self, profile: str) -> Iterator[Any]:
-        """Yield the engine of a profile, and clear it afterwards; one that cannot be cleared ends.
-
-        Raises:
-            AssertionError: requests or rows are left in it.
-        """
+        """Yield the engine of a profile, and clear it afterwards; if that fails, end it."""
         yield self._get(profile)
         try:
             clear(self._get(profile))
@@ -87,11 +76,7 @@ class Pool:
 
 
 def clear(llm: Any) -> None:
-    """Take back what tests leave in an engine, and check that no request or row is left.
-
-    Raises:
-        AssertionError: something is.
-    """
+    """Take back what tests leave in an engine, and check that no request or row is left."""
     llm.steering.clear()
     llm.captures.clear()
     for one in llm.vectors.list():

@@ -1,8 +1,4 @@
-"""Imports of a process before it forks others; importing this module runs them.
-
-A fresh interpreter takes eight seconds of a core for it. No thread may exist when it is done: a
-process with threads must not fork.
-"""
+"""Imports of a process before it forks engines and servers; importing this module runs them."""
 
 from __future__ import annotations
 
@@ -10,21 +6,13 @@ import gc
 import importlib
 import multiprocessing
 import os
-from pathlib import Path
 from typing import Any
 
 import setproctitle
 
-_MODULES = (
-    "torch._inductor.lowering",
-    "vllm",
-    "vllm.entrypoints.openai.api_server",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.engine.async_llm",
-    "vllm.v1.worker.cpu_worker",
-    "midstream.lab.api.async_llm",
-    "midstream.lab.api.llm",
-)
+from support.preloaded_vllm import check_threads
+
+_MODULES = ("midstream.lab.api.async_llm", "midstream.lab.api.llm")
 
 
 def fork_in_place_of_spawning() -> None:
@@ -46,21 +34,6 @@ def log_anew() -> None:
     logger._configure_vllm_root_logger()
 
 
-def check_threads() -> None:
-    """Check that this process has one thread.
-
-    Raises:
-        AssertionError: it has more.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    count = next(line for line in lines if line.startswith("Threads:")).split()[1]
-    assert count == "1", f"{count} threads: a process with threads must not fork"
-
-
-# scikit-learn imports pandas and pyarrow, whose allocator starts a thread. transformers uses it for
-# one metric of assisted generation.
-transformers_utils: Any = importlib.import_module("transformers.utils")
-transformers_utils.is_sklearn_available = lambda: False
 for _name in _MODULES:
     importlib.import_module(_name)
 registry: Any = importlib.import_module("vllm.model_executor.models.registry")

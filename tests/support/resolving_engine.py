@@ -25,11 +25,7 @@ TEMPLATE = (
 
 
 def front_end(tokenizer: Any) -> AsyncFrontEnd:
-    """Return the front end of an engine that never runs.
-
-    Args:
-        tokenizer: with transformers' methods.
-    """
+    """Return the front end of an engine that never runs."""
     taps = tuple((site, layer) for layer in range(LAYERS) for site in SITES)
     taps += (("final_norm", LAYERS - 1),)
     worker = worker_info(

@@ -40,19 +40,13 @@ LACKING = {
 
 
 class Asked(NamedTuple):
-    """Tests of one file that mean to show one thing.
+    """Tests of one file that mean to show one thing."""
 
-    Attributes:
-        file: project and file.
-        count: number of test functions.
-        what: what they mean to show.
-        shown: the test that shows it here, or `lacking: ` and a key of `LACKING`, or `nothing`:
-            they are about the other project's own parts.
-    """
-
-    file: str
-    count: int
-    what: str
+    file: str  # project and file
+    count: int  # number of test functions
+    what: str  # what they mean to show
+    # The test that shows it here, or `lacking: ` and a key of `LACKING`, or `nothing`: they are
+    # about the other project's own parts.
     shown: str
 
 

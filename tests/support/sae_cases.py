@@ -103,9 +103,6 @@ def sae_case(
 ) -> Case:
     """Rows whose programs reconstruct with all of `random_saes`, in all of `CHANGES`, maybe behind
     a gate or with other edits after it, beside rows that do neither.
-
-    Args:
-        at_once: rows whose activations the kernels compute at a time.
     """
     registry, memory = stored(random_saes(width, seed), width)
     steps: list[list[Step]] = [[], [Step(Op.ADD, write=1, a=0.5)]]

@@ -54,12 +54,6 @@ class RandomSae:
     """
 
     def __init__(self, kind: str, width: int, features: int, hook: str, size: float = 1.0) -> None:
-        """Args:
-        kind: one of `KINDS`.
-        width, features: of the SAE.
-        hook: TransformerLens's name of the hook point.
-        size: about the size of the vectors' numbers, from which biases and thresholds follow.
-        """
         draw = torch.Generator().manual_seed(sum(kind.encode()) + features)
         self.config = {
             "d_in": width,

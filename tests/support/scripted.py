@@ -17,11 +17,6 @@ class Script:
     """
 
     def __init__(self, llm: Any, truth: Sequence[dict[str, Any]], right: int | None) -> None:
-        """Args:
-        llm: the engine.
-        truth: results whose prompts and generated tokens are what will be generated.
-        right: how many drafts are right; None: at random, of a random number of drafts.
-        """
         core = llm.llm_engine.engine_core.engine_core
         self._drafter = core.model_executor.driver_worker.worker.model_runner.drafter
         self._sequences = [[*one["prompt"], *one["generated"]] for one in truth]

@@ -88,11 +88,7 @@ class Running:
         return self._http.get(self.url + path).raise_for_status().json()
 
     def is_healthy(self) -> bool:
-        """Whether it answers that it runs.
-
-        Raises:
-            httpx.TransportError: it does not answer.
-        """
+        """Whether it answers that it runs."""
         return self._http.get(f"{self.url}/health", timeout=5).status_code == 200
 
     def status(self) -> dict[str, Any]:
@@ -159,15 +155,7 @@ def running(
     fresh: bool = False,
     **env: str,
 ) -> Iterator[Running]:
-    """A server that answers, until the block ends.
-
-    Args:
-        arguments: as `command` gives them.
-        folder: where it runs, and where its log is.
-        port: None: any that is free.
-        fresh: as for `own_process.start`.
-        **env: environment variables besides.
-    """
+    """A server that answers, until the block ends."""
     port = port or free_port()
     log = folder / f"server-{port}.log"
     with log.open("wb") as file:

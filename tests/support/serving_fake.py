@@ -239,17 +239,11 @@ def outputs_of(prompt: str, params: Params, request_id: str) -> list[Any]:
 
 @dataclass
 class Site:
-    """An app and its engine.
+    """An app and its engine."""
 
-    Attributes:
-        app: with vLLM's endpoints, as far as tests call them, and midstream's.
-        engine: behind it.
-        seen: the bodies that vLLM's endpoints were given.
-    """
-
-    app: FastAPI
-    engine: FakeEngine
-    seen: list[Any] = field(default_factory=list)
+    app: FastAPI  # with vLLM's endpoints, as far as tests call them, and midstream's
+    engine: FakeEngine  # behind it
+    seen: list[Any] = field(default_factory=list)  # the bodies that vLLM's endpoints were given
 
     @property
     def server(self) -> Server:
@@ -272,15 +266,7 @@ async def make(
     engine: Any = None,
     **http: Any,
 ) -> Site:
-    """An app whose engine is there.
-
-    Args:
-        engine: behind it; None: a new one.
-        host: what the server is bound to.
-        has_key: whether vLLM asks for a key, which it does in front of this app.
-        origins: vLLM's argument `--allowed-origins`.
-        **http: midstream's settings `http`.
-    """
+    """An app whose engine is there."""
     app, engine = FastAPI(), FakeEngine() if engine is None else engine
     app.state.args = Namespace(
         api_key=None,
@@ -323,12 +309,7 @@ def _include_router(app: FastAPI, router: APIRouter) -> None:
 async def serving(
     *, stall_seconds: float | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
-    """An app, and a client of it.
-
-    Args:
-        stall_seconds: midstream's setting, shorter than the shortest that it allows.
-        **settings: as for `make`.
-    """
+    """An app, and a client of it."""
     site = await make(**settings)
     if stall_seconds is not None:
         site.server.settings = replace(site.server.settings, stall_seconds=stall_seconds)
@@ -349,11 +330,7 @@ async def refused(answer: Any, status: int, problem: str = "") -> dict[str, Any]
 
 
 def scope_of(length: str | None = None) -> dict[str, Any]:
-    """A request for a completion, as an ASGI server has it.
-
-    Args:
-        length: what its header says of its body; None: nothing.
-    """
+    """A request for a completion, as an ASGI server has it."""
     headers = [(b"content-type", b"application/json")]
     if length is not None:
         headers.append((b"content-length", length.encode()))

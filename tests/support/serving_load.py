@@ -23,18 +23,13 @@ CODECS = ("raw", "raw", "full8", "topk8:k=16")
 
 @dataclass(slots=True)
 class Report:
-    """Results of a load.
+    """Results of a load."""
 
-    Attributes:
-        completions: that asked for something, and were what they should be.
-        wrong: what was not, in words.
-        plain_seconds: how long each of the plain requests took.
-        memory: (seconds since the start, bytes of each of the server's processes) now and then.
-    """
-
-    completions: int = 0
-    wrong: list[str] = field(default_factory=list)
+    completions: int = 0  # that asked for something, and were what they should be
+    wrong: list[str] = field(default_factory=list)  # what was not, in words
+    # How long each of the plain requests took.
     plain_seconds: list[float] = field(default_factory=list)
+    # (seconds since the start, bytes of each of the server's processes) now and then
     memory: list[tuple[float, list[int]]] = field(default_factory=list)
 
     @property
@@ -135,16 +130,7 @@ async def load(
     memory: Callable[[], list[int]],
     asks: bool = True,
 ) -> Report:
-    """Has many clients ask at once.
-
-    Args:
-        url: the server's.
-        clients: how many; besides them one asks for nothing.
-        seconds: for how long.
-        least: how many requests each makes at least.
-        memory: gives the bytes of each of the server's processes.
-        asks: whether they ask for anything of midstream's.
-    """
+    """Has many clients ask at once."""
     report, began = Report(), time.monotonic()
     over = asyncio.Event()
 

@@ -7,16 +7,44 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from midstream import Ablate, Between, Capture, Client, Gate, LogitDiff, Probe, Reading, Steer
+from midstream import (
+    Ablate,
+    Attention,
+    Between,
+    Capture,
+    Client,
+    Feature,
+    Features,
+    Gate,
+    Lens,
+    LogitDiff,
+    Logits,
+    Mass,
+    Norms,
+    Probe,
+    Reading,
+    Reconstruct,
+    Steer,
+    Stop,
+    TopKeys,
+)
 from midstream.client import ServedOutput
+from midstream.results.readouts import RESULTS
+from support import controlling
+from support.sae_oracle import RandomSae
 from support.serving import ENGINE, NAME
 
 TOKENS = 6
-VECTOR = torch.randn(576, generator=torch.Generator().manual_seed(0))
+WIDTH = 576
+VECTOR = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
+PARIS = "The capital of France is"
+LAST = {"positions": ["last_prompt", "generated"]}
 HELLO = [{"role": "user", "content": "Say hello."}]
 
 ASKED = {"model": NAME, "temperature": 0, "max_tokens": TOKENS}
@@ -34,12 +62,18 @@ class Case:
         """Whether it is a conversation."""
         return isinstance(self.prompt, list)
 
+    @property
+    def captures(self) -> list[Any]:
+        """What it captures and reads out."""
+        found = self.asked.get("capture", ())
+        return [*found] if isinstance(found, (list, tuple)) else [found]
+
 
 CASES = {
-    "plain": Case("The capital of France is"),
+    "plain": Case(PARIS),
     "plain chat": Case(HELLO),
     "everything": Case(
-        "The capital of France is",
+        PARIS,
         {
             "capture": Capture([10, 20]),
             "probes": [Probe(VECTOR, 5, name="p"), Probe(VECTOR, 7, name="q", phase="generated")],
@@ -56,8 +90,58 @@ CASES = {
             "capture": Capture([12]),
         },
     ),
-    "reduced": Case("Water boils at", {"capture": Capture([4], codec="full8")}),
+    "codec": Case("Water boils at", {"capture": Capture([4], codec="full8")}),
     "last": Case("Water boils at", {"capture": Capture("all", positions="last_prompt")}),
+    "reduced": Case(
+        PARIS,
+        {
+            "capture": [
+                Capture([3], positions="prompt", reduce="moments"),
+                Capture([10], reduce="norm"),
+                Capture([-1], positions="last_prompt"),
+            ]
+        },
+    ),
+    "ends": Case(
+        PARIS, {"capture": [Logits(4, **LAST), Capture(sites="final_norm", positions="generated")]}
+    ),
+    "lenses": Case(
+        PARIS,
+        {
+            "capture": [
+                Lens([3, -1], top=4, tokens=[" Paris"], **LAST),
+                Lens(3, top=4, kind="mapped"),
+                Norms([3, -1], **LAST),
+            ]
+        },
+    ),
+    "features": Case(
+        PARIS,
+        {
+            "capture": [Features("random", 9, features=[3, 1], **LAST), Capture(10)],
+            "edits": [
+                Feature(sae="jumps", index={3: 20.0, 17: 0.0, 30: 5.0}),
+                Steer(token=7042, layer=20, scale=30),
+            ],
+        },
+    ),
+    "reconstructed": Case(
+        PARIS, {"capture": Capture(10), "edits": Reconstruct("random", {3: 20.0}, error=True)}
+    ),
+    "attention": Case(
+        PARIS,
+        {
+            "capture": [
+                Attention([10], heads=[0, 3], queries=LAST["positions"], reduce="full"),
+                Attention([10, -1], reduce=TopKeys(2), name="top"),
+                Attention(10, heads=0, queries="generated", reduce=Mass(slice(0, 3)), name="mass"),
+            ],
+            "probes": Probe(attention=Mass(slice(0, 3)), layer=10, head=0, name="read"),
+        },
+    ),
+    "stopped": Case(
+        PARIS, {"probes": Probe(VECTOR, 10, name="p", phase="generated", act=Stop(above=-1e6))}
+    ),
     "chat": Case(
         HELLO, {"capture": Capture([15]), "probes": Probe(VECTOR, 9, name="p", phase="prompt")}
     ),
@@ -71,6 +155,26 @@ CASES = {
         },
     ),
 }
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """midstream's settings of the engine and of the server; writes the files that they name."""
+    saes = {}
+    for name, kind, width in (("random", "topk", 400), ("jumps", "jumprelu", 40)):
+        RandomSae(kind, WIDTH, width, "blocks.10.hook_resid_post").write(folder / name)
+        saes[name] = str(folder / name)
+    lens = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(4)) / 24
+    save_file({"3": lens}, folder / "mapped.safetensors")
+    return {
+        "sites": ["resid_post", "rot_q", "final_norm"],
+        "gate_states": 2,
+        "lenses": {"mapped": str(folder / "mapped.safetensors")},
+        "saes": saes,
+        "reconstruct": {"resid_post:10": 400},
+        "readout_bytes": 8 << 20,
+        "controllers": controlling.DECLARED,
+    }
+
 
 # A sweep, as arguments of `sweep`.
 SWEEP: dict[str, Any] = {
@@ -94,6 +198,7 @@ def ask(client: Client, case: Case, **more: Any) -> ServedOutput:
 def plain(completion: Any) -> dict[str, Any]:
     """What came of a completion, be it offline or served, as values that can be compared."""
     rows, probes, receipt = completion.activations, completion.probes, completion.receipt
+    readouts = {name: getattr(completion, name) for name in RESULTS}
     told = None if receipt is None else receipt.to_dict()
     if told is not None:
         del told["request_id"]
@@ -113,13 +218,16 @@ def plain(completion: Any) -> dict[str, Any]:
             name: (probes[name], probes.positions_of(name), probes.token_ids_of(name))
             for name in probes
         },
+        "readouts": {
+            name: found.to_json() for name, found in readouts.items() if found is not None
+        },
     }
 
 
 def assert_equal(mine: dict[str, Any], theirs: dict[str, Any], tolerance: float = 0.0) -> None:
     """Check texts, receipts, rows and scores: bit by bit, or each tensor to a part of its norm."""
-    for name in ("text", "receipt", "codec"):
-        assert mine[name] == theirs[name]
+    for name in ("text", "receipt", "codec", "readouts"):
+        assert mine[name] == theirs[name], name
     for name in ("rows", "probes"):
         assert (mine[name] is None) == (theirs[name] is None), name
         if theirs[name] is not None:
@@ -137,12 +245,14 @@ def assert_equal(mine: dict[str, Any], theirs: dict[str, Any], tolerance: float 
 def main(model: str, out: str) -> None:
     from midstream import LLM, SamplingParams
 
-    llm = LLM(model, **ENGINE, midstream={"sites": ["resid_post"], "gate_states": 2})
+    llm = LLM(model, **ENGINE, midstream=settings(Path(out).parent))
     params = SamplingParams(max_tokens=TOKENS, temperature=0)
     found = {}
     for name, case in CASES.items():
         ask = llm.chat if case.is_chat else llm.generate
-        [output] = ask(case.prompt, params, use_tqdm=False, **case.asked)
+        # A list of captures is one entry, that of the only prompt.
+        asked = {key: [one] if isinstance(one, list) else one for key, one in case.asked.items()}
+        [output] = ask(case.prompt, params, use_tqdm=False, **asked)
         found[name] = plain(output.outputs[0])
     found["sweep"] = llm.sweep(**SWEEP, use_tqdm=False).to_json()
     torch.save(found, out)

@@ -11,11 +11,7 @@ _MAPPED = re.compile(r"^\S+ \S+ \S+ (\S+) (\d+)\s+/memfd:(\S+)", re.MULTILINE)
 
 
 def mapped(pids: Iterable[int] | None = None) -> set[tuple[str, str, str]]:
-    """Return (device, inode, name) of each anonymous file that some processes map.
-
-    Args:
-        pids: their ids; None: every process of the machine.
-    """
+    """Return (device, inode, name) of each anonymous file that some processes map."""
     if pids is None:
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     found: set[tuple[str, str, str]] = set()

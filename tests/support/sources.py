@@ -1,7 +1,4 @@
-"""The sources of vLLM and transformers, parsed and not imported, for checks of the tables.
-
-Those of the installed vLLM, or, in tests that have the fixture `release`, of each release in turn.
-"""
+"""The sources of vLLM and transformers, parsed and not imported, for checks of the tables."""
 
 from __future__ import annotations
 

@@ -76,11 +76,7 @@ class Case(NamedTuple):
 
 
 def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
-    """Every kind of selection and operation, at prompts that repeat themselves.
-
-    Args:
-        width, layers, vocabulary: the model's.
-    """
+    """Every kind of selection and operation, at prompts that repeat themselves."""
     from midstream import (
         Ablate,
         Attention,

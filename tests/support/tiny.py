@@ -16,16 +16,11 @@ LAYERS = 3
 
 @dataclass(frozen=True)
 class Tiny:
-    """One architecture.
+    """One architecture."""
 
-    Attributes:
-        config: makes its configuration.
-        layers: where transformers keeps the layers.
-        mid: the module whose input is resid_mid; None where the architecture has no such place.
-    """
-
-    config: Callable[[], hf.PretrainedConfig]
-    layers: str = "model.layers"
+    config: Callable[[], hf.PretrainedConfig]  # makes its configuration
+    layers: str = "model.layers"  # where transformers keeps the layers
+    # The module whose input is resid_mid; None where the architecture has no such place.
     mid: str | None = "post_attention_layernorm"
 
 

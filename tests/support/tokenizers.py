@@ -32,12 +32,7 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
 
 
 def metaspace(scheme: str, joined: tuple[str, str] | None = None) -> PreTrainedTokenizerFast:
-    """In the manner of newer SentencePiece models, with the same words.
-
-    Args:
-        scheme: when a space is put first: "first", "always" or "never".
-        joined: a text that is replaced by another before it is tokenized.
-    """
+    """In the manner of newer SentencePiece models, with the same words."""
     core = _of_words()
     if joined is not None:
         core.normalizer = normalizers.Replace(*joined)

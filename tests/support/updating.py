@@ -30,15 +30,10 @@ def steps_ahead(llm: Any) -> int:
 
 @dataclass
 class Stepped:
-    """Requests that the caller steps.
+    """Requests that the caller steps."""
 
-    Attributes:
-        llm: the engine.
-        outputs: finished outputs, by request id.
-    """
-
-    llm: Any
-    outputs: dict[str, Any] = field(default_factory=dict)
+    llm: Any  # the engine
+    outputs: dict[str, Any] = field(default_factory=dict)  # finished outputs, by request id
 
     def add(self, name: str, prompt: Sequence[int], params: Any, **asked: Any) -> None:
         """Add a request with a plan."""
@@ -81,16 +76,8 @@ def check_replay(
     versions: Mapping[int, Sequence[HookEdit]],
     is_greedy: bool = True,
 ) -> None:
-    """Compare a completion with transformers, where each version's edits hold at the positions
-    that the receipt lists.
-
-    Args:
-        oracle: the reference.
-        prompt: its prompt.
-        completion: with `activations`, which are compared if there are any, `receipt`, and greedy
-            tokens.
-        versions: the edits of each version, by its number.
-        is_greedy: whether the tokens are the likeliest ones.
+    """Compare a completion with transformers, where each version's edits hold at the positions that
+    the receipt lists.
     """
     receipt = completion.receipt
     where = {one.number: one.positions for one in receipt.versions} or {0: (0, 1 << 30)}
@@ -147,15 +134,7 @@ def check_versions(
     sets: Mapping[str, Sequence[HookEdit]],
     is_greedy: bool = True,
 ) -> None:
-    """Compare a completion whose controller chose versions with transformers; see `check_replay`.
-
-    Args:
-        oracle: the reference.
-        prompt: its prompt.
-        completion: with `activations` of every layer, `receipt`, and greedy tokens.
-        sets: the edits by the name of their set; under "" those that it was sent with.
-        is_greedy: whether the tokens are the likeliest ones.
-    """
+    """Compare a completion whose controller chose versions; see `check_replay`."""
     versions = completion.receipt.versions
     edits = []
     for one in versions:

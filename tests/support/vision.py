@@ -110,7 +110,7 @@ def _qwen3vl() -> Parts:
     return Parts("Qwen3VLForConditionalGeneration", config, processor)
 
 
-def _gemma3() -> Parts:
+def _gemma3(tokens: int = 4) -> Parts:
     # A line break before or after an image is one token with those that its processor writes.
     start, end, image = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
     breaks = ["\n" * count for count in range(1, 5)]
@@ -124,13 +124,13 @@ def _gemma3() -> Parts:
             **_TEXT, layer_types=kinds, sliding_window=64, query_pre_attn_scalar=32
         ),
         vision_config=hf.SiglipVisionConfig(**_SIGLIP),
-        mm_tokens_per_image=4,
+        mm_tokens_per_image=tokens,
         image_token_index=image_id,
         boi_token_index=start_id,
         eoi_token_index=end_id,
     )
     images = hf.Gemma3ImageProcessor(size={"height": 56, "width": 56})
-    processor = hf.Gemma3Processor(images, tokenizer, image_seq_length=4)
+    processor = hf.Gemma3Processor(images, tokenizer, image_seq_length=tokens)
     return Parts("Gemma3ForConditionalGeneration", config, processor)
 
 
@@ -138,6 +138,10 @@ MODELS = {
     "qwen3vl": Vision(_qwen3vl, "<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"),
     "gemma3": Vision(_gemma3, "<start_of_image>", "<image_soft_token>", "token_type_ids"),
 }
+# Gemma 3 with images of 16 tokens.
+LARGE_IMAGES = Vision(
+    lambda: _gemma3(16), "<start_of_image>", "<image_soft_token>", "token_type_ids"
+)
 
 
 def _tokenizer(specials: Sequence[str], **named: str) -> hf.PreTrainedTokenizerFast:
@@ -160,14 +164,14 @@ def _tokenizer(specials: Sequence[str], **named: str) -> hf.PreTrainedTokenizerF
     )
 
 
-def make(name: str, folder: Path) -> Path:
-    """Write a model for transformers and, beside it with `-served`, with the names of weights that
-    published ones have; return the path of the first.
+def make(name: str, folder: Path, vision: Vision | None = None) -> Path:
+    """Write a model, or another one by its name, for transformers and, beside it with `-served`,
+    with the names of weights that published ones have; return the path of the first.
     """
     path = folder / f"vision-{name}"  # `tiny` has language models of the same names
     if (path / "config.json").exists():
         return path
-    vision = MODELS[name]
+    vision = vision or MODELS[name]
     parts = vision.make()
     parts.processor.tokenizer.chat_template = CHATML.replace("MARK", vision.mark)
     parts.processor.chat_template = parts.processor.tokenizer.chat_template

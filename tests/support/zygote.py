@@ -47,11 +47,6 @@ class Child:
     def __init__(
         self, pid: int, link: socket.socket, out: IO[Any] | None, error: IO[Any] | None
     ) -> None:
-        """Args:
-        pid: the process's.
-        link: says its exit status when it has ended.
-        out, error: the reading ends of its streams, where they are pipes.
-        """
         self.pid = pid
         self.returncode: int | None = None
         self.stdout, self.stderr = out, error
@@ -64,11 +59,7 @@ class Child:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return the exit status.
-
-        Raises:
-            subprocess.TimeoutExpired: it runs on.
-        """
+        """Wait for its end and return the exit status."""
         if self.returncode is None:
             if not select.select([self._link], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"child {self.pid}", timeout or 0)
@@ -91,11 +82,7 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """Read its pipes to their ends, wait, and return (stdout, stderr).
-
-        Raises:
-            subprocess.TimeoutExpired: it runs on.
-        """
+        """Read its pipes to their ends, wait, and return (stdout, stderr)."""
         end = None if timeout is None else time.monotonic() + timeout
         pipes = {pipe.fileno(): pipe for pipe in (self.stdout, self.stderr) if pipe is not None}
         found: dict[int, list[bytes]] = {number: [] for number in pipes}
@@ -138,15 +125,7 @@ def start(
     stderr: int | IO[Any] | None = None,
     text: bool = False,
 ) -> Child:
-    """Run `python ARGUMENTS` in a child of the zygote, which is made when there is none yet.
-
-    Args:
-        arguments: a script or `-m MODULE`, and its arguments.
-        cwd: its folder; None: the caller's.
-        env: its environment; None: the caller's.
-        stdout, stderr: as for `subprocess.Popen`.
-        text: whether pipes give text.
-    """
+    """Run `python ARGUMENTS` in a child of the zygote, which is made when there is none yet."""
     link, theirs = socket.socketpair()
     reads: list[IO[Any] | None] = []
     passed: list[int] = []

@@ -1,9 +1,4 @@
-"""Plain vLLM with midstream's worker class by name, in a separate process:
-
-    python -m system.act_mode MODEL FOLDER
-
-What came of it is written to FOLDER/found.json, for tests to look at.
-"""
+"""Plain vLLM with midstream's worker class by name, in a separate process."""
 
 from __future__ import annotations
 
@@ -19,13 +14,6 @@ MAX_TOKENS = 6
 
 
 def run(model: str, *, stats: bool = False, **variables: str) -> dict[str, Any]:
-    """What an engine with these variables does with the prompts.
-
-    Args:
-        model: the folder of a model.
-        stats: whether outputs have metrics; then the worker class is given as a class.
-        variables: the variables, without their prefix.
-    """
     for name in [name for name in os.environ if name.startswith("VLLM_ACT_")]:
         del os.environ[name]
     os.environ.update({f"VLLM_ACT_{name}": value for name, value in variables.items()})
@@ -53,6 +41,7 @@ def run(model: str, *, stats: bool = False, **variables: str) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     found["generated"] = [list(output.outputs[0].token_ids) for output in outputs]
+    found["ids"] = [output.request_id for output in outputs]
     found["manifests"] = [getattr(output, "activation_manifest", None) for output in outputs]
     metrics = [output.metrics for output in outputs]
     found["extras"] = [
@@ -73,7 +62,6 @@ def refused(model: str, **variables: str) -> str:
 
 def main(model: str, folder: Path) -> None:
     found = {
-        "raw": run(model, CAPTURE="1", MODE="raw", OUTDIR=str(folder / "raw")),
         "rp8": run(model, CAPTURE="1", RP_K="32", OUTDIR=str(folder / "rp8")),
         "full8": run(
             model,

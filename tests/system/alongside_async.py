@@ -55,11 +55,7 @@ def params(max_tokens: int, kind: str = "CUMULATIVE", **more: Any) -> Any:
 async def ask(
     llm: Any, name: str, given: Any, sampling: Any, pause: float = 0, **asked: Any
 ) -> dict[str, Any]:
-    """One call, and all that came: the tokens, and the last output's results.
-
-    Args:
-        pause: seconds that its reader takes over each output, while others are put together.
-    """
+    """One call, and all that came: the tokens, and the last output's results."""
     generated: list[int] = []
     finished, output = [], None
     async for output in llm.generate(given, sampling, name, **asked):
@@ -81,10 +77,7 @@ async def ask(
 
 
 def turns_of(generated: Sequence[int], each: Sequence[Any]) -> list[list[int]]:
-    """The tokens of each turn of a session, given each turn's sampling params.
-
-    The outputs do not tell: vLLM puts those together that nobody has fetched yet.
-    """
+    """The tokens of each turn of a session, given each turn's sampling params."""
     turns, rest = [], list(generated)
     for sampling in each:
         most = rest[: sampling.max_tokens]
@@ -101,7 +94,6 @@ def turns_of(generated: Sequence[int], each: Sequence[Any]) -> list[list[int]]:
 
 
 async def requests(llm: Any, found: dict[str, Any]) -> None:
-    """Stop strings, several completions, priorities, one token; all at once, in chunks."""
     given = tokens(prompt(0, 21))
     free = await ask(llm, "free", given, params(24, allowed_token_ids=LETTERS), **ASKED)
     stop = {"stop": [free["text"][9:11]], "allowed_token_ids": LETTERS}
@@ -141,7 +133,6 @@ def _sampled(max_tokens: int, **more: Any) -> Any:
 
 
 async def aborts(llm: Any, found: dict[str, Any]) -> None:
-    """Abort requests in the middle of prompt and answer, while other requests continue."""
     others = [
         asyncio.create_task(
             ask(llm, f"beside {n}", tokens(prompt(20 + n, 12)), params(30), **ASKED)
@@ -173,7 +164,6 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
 async def inputs(
     parts: Sequence[list[int]], own: dict[int, Any], wait: Any = None
 ) -> AsyncGenerator[Any, None]:
-    """Inputs, of which some have sampling params of their own; `wait` comes before each."""
     from vllm.engine.protocol import StreamingInput
 
     for nth, part in enumerate(parts):
@@ -189,7 +179,6 @@ def parts_of(nth: int) -> list[list[int]]:
 
 
 def session_params(nth: int) -> list[Any]:
-    """Those of each turn."""
     kind = ("CUMULATIVE", "DELTA")[nth % 2]
     # Where a turn ends by a token, a step has run ahead: its row is computed anew.
     ends = {"stop_token_ids": list(range(0, 259, 9))} if nth > 5 else {}
@@ -199,7 +188,6 @@ def session_params(nth: int) -> list[Any]:
 
 
 def session_plan(nth: int) -> dict[str, Any]:
-    """Every kind of position that a session knows."""
     where: list[Any] = [
         "all",
         slice(4, 19, 3),
@@ -213,10 +201,6 @@ def session_plan(nth: int) -> dict[str, Any]:
 
 
 async def sessions(llm: Any, found: dict[str, Any]) -> None:
-    """Twelve at once: inputs that are all there at the start, that come when a turn is over, and
-    that come in the middle of one; ended at once and late; beside ordinary requests.
-    """
-
     async def now(_nth: int) -> None:
         return
 
@@ -248,7 +232,6 @@ async def sessions(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def session_ends(llm: Any, found: dict[str, Any]) -> None:
-    """Sessions without inputs, that ask for nothing, that are left, aborted, or go wrong."""
     ends = found["ends"] = {}
 
     async def long(nth: int) -> None:
@@ -312,7 +295,6 @@ async def session_refusals(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def session_room(llm: Any, found: dict[str, Any]) -> None:
-    """A session that finds no room waits with all of its inputs, and they stay in order."""
     first = asyncio.create_task(
         ask(llm, "first", tokens(prompt(50, 8)), params(60), steer=_slight(20, 500))
     )
@@ -330,7 +312,6 @@ async def session_room(llm: Any, found: dict[str, Any]) -> None:
 
 
 def _slight(count: int, first: int) -> list[Steer]:
-    """Return distinct vectors that change values very little."""
     return [
         Steer(torch.randn(64, generator=torch.Generator().manual_seed(first + n)), 0, 1e-9)
         for n in range(count)

@@ -1,9 +1,4 @@
-"""`AsyncLLM(layers=…)` in a separate process:
-
-    python -m system.default_async MODEL OUT
-
-What its outputs had is saved to OUT, for tests to look at.
-"""
+"""`AsyncLLM(layers=…)` in a separate process."""
 
 from __future__ import annotations
 
@@ -23,7 +18,6 @@ VECTOR = torch.randn(64, generator=torch.Generator().manual_seed(3))
 
 
 def shown(output: Any) -> dict[str, Any]:
-    """What one output has: tokens, and rows by layer."""
     completion = output.outputs[0]
     return {
         "id": output.request_id,

@@ -9,8 +9,6 @@ from midstream.sinks import Delivery, Sink
 
 
 class HangingSink(Sink):
-    """Waits for ever in each write."""
-
     def write(self, delivery: Delivery) -> CaptureResult | None:
         threading.Event().wait()
         return None

@@ -1,8 +1,4 @@
-"""Sites inside attention and the MLP: what midstream's places hold, against transformers.
-
-Run as a script: it builds tiny models in vLLM without an engine, with plain attention instead of
-vLLM's kernels, and prints one JSON object. `{model: {site: reason or relative error}}`.
-"""
+"""Sites inside attention and the MLP of the models that `support.inner_oracle` has not."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers as hf
 from support import engines, tiny
 from torch import Tensor, nn
@@ -29,8 +24,9 @@ _FALCON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MORE: dict[str, tiny.Tiny] = {
-    "qwen3_moe": tiny.QWEN3_MOE,
+MODELS: dict[str, tiny.Tiny] = {
+    "phi": tiny.MODELS["phi"],
+    "qwen2": tiny.MODELS["qwen2"],
     "gpt_neox": tiny.Tiny(lambda: hf.GPTNeoXConfig(**tiny._COMMON), layers="gpt_neox.layers"),
     "stablelm": tiny.Tiny(
         lambda: hf.StableLmConfig(
@@ -46,8 +42,6 @@ MORE: dict[str, tiny.Tiny] = {
     "cohere": tiny.Tiny(lambda: hf.CohereConfig(**{**tiny._COMMON, "num_key_value_heads": 1})),
     "olmo2": tiny.Tiny(lambda: hf.Olmo2Config(**{**tiny._COMMON, "num_key_value_heads": 1})),
 }
-# The first has experts, for which vLLM makes one more group of ranks.
-ORDER = ("mixtral", *(name for name in (*tiny.MODELS, *MORE) if name != "mixtral"))
 PROMPT = [3, 17, 42, 5, 99, 150, 7, 23, 64, 11, 180]
 Rows = dict[str, Tensor]
 
@@ -60,9 +54,6 @@ def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: 
     groups = self.num_heads // self.num_kv_heads
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     scores = q @ k.transpose(1, 2) * self.impl.scale
-    cap = getattr(self.impl, "logits_soft_cap", None) or getattr(self.impl, "softcap", None)
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
     future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(future, float("-inf")).softmax(-1)
     return (weights @ v).transpose(0, 1).reshape(tokens, -1)
@@ -158,16 +149,7 @@ def unmoved(layer: nn.Module, places: dict[str, InnerPlace], run: Callable[[], T
 def _spy(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
-    cap = kwargs.get("softcap")
-    if cap:
-        groups = query.shape[1] // key.shape[1]
-        k, v = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        scores = cap * torch.tanh(query @ k.transpose(2, 3) * kwargs["scaling"] / cap)
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        mixed = (scores.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(1, 2)
-    else:
-        kwargs["is_causal"] = True
-        mixed = sdpa(module, query, key, value, None, **kwargs)[0]
+    mixed = sdpa(module, query, key, value, None, **{**kwargs, "is_causal": True})[0]
     rows = {"rot_q": query, "rot_k": key, "v": value}
     module.spied = {name: one[0].transpose(0, 1).flatten(1) for name, one in rows.items()}
     module.spied["z"] = mixed[0].flatten(1)
@@ -198,11 +180,8 @@ def reference(path: Path, layers: str, index: int) -> Rows:
         ins[id(module)], outs[id(module)] = args[0].flatten(0, -2), out.flatten(0, -2).clone()
 
     for module in layer.modules():
-        if isinstance(module, nn.Linear | hf.pytorch_utils.Conv1D):
+        if isinstance(module, nn.Linear):
             module.register_forward_hook(remember)
-    gate = _first(layer, "gate")
-    if gate is not None:  # a router is no nn.Linear
-        gate.register_forward_pre_hook(lambda m, args: ins.update({id(m): args[0].flatten(0, -2)}))
     with torch.no_grad():
         model(torch.tensor([PROMPT]))
     rows: Rows = {}
@@ -216,29 +195,18 @@ def reference(path: Path, layers: str, index: int) -> Rows:
 
     for site in "qkv":
         take(site, outs, f"{site}_proj")
-    merged = _first(layer, "c_attn", "qkv_proj", "query_key_value")
-    if merged is not None and "neox" not in path.name:
-        whole = outs[id(merged)]
-        width = rows["rot_k"].shape[1] if "rot_k" in rows else 32
-        rows["q"], rows["k"], rows["v"] = whole.split([tiny.HIDDEN, width, width], dim=1)
     if own:
+        whole = outs[id(_first(layer, "query_key_value"))]
+        rows["q"], rows["k"], rows["v"] = whole.split([tiny.HIDDEN, 32, 32], dim=1)
         take("z", ins, "dense")
     take("mlp_act", ins, "down_proj", "fc2", "dense_4h_to_h")
-    take("mlp_pre", outs, "gate_proj", "fc1", "dense_h_to_4h", "c_fc")
+    take("mlp_pre", outs, "gate_proj", "fc1", "dense_h_to_4h")
     take("mlp_pre_linear", outs, "up_proj")
-    if (mlp := getattr(layer, "mlp", None)) is not None and hasattr(mlp, "c_proj"):
-        rows["mlp_act"] = ins[id(mlp.c_proj)]
-    if (both := _first(layer, "gate_up_proj")) is not None and id(both) in outs:
-        rows["mlp_pre"], rows["mlp_pre_linear"] = outs[id(both)].chunk(2, dim=1)
-    if gate is not None and id(gate) in ins:
-        rows["router"] = F.linear(ins[id(gate)], gate.weight)  # type: ignore[arg-type]
     return rows
 
 
 def examine(name: str, path: Path, wanted: Rows) -> dict[str, Any]:
-    """Return by site the reason why it is lacking, or how far the place is from transformers; a
-    site that transformers does not show has the error None.
-    """
+    """Return by site the reason why it is lacking, or how far the place is from transformers."""
     model, run = vllm_model(path)
     layer = find_layers(model)[1]
     found = find_inner_sites(layer)
@@ -263,15 +231,15 @@ def main(folder: Path) -> None:
     from vllm.model_executor.layers.attention import Attention
 
     engines.prepare_vllm()
-    tiny.MODELS.update(MORE)
+    tiny.MODELS.update(MODELS)
     torch.accelerator.empty_cache = lambda: None
     # Looked up by the class: the rules compare with what it has.
     Attention.forward = attend  # type: ignore[method-assign]
-    names = sys.argv[2:] or ORDER
-    paths = {name: tiny.make(name, folder) for name in names}
+    paths = {name: tiny.make(name, folder) for name in MODELS}
     # First of all: vLLM's Transformers backend changes the classes of transformers.
-    wanted = {name: reference(paths[name], tiny.MODELS[name].layers, 1) for name in names}
-    sys.stdout.write(json.dumps({name: examine(name, paths[name], wanted[name]) for name in names}))
+    wanted = {name: reference(path, MODELS[name].layers, 1) for name, path in paths.items()}
+    found = {name: examine(name, path, wanted[name]) for name, path in paths.items()}
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ MESSAGE = {
 
 
 def check(server: Running) -> None:
-    """Check that each request behind a steered one is answered as on a connection of its own."""
     url = httpx.URL(server.url)
 
     def texts(*bodies: dict[str, Any]) -> list[str]:

@@ -1,9 +1,4 @@
-"""The same requests on two replicas and on a single engine, in a separate process:
-
-    python -m system.replicas_run MODEL OUT
-
-What came of it is saved to OUT, for tests to look at.
-"""
+"""The same requests on two replicas and on a single engine, in a separate process."""
 
 from __future__ import annotations
 
@@ -102,7 +97,6 @@ def params(nth: int, **more: Any) -> Any:
 
 
 def sampled(nth: int) -> Any:
-    """Three completions that differ."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -140,9 +134,7 @@ class Spy:
 
 
 async def reported_idle(llm: Any) -> None:
-    """Wait until the engines have reported to the load balancer that they are idle: their reports
-    are late, and requests go to the engine that seems to have less to do.
-    """
+    """Wait until the engines have reported to the load balancer that they are idle."""
     for _ in range(1000):
         if not any(busy(llm.engine_core)):
             return
@@ -151,7 +143,6 @@ async def reported_idle(llm: Any) -> None:
 
 
 async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
-    """Many requests at once, of which the tables of one replica do not hold what all ask for."""
     view, waited = inspect(llm), 0
 
     async def watch() -> None:
@@ -212,7 +203,6 @@ async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
 
 
 async def streams(llm: Any, found: dict[str, Any]) -> None:
-    """Return rows and scores on outputs of running requests, and early rows of a sink."""
     from midstream import Capture, Probe
 
     async def watch(nth: int) -> dict[str, Any]:
@@ -249,7 +239,6 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def sessions(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
-    """Sessions of streaming input: all inputs of one go to one replica."""
     from vllm.engine.protocol import StreamingInput
 
     from midstream import Capture
@@ -350,7 +339,6 @@ async def main(model: str, found: dict[str, Any]) -> None:
 
 
 def single(model: Path, found: dict[str, Any]) -> None:
-    """The same of one engine."""
     from midstream import Capture, Probe
 
     own = {**SETTINGS, "midstream": {**MIDSTREAM, "sinks": {}}}

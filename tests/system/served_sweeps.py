@@ -19,13 +19,11 @@ TOLERANCE = 1e-3 if HAS_GPU else 1e-5
 
 
 def check(client: Client, server: Running, offline: dict[str, Any]) -> None:
-    """Check sweeps against those of the offline engine, and beside other requests."""
     _check_values(client, Sweep.from_json(offline["sweep"]))
     _check_others(client, server, offline["everything"])
 
 
 def _check_values(client: Client, expected: Sweep) -> None:
-    """Check a sweep from a prompt, and one from rows that the server keeps."""
     seen: list[tuple[int, ...]] = []
     found = client.sweep(**SWEEP, model=NAME, on_cell=lambda cell, _: seen.append(cell.index))
     asked: dict[str, Any] = {**ASKED, "capture": Capture([3, 12, 25]), "activations": "keep"}

@@ -1,9 +1,4 @@
-"""An async engine whose rows go to sinks, in a separate process:
-
-    python -m system.sinks_async MODEL FOLDER
-
-What came of it is saved to FOLDER/found.pt, for tests to look at.
-"""
+"""An async engine whose rows go to sinks, in a separate process."""
 
 from __future__ import annotations
 
@@ -54,12 +49,10 @@ async def ask(llm: Any, name: str, given: Any, sampling: Any, capture: Any) -> A
 
 
 def kept(output: Any) -> dict[str, Any]:
-    """What a call's output says of its sinks."""
     return {name: (one.status, one.reason) for name, one in output.capture_results.items()}
 
 
 async def at_once(llm: Any, found: dict[str, Any]) -> None:
-    """Many requests, whose rows go to three places each."""
     from midstream import Capture
     from midstream.store import open_store
 
@@ -90,7 +83,6 @@ async def at_once(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def problems(llm: Any, found: dict[str, Any]) -> None:
-    """Requests whose sinks fail, or are slow, among others."""
     from midstream import Capture, ReceiptError, SpecError
 
     async def told(name: str, capture: Any) -> tuple[str, Any]:
@@ -120,9 +112,6 @@ async def problems(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def named(llm: Any, found: dict[str, Any]) -> None:
-    """Eight requests at once that give their rows one id, then another one; and two whose callers
-    leave.
-    """
     from midstream import Capture
     from midstream.errors import ExistsError
     from midstream.store import open_store
@@ -159,7 +148,6 @@ async def named(llm: Any, found: dict[str, Any]) -> None:
 
 
 def wait_for_end(sink: Any, name: str) -> None:
-    """Wait until a sink has the last delivery of a request, also of an aborted one."""
     until = time.monotonic() + 30
     while not any(one.request_id == name and one.is_last for one in sink.given):
         assert time.monotonic() < until, f"{name} has no end"
@@ -167,7 +155,6 @@ def wait_for_end(sink: Any, name: str) -> None:
 
 
 async def several(llm: Any, found: dict[str, Any]) -> None:
-    """Several completions, and a sink that is slow to take pieces."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -196,7 +183,6 @@ async def several(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def aborts(llm: Any, found: dict[str, Any]) -> None:
-    """One request that is aborted, and one whose caller leaves."""
     from midstream import Capture
     from midstream.store import open_store
 
@@ -248,7 +234,6 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def session(llm: Any, found: dict[str, Any]) -> None:
-    """A session of streaming input."""
     from vllm.engine.protocol import StreamingInput
 
     from midstream import Capture

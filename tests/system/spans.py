@@ -13,14 +13,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Spans:
-    """What came, by vLLM's id of the request."""
-
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/v1/traces"
         self._found: dict[str, dict[str, Any]] = {}
 
     def take(self, body: bytes) -> None:
-        """Takes in what a server has sent."""
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             for span in (one for scope in resource.scope_spans for one in scope.spans):
                 attributes = {
@@ -31,7 +28,6 @@ class Spans:
                     self._found[attributes["gen_ai.request.id"]] = attributes
 
     def wait_for(self, request_id: str, seconds: float = 30) -> dict[str, Any]:
-        """The attributes of the span of a request, by the id of its answer."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for name, attributes in list(self._found.items()):
@@ -43,8 +39,6 @@ class Spans:
 
 @contextmanager
 def collecting() -> Iterator[Spans]:
-    """Spans, as long as the block runs."""
-
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             spans.take(self.rfile.read(int(self.headers["content-length"])))

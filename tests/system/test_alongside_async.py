@@ -1,8 +1,4 @@
-"""The async engine beside vLLM's own features, and sessions of streaming input.
-
-The oracle is transformers with hooks, run over the very tokens that came out: of a session, its
-inputs with what was generated between them, less the last token of each turn.
-"""
+"""The async engine beside vLLM's own features, and sessions of streaming input."""
 
 from __future__ import annotations
 

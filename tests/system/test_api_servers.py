@@ -17,11 +17,9 @@ import pytest
 from support import serving
 from support.api_servers import (
     ASKED,
-    EVERYTHING,
     Both,
     Judge,
     V,
-    check,
     command,
     folder_of,
     load,
@@ -29,10 +27,10 @@ from support.api_servers import (
     set_and_ask,
 )
 from support.left_over import nothing_left
-from support.oracle import HookEdit, Oracle
+from support.oracle import Oracle
 from support.serving import Running
 
-from midstream import Replace, Steer
+from midstream import Steer
 from midstream.client import ServerError
 
 
@@ -70,32 +68,6 @@ def test_rows_of_requests_of_both_are_right_and_not_mixed(
     assert all(worker["arena"]["leases"] == 0 for worker in status["workers"])
 
 
-def test_each_process_has_the_cached_rows_of_the_other(both: Both, judge: Judge) -> None:
-    here, there = both.clients[0], both.clients[1]
-    source = here.complete("source text", **ASKED, capture=EVERYTHING, activations="keep")
-    rows = source.outputs[0].captured
-    [handle] = both.http[1].get("/v1/midstream/captures").json()["captures"]
-    assert handle["id"] == rows.id
-    url = handle["url"]
-    whole = both.http[1].get(url)
-    assert whole.status_code == 200
-    assert whole.content == both.http[0].get(url).content
-    part = both.http[1].get(url, headers={"Range": "bytes=10-99"})
-    assert (part.status_code, part.content) == (206, whole.content[10:100])
-    # Patched there with what was captured here.
-    patch = Replace(rows.at(3), layer=1, site="resid_post", positions=3)
-    found = there.complete("other texts", **ASKED, capture=EVERYTHING, edits=patch)
-    tokens = found.outputs[0].activations.token_ids_of("resid_post", 0).tolist()
-    _, plain = judge.run(tokens)
-    _, seen = judge.run(judge.encode("source text"))
-    change = seen["resid_post", 1][3] - plain["resid_post", 1][3]
-    edit = HookEdit("resid_post", 1, change, 1.0, lambda at: at == 3)
-    check(found, "other texts", judge, [edit])
-    there.delete(rows)
-    assert [http.get(url).status_code for http in both.http.values()] == [404, 404]
-    assert both.http[0].get("/v1/midstream/captures").json()["bytes"] == 0
-
-
 def test_a_running_request_is_updated_from_the_other_process(both: Both) -> None:
     here, there = both.clients[0], both.clients[1]
     steer = Steer(V, layer=1, scale=0.5)
@@ -109,31 +81,6 @@ def test_a_running_request_is_updated_from_the_other_process(both: Both) -> None
     with pytest.raises(ServerError) as caught:
         there.update(output.request_id, scale=1.0)
     assert caught.value.status == 404
-
-
-def test_server_wide_captures_are_those_of_both(both: Both, judge: Judge) -> None:
-    watch = "/v1/midstream/captures/watch"
-    last = {"layers": [2], "positions": "last_prompt"}
-    for here, there in ((both.http[0], both.http[1]), (both.http[1], both.http[0])):
-        answer = here.put(watch, json={"capture": last})
-        assert answer.status_code == 200, answer.text
-        prompts = ["here", "over there"]
-        for http, prompt in zip((here, there), prompts, strict=True):
-            http.post("/v1/completions", json={**ASKED, "prompt": prompt}).raise_for_status()
-        end = time.monotonic() + 30
-        while there.get(watch).json()["kept"]["completions"] < 2:
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        found = [there.post(f"{watch}/collect").json() for _ in range(3)]
-        assert [len(one["completions"]) for one in found] == [1, 1, 0]
-        assert [one["kept"] for one in found] == [1, 0, 0]
-        lengths = [one["completions"][0]["prompt_tokens"] for one in found[:2]]
-        assert lengths == [len(judge.encode(prompt)) for prompt in prompts[::-1]]
-        wrong = there.put(watch, json={"capture": {"layers": [99]}})
-        assert wrong.status_code == 400
-        assert "capture.layers" in wrong.json()["error"]["param"]
-        assert there.delete(watch).status_code == 204
-        assert [http.get(watch).status_code for http in (here, there)] == [404, 404]
 
 
 # The last test of this file: it ends the server.

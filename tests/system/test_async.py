@@ -287,7 +287,6 @@ def test_a_cancelled_sweep_leaves_nothing_and_one_without_alignment_is_refused(f
 def test_edits_of_running_requests_change_where_their_receipts_say(
     found: dict[str, Any], tiny_llama: Path
 ) -> None:
-    """Steps are scheduled ahead here: a change holds after those."""
     oracle = Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
     known = found["updates"]
     whole = prompt(2)["prompt_token_ids"]
@@ -317,7 +316,6 @@ def test_edits_of_running_requests_change_where_their_receipts_say(
 def test_controllers_change_their_requests_and_leave_the_others(
     found: dict[str, Any], tiny_llama: Path
 ) -> None:
-    """One that fails or hangs gets its policy; its neighbours are those of transformers."""
     oracle = Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
     known = found["updates"]["controlled"]
     edit = (vector(4), 1, 2.0)

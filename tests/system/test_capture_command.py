@@ -1,6 +1,4 @@
-"""A data set through a real engine: its rows are those of the same prompts in memory, whatever is
-killed on the way.
-"""
+"""A data set through a real engine has the rows of the same prompts in memory."""
 
 from __future__ import annotations
 
@@ -58,7 +56,6 @@ def write_lines(folder: Path, lines: list[Any]) -> Path:
 
 
 def run(llm: Any, folder: Path, lines: list[Any], **fields: Any) -> Summary:
-    """Captures these lines into `acts` of a folder."""
     known: dict[str, Any] = {
         "model": "tiny",
         "data": str(write_lines(folder, lines)),
@@ -79,9 +76,6 @@ def stored(folder: Path) -> dict[int, Any]:
 
 
 def assert_same(one: Any, output: Any, codec: str = "raw") -> None:
-    """Whether a completion is what the same prompt gives in memory. Positions and tokens are
-    exact; rows differ by as much as those of one prompt in different batches do.
-    """
     found, wanted = one.activations(), output.activations
     assert set(found) == set(wanted)
     assert one.prompt_tokens == len(output.prompt_token_ids)
@@ -240,14 +234,6 @@ def test_an_estimate_is_what_the_job_then_writes(
 def command(
     folder: Path, model: Path, *arguments: str, separate: bool = True
 ) -> own_process.Process:
-    """The command in a process of its own.
-
-    Args:
-        folder: where it runs.
-        model: the model.
-        arguments: more of the command's.
-        separate: whether the engine is in another process, as by default, which takes longer.
-    """
     environment = own_process.environment(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(separate)))
     settings = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16}
     return own_process.start(
@@ -275,7 +261,6 @@ def wait_for_another_shard(folder: Path, process: own_process.Process) -> None:
 
 
 def engine_process(process: own_process.Process) -> psutil.Process:
-    """The one that computes."""
     children = psutil.Process(process.pid).children()
     return max(children, key=lambda child: child.memory_info().rss)
 

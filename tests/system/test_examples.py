@@ -30,7 +30,6 @@ def llm(smollm2: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def run(llm: Any, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Runs an example by its name and gives back what its `main` returns."""
     monkeypatch.syspath_prepend(EXAMPLES)
 
     def run(name: str) -> dict[str, Any]:

@@ -417,7 +417,6 @@ def test_probes_of_split_vectors_act_by_their_whole_scores(alone, several):
     ["moments", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mean", "max"))],
 )
 def test_reduced_rows_of_every_site_are_those_of_one_rank(alone, several, kind):
-    """Each rank reduces its parts, of a prompt of two steps too."""
     asked = Capture("all", EVERY, "prompt", reduce=kind)
     for one, other in zip(run(several, asked), run(alone, asked), strict=True):
         assert one.receipt.status == other.receipt.status == "ok"

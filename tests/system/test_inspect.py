@@ -54,7 +54,6 @@ def rows_of_the_handle(url: str = "") -> Any:
 def run(
     server: Running, folder: Path, config: dict[str, Any] | None = None, **given: Any
 ) -> EvalLog:
-    """The log of an evaluation, as it is read from its file."""
     model = get_model(
         f"midstream/{NAME}",
         base_url=f"{server.url}/v1",
@@ -69,7 +68,6 @@ def run(
 
 
 def direct(server: Running, **given: Any) -> list[Any]:
-    """The same questions by midstream's own client."""
     with Client(server.url) as client:
         return [
             client.chat(

@@ -1,6 +1,4 @@
-"""A decoder layer of a package of its own: installed, registered in each process, and compared with
-hooks on vLLM's own modules.
-"""
+"""A decoder layer of a package of its own."""
 
 from __future__ import annotations
 

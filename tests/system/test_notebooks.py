@@ -21,7 +21,6 @@ def hub(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(hub: Path) -> Iterator[Any]:
-    """A kernel whose notebooks share one engine."""
     with notebooks.kernel(hub) as started:
         notebooks.share_engine(started)
         yield started
@@ -79,7 +78,6 @@ def test_the_answer_moves_from_the_name_to_the_end_by_one_layer_of_attention(sha
 
 
 def value(cells: str, layer: int, column: str) -> float:
-    """The value of the first cell of a heatmap with these labels."""
     found = re.search(rf"^layer {layer}, {re.escape(column)}: (.*)$", cells, re.M)
     assert found, cells
     return float(found[1].replace("−", "-"))

@@ -1,12 +1,4 @@
-"""One engine over several ranks gives what one rank gives: tensor parallelism with captures
-gathered and sharded, pipeline parallelism, experts over ranks; on two cores, or on two GPUs and
-four with torch.compile and CUDA graphs.
-
-A random mix with every operation goes through the engine with a prefix cache, prompts in chunks,
-aborts and so little KV cache that requests are taken off; each request is held against the same one
-alone on an engine of one rank, and one in ten against transformers with hooks. All ranks keep
-checksums over what they are told and do, which are held against each other.
-"""
+"""One engine over several ranks gives what one rank gives."""
 
 from __future__ import annotations
 
@@ -86,8 +78,6 @@ def mixed(**more: Any) -> dict[str, Any]:
 
 
 class Model:
-    """A tiny random model: alone on one rank, in transformers, and what requests choose from."""
-
     def __init__(self, name: str, folder: Path, single: Any) -> None:
         self.path = tiny.make(name, folder)
         self.hooks = InnerOracle(self.path, INNER[name])
@@ -98,13 +88,6 @@ class Model:
         )
 
     def mix(self, stages: dict[int, int], split: set[str], count: int) -> Mix:
-        """A mix for an engine.
-
-        Args:
-            stages: on which pipeline stage each layer is.
-            split: sites whose vectors the ranks have in parts, each its own heads.
-            count: how many requests.
-        """
         # Where a score may fall on either side of a threshold, no edit jumps there.
         found = catalogue(self.hooks, self.families[0][:24], SEED, jumps=not GPUS, memory=True)
         edits = tuple(
@@ -135,7 +118,6 @@ def _needs_several_ranks(edit: Any, split: set[str]) -> bool:
 
 @pytest.fixture(scope="module")
 def alone(tiny_models: Path) -> Iterator[Callable[[str], Model]]:
-    """Gives a model, with an engine of one rank that serves one request at a time."""
     with ExitStack() as stack:
 
         @functools.cache
@@ -306,7 +288,6 @@ def test_each_of_several_completions_gets_its_own_shards(model: Model, tensor: A
 
 
 def test_probes_switch_edits_on_both_ranks_before_the_same_step(model: Model, tensor: Any) -> None:
-    """One of several layers and an MLP, against transformers with the edits of each version."""
     (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
     module = torch.nn.Sequential(
         torch.nn.Linear(tiny.HIDDEN, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)
@@ -341,10 +322,6 @@ def test_controllers_change_edits_on_both_ranks_before_the_same_step(
 
 
 def check_controllers(llm: Any, model: Model) -> None:
-    """A threshold, and declared code that chooses edits and stops: against transformers with the
-    edits of the receipt's versions. The probe and the edits are on the last pipeline stage and on
-    the first.
-    """
     (own, hook), (calm, calm_hook) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
     prompt, last = list(model.families[0][30:50]), tiny.LAYERS - 1
     probe = Probe(vector(3), last, name="p")
@@ -445,7 +422,6 @@ def test_ranks_give_what_one_rank_gives(
 
 
 def check_no_score_of_two_stages(llm: Any, model: Model) -> None:
-    """Layers of one probe, or of one gate, are on one pipeline stage; others are rejected."""
     rows = torch.stack([vector(nth) for nth in range(tiny.LAYERS)])
     probe = Probe(rows, layer=range(tiny.LAYERS))
     with pytest.raises(SpecError, match="layer 0 is on another pipeline stage than the last"):

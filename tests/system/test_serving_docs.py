@@ -31,7 +31,6 @@ def snippets() -> list[tuple[int, str, str]]:
 
 
 def starts(word: str) -> list[str]:
-    """The words of the page's command that starts a server."""
     [text] = [text for _, _, text in snippets() if text.startswith(f"{word} serve ")]
     return shlex.split(text)
 

@@ -1,6 +1,4 @@
-"""Speculative decoding: rejected rows never appear, accepted ones exactly once; all is as for the
-same request alone on an engine that drafts nothing.
-"""
+"""With drafts, rejected rows never appear and accepted ones exactly once."""
 
 from __future__ import annotations
 

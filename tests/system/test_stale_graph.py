@@ -1,6 +1,4 @@
-"""One compile cache, many settings. By day `unit/runtime/worker/taps/test_tapped_model.py` checks
-that each model has entries of its own there.
-"""
+"""One compile cache, many settings."""
 
 from __future__ import annotations
 

@@ -48,7 +48,6 @@ def test_what_studio_shows_is_what_the_client_gets(server: Running, page: Any) -
 
 
 def drive(page: Any, url: str) -> None:
-    """Use every view, and compare what it shows with the answers to a client."""
     client = Client(url)
     page.goto(f"{url}/midstream/#/library?name=mood")
     page.get_by_label("Positive texts").fill("\n".join(POSITIVE))

@@ -44,7 +44,6 @@ def heads(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def both(heads: tuple[int, int], tiny_models: Path) -> Iterator[tuple[Any, Any]]:
-    """An engine of one rank, and one of three."""
     queries, keys = heads
     more = {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": HEAD}
     more |= {"hidden_size": 96}

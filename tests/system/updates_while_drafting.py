@@ -37,7 +37,6 @@ def oracle(tiny_llama: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def drafting(tiny_llama: Path) -> Iterator[Any]:
-    """An engine that drafts, and has room for gates with memory."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     with engine(
         tiny_llama,
@@ -51,7 +50,6 @@ def drafting(tiny_llama: Path) -> Iterator[Any]:
 def test_a_gate_with_memory_remembers_across_a_change_of_its_strength(
     drafting: Any, oracle: Oracle
 ) -> None:
-    """Once open it stays so, whatever its strength is meanwhile; it can neither come nor go."""
     llm = drafting
     run = Stepped(llm)
     push = vector(2)
@@ -151,7 +149,6 @@ def test_with_drafts_a_probe_switches_after_the_token_that_met_its_condition(
 def test_with_drafts_controllers_change_what_is_not_scheduled_and_stop_at_an_accepted_token(
     drafting: Any, oracle: Oracle
 ) -> None:
-    """They are given the scores of the drafts that were accepted, and of no others."""
     prompt = [5, 17, 33, 5, 17, 33, 5, 17]
     first, hook = steer(vector(1), 1, 2.0)
     asked = {"edits": [first], "capture": everything(), "probes": Probe(vector(3), 1, name="p")}

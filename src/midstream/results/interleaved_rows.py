@@ -12,7 +12,7 @@ from torch import Tensor
 class InterleavedRows(Tensor):
     """A view of some rows that leaves the process as a copy of these alone."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def alone(self) -> Tensor:
         """Return a copy with a storage of its own."""

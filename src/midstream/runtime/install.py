@@ -184,7 +184,7 @@ def _init_device(original: Callable[..., Any], wrapper: Any, *args: Any, **kwarg
         )
     out = original(wrapper, *args, **kwargs)
     if config is not None:
-        from midstream.runtime.worker.endpoint import attach
+        from midstream.runtime.worker.assembly import attach
 
         attach(wrapper.worker, wrapper.vllm_config, config)
     return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +14,7 @@ from support.oracle import Branches
 from torch import nn
 
 from midstream.errors import SpecError
-from midstream.lab.attribution import Attribution, Twin, attribution_patching
+from midstream.lab.attribution import Twin, attribution_patching
 from midstream.lab.sweep import KL, LogitDiff, LogProb, Recovered
 from midstream.plan.shape import ModelShape
 
@@ -28,22 +27,22 @@ SITES = ["resid_pre", "attn_in", "z", "attn_out", "resid_mid", "mlp_in", "mlp_ou
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tiny.make("llama", tmp_path_factory.mktemp("patching"))
 
 
 @pytest.fixture(scope="module")
-def twin(folder: Path) -> Twin:
+def twin(folder):
     return Twin.load(folder)
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> GradientOracle:
+def oracle(folder):
     mid = "post_attention_layernorm"
     return GradientOracle(folder, "model.layers", mid, Branches(), z="self_attn.o_proj")
 
 
-def expected(oracle: GradientOracle, metric, clean=CLEAN, places=PLACES, heads=0):
+def expected(oracle, metric, clean=CLEAN, places=PLACES, heads=0):
     """The value and (clean − corrupt) · gradient by tap and position, or position and head."""
     base, here, gradients = oracle.run(CORRUPT, metric)
     _, there, _ = oracle.run(clean, metric)
@@ -54,7 +53,7 @@ def expected(oracle: GradientOracle, metric, clean=CLEAN, places=PLACES, heads=0
     return base, effects
 
 
-def assert_close(found: Attribution, base: float, effects: dict, sites=SITES) -> None:
+def assert_close(found, base, effects, sites=SITES):
     assert found.sweep.corrupt == pytest.approx(base, rel=1e-5, abs=1e-6)
     assert found.coords["site"] == list(sites)
     for nth, site in enumerate(sites):
@@ -74,7 +73,7 @@ def test_every_cell_is_difference_times_gradient(twin, oracle):
     assert not found.effects[:, :, :2].any()
 
 
-def logprob(logits: torch.Tensor) -> torch.Tensor:
+def logprob(logits):
     return logits[-1].log_softmax(-1)[7]
 
 
@@ -139,7 +138,7 @@ def test_heads_groups_masks_and_alpha_divide_the_same_sums(twin, oracle):
 
 
 @torch.no_grad()
-def outputs_of(model: nn.Module, module: nn.Module, tokens: list[int]) -> list[torch.Tensor]:
+def outputs_of(model, module, tokens):
     """What a module returns in one pass."""
     found: list[torch.Tensor] = []
     handle = module.register_forward_hook(lambda _m, _a, out: found.append(out.clone()))
@@ -149,7 +148,7 @@ def outputs_of(model: nn.Module, module: nn.Module, tokens: list[int]) -> list[t
 
 
 @torch.no_grad()
-def patched_metric(model: nn.Module, module: nn.Module, position: int, row: torch.Tensor) -> float:
+def patched_metric(model, module, position, row):
     """The metric of the corrupt prompt with a row of a module's output replaced."""
 
     def patch(_m, _a, out):
@@ -201,22 +200,16 @@ def test_the_top_cells_are_those_of_the_largest_effects(twin):
     [
         ({"layers": 9}, r"^layers: layer 9 is out of range: the model has 3 layers"),
         ({"sites": "router"}, r"^sites: router cannot be tapped at any layer: no matrix"),
-        ({"sites": "embed"}, r"^sites: embed has no layer"),
         ({"sites": "nowhere"}, r"^sites: .*nowhere"),
         ({"positions": [6]}, r"^positions: position 6 is out of range"),
-        ({"positions": "generated"}, r"^positions: .*generated"),
         ({"heads": "all"}, r"^heads: the vectors of resid_pre are not of heads"),
         ({"metric": LogProb(199)}, r"^metric: token ids go from 0 to 198, got 199"),
         ({"metric": LogProb(" Paris")}, r"^metric.logprob: this model has no tokenizer"),
-        ({"metric": "logprob"}, r"^metric: expected LogProb"),
         ({"metric": lambda logits: logits[-1]}, r"^metric: .* one number, got .* shape \[199\]"),
-        ({"metric": lambda logits: 3.0}, r"^metric: expected a function .* got `float`"),
         ({"metric": lambda logits: torch.tensor(3.0)}, r"^metric: .* not depend on the logits"),
         ({"metric": lambda logits: logits.sum() * math.inf}, r"^metric: its value is"),
         ({"clean": "Some text"}, r"^clean: this model has no tokenizer for a text"),
-        ({"clean": []}, r"^clean: expected a text, .* got an empty list"),
         ({"corrupt": [5, 199]}, r"^corrupt\[1\]: token ids go from 0 to 198, got 199"),
-        ({"corrupt": [5, True]}, r"^corrupt\[1\]: expected `int`"),
         ({"corrupt": {"prompt_embeds": 1}}, r"^corrupt: .* fields \['prompt_embeds'\]"),
         ({"corrupt": [1] * 513}, r"^corrupt: the prompt has 513 tokens; this model takes 512"),
         ({"metric": Recovered(METRIC), "clean": CORRUPT}, r"^metric: .* nothing to recover"),
@@ -228,7 +221,7 @@ def test_what_is_wrong_is_named(twin, changes, message):
         attribution_patching(twin, **given)
 
 
-def engine_of(**shape: int) -> SimpleNamespace:
+def engine_of(**shape):
     """What a check reads of an engine before it runs anything."""
     sizes = {"num_layers": 3, "hidden_size": 64, **shape}
     info = SimpleNamespace(shape=ModelShape(taps=[("resid_post", 1)], **sizes))
@@ -254,9 +247,3 @@ def test_an_engine_that_cannot_check_estimates_is_named_before_anything_runs(twi
     divergence = attribution_patching(twin, CLEAN, CORRUPT, KL())
     with pytest.raises(SpecError, match="^metric: KL reads the logits of all tokens: tap final_no"):
         divergence.check(engine_of())
-
-
-def test_a_metric_that_compares_runs_has_no_gradient_of_its_own(twin):
-    for metric in (KL(), Recovered(METRIC)):
-        with pytest.raises(SpecError, match="^metric: .* compares a run with a clean one"):
-            twin.gradients(CORRUPT, metric)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from support import tiny
 from support.gradient_oracle import difference
 from support.oracle import relative_error
 
-from midstream.errors import MissingExtraError, SpecError, UnsupportedError
+from midstream.errors import SpecError, UnsupportedError
 from midstream.lab.attribution import Twin
 from midstream.lab.attribution.model_files import ModelFiles
 
@@ -24,7 +21,7 @@ TOKENS = [5, 17, 33, 101, 8, 77, 54, 23, 9]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tiny.make("llama", tmp_path_factory.mktemp("loading"))
 
 
@@ -48,16 +45,7 @@ def test_a_twin_of_lower_precision_finds_the_same_sites_and_keeps_its_weights(na
         assert relative_error(gradient, expected[tap]) < 0.15, tap
 
 
-def test_weights_need_no_gradients_and_keep_none(folder):
-    twin = Twin.load(str(folder))
-    twin.gradients(TOKENS, difference)
-    for name, parameter in twin.hooked.model.named_parameters():
-        assert parameter.grad is None, name
-        assert not parameter.requires_grad, name
-    assert repr(twin) == f"Twin({folder}, float32 on cpu)"
-
-
-def test_a_twin_works_in_inference_mode_and_without_gradients(folder):
+def test_a_twin_works_in_inference_mode_and_without_gradients_and_its_weights_keep_none(folder):
     with torch.inference_mode():
         twin = Twin.load(folder)
         inside = twin.gradients(TOKENS, difference)
@@ -68,6 +56,12 @@ def test_a_twin_works_in_inference_mode_and_without_gradients(folder):
         assert torch.equal(gradient, inside[tap])
         assert torch.equal(gradient, without[tap])
         assert not gradient.requires_grad
+    twin = Twin.load(str(folder))
+    twin.gradients(TOKENS, difference)
+    for name, parameter in twin.hooked.model.named_parameters():
+        assert parameter.grad is None, name
+        assert not parameter.requires_grad, name
+    assert repr(twin) == f"Twin({folder}, float32 on cpu)"
 
 
 def test_quantised_weights_are_refused_by_their_method(folder, tmp_path):
@@ -103,17 +97,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
         Twin.load(tmp_path)
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_a_missing_package_is_named_with_its_extra(folder, package, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == package else found(name)
-    )
-    with pytest.raises(MissingExtraError, match=rf"needs the package {package}: .*midstream\[vllm"):
-        Twin.load(folder)
-
-
-def engine(**changes: Any) -> Any:
+def engine(**changes):
     """What `ModelFiles` reads of an engine."""
     model = {
         "model": "some/model", "quantization": None, "hf_overrides": {}, "revision": "abc",
@@ -148,8 +132,3 @@ def test_engines_with_other_weights_than_their_files_are_refused(changes, messag
         ModelFiles.of(engine(**changes))
     with pytest.raises(UnsupportedError, match=message):
         Twin(engine(**changes))
-
-
-def test_what_is_no_engine_is_refused():
-    with pytest.raises(SpecError, match="^llm: expected a midstream.LLM, got `str`"):
-        Twin("some/model")

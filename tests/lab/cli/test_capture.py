@@ -35,7 +35,7 @@ class Slow(FakeEngine):
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def run(monkeypatch, tmp_path):
     """Calls the command on `prompts.jsonl` of a folder, into `acts` of it."""
     started = []
 
@@ -46,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(engine, "start_vllm", start)
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str):
+    def call(*arguments):
         given = ["--data", "prompts.jsonl", "--out", "acts", "--verbose", *arguments]
         result = CliRunner().invoke(app, ["capture", "some/model", "--layers", "0,2", *given])
         return result, started
@@ -82,12 +82,6 @@ def test_options_reach_the_job(run, tmp_path):
     assert (job.revision, job.dtype, job.flush_seconds) == ("v1", "float32", 5.0)
     assert job.engine_args == {"max_num_seqs": 8}
     assert len(open_store("acts")) == 2
-
-
-def test_positions_may_be_json(run, tmp_path):
-    write_lines(tmp_path, prompts(1))
-    _, (job,) = run("--positions", '[{"window": [-4, null]}, "generated"]', "--max-tokens", "2")
-    assert len(job.capture.positions.include) == 2
 
 
 def test_json_is_one_summary_and_nothing_else(run, tmp_path):
@@ -183,22 +177,6 @@ def test_an_engine_that_cannot_start_is_a_refusal_and_one_that_breaks_is_not(
     assert "Traceback" not in broken.stderr + refused.stderr
 
 
-def test_progress_without_a_terminal_is_lines_now_and_then(run, tmp_path, monkeypatch):
-    from midstream.lab.jobs import progress as display
-
-    monkeypatch.setattr(display, "_BETWEEN_LINES", 0.0)
-    write_lines(tmp_path, prompts(60))
-    result, _ = run()
-    lines = [line for line in result.stderr.splitlines() if "rows/s" in line]
-    assert len(lines) > 3
-    assert "/60 lines" in lines[0]
-    assert "MB/s" in lines[-1]
-    assert "ETA" in lines[-2]
-
-
-# ---------------------------------------------------------------- signals
-
-
 class Deaf(Slow):
     """Its start waits for long, and loses the first interrupts."""
 
@@ -210,10 +188,10 @@ class Deaf(Slow):
         super().__init__(job)
 
 
-def command(folder: Path, *arguments: str, start: type[Slow] = Slow) -> multiprocessing.Process:
+def command(folder, *arguments, start=Slow):
     """The command in a process of its own; what it prints is in `out` and `err`."""
 
-    def work() -> None:
+    def work():
         os.chdir(folder)
         for descriptor, name in ((1, "out"), (2, "err")):
             file = open(name, "wb")  # noqa: SIM115
@@ -229,7 +207,7 @@ def command(folder: Path, *arguments: str, start: type[Slow] = Slow) -> multipro
     return process
 
 
-def wait_for_a_shard(folder: Path) -> None:
+def wait_for_a_shard(folder):
     for _ in range(600):
         if list((folder / "acts").glob("*.safetensors")):
             return
@@ -271,9 +249,6 @@ def test_a_signal_is_heard_although_the_start_of_the_engine_loses_interrupts(
     assert process.exitcode == status, (tmp_path / "err").read_text()
     assert json.loads((tmp_path / "out").read_text())["stored"] == 0
     assert "Traceback" not in (tmp_path / "err").read_text()
-
-
-# ---------------------------------------------------------------- on Ray
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[command.ReportOptions]:
+def called(monkeypatch):
     """The options of each call; no report is made."""
     options: list[command.ReportOptions] = []
     monkeypatch.setattr(command, "show", lambda given: options.append(given) or 0)
@@ -28,7 +28,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[command.ReportOptions]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path, monkeypatch):
     """Runs the command in a folder with files of pairs and questions."""
     lines = [json.dumps(pair._asdict()) for pair in PAIRS]
     files = {
@@ -49,9 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 @pytest.mark.parametrize(
     "files", [["--pairs", "pairs.jsonl"], ["--positive", "up.txt", "--negative", "down.txt"]]
 )
-def test_pairs_are_of_one_file_or_of_two(
-    run: Run, called: list[command.ReportOptions], files: list[str]
-) -> None:
+def test_pairs_are_of_one_file_or_of_two(run, called, files):
     done = run("--model", "m", *files)
     assert done.exit_code == 0, done.output
     assert called[0].pairs == PAIRS
@@ -60,7 +58,7 @@ def test_pairs_are_of_one_file_or_of_two(
     assert called[0].scales == command.DEFAULT_SCALES
 
 
-def test_all_options_are_passed_on(run: Run, called: list[command.ReportOptions]) -> None:
+def test_all_options_are_passed_on(run, called):
     arguments = (
         "--model m --pairs pairs.jsonl --questions questions.txt --classes up down --layer 3"
     )
@@ -85,18 +83,14 @@ def test_all_options_are_passed_on(run: Run, called: list[command.ReportOptions]
         ("--model m --pairs pairs.jsonl --scales nan", "expected a finite number, got nan"),
     ],
 )
-def test_wrong_options_and_files_end_with_status_2(
-    run: Run, called: list[command.ReportOptions], arguments: str, message: str
-) -> None:
+def test_wrong_options_and_files_end_with_status_2(run, called, arguments, message):
     done = run(*arguments.split())
     assert done.exit_code == 2
     assert message in done.output
     assert called == []
 
 
-def test_a_name_of_a_model_is_passed_on_and_a_folder_is_checked(
-    run: Run, called: list[command.ReportOptions], tmp_path: Path
-) -> None:
+def test_a_name_of_a_model_is_passed_on_and_a_folder_is_checked(run, called, tmp_path):
     from contextlib import nullcontext
 
     from midstream.errors import ModelError
@@ -120,10 +114,8 @@ def test_a_name_of_a_model_is_passed_on_and_a_folder_is_checked(
         (FileNotFoundError("no such model"), "FileNotFoundError: no such model"),
     ],
 )
-def test_an_engine_that_cannot_start_is_one_line(
-    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
-) -> None:
-    def failing(*_: Any, **__: Any) -> None:
+def test_an_engine_that_cannot_start_is_one_line(run, monkeypatch, error, said):
+    def failing(*_, **__):
         raise error
 
     monkeypatch.setattr("midstream.lab.report.engine.MidstreamEngine", failing)

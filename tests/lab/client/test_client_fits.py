@@ -7,7 +7,6 @@ import pytest
 from lab.server.routes.test_fit import NEGATIVE, POSITIVE, expected, script
 
 from midstream import Directions, SpecError
-from midstream.client import ServerError
 
 
 def test_a_fit_is_the_servers_with_its_probes_and_edits(both, site):
@@ -19,13 +18,6 @@ def test_a_fit_is_the_servers_with_its_probes_and_edits(both, site):
     assert dict(found.scores) == dict(wanted.scores)
     assert found[3].probe("p") == wanted[3].probe("p")
     assert [one["name"] for one in both.call("vectors.list")] == ["good"]
-
-
-def test_groups_of_both_forms_reach_the_server(both, site):
-    site.engine.script = script
-    for groups in (list("aabbc"), (list("aabbc"), list("ccbba"))):
-        found = both.call("fit", POSITIVE, NEGATIVE, groups=groups)
-        assert dict(found.scores) == dict(expected(groups=groups).scores)
 
 
 def test_what_is_malformed_is_refused_before_it_is_sent(both, site):
@@ -41,10 +33,3 @@ def test_what_is_malformed_is_refused_before_it_is_sent(both, site):
             both.call("fit", **{"positive": POSITIVE, "negative": NEGATIVE, **change})
         assert refusal.value.path == path
     assert not site.engine.calls
-
-
-def test_a_refusal_of_the_server_names_the_argument(both, site):
-    site.engine.script = script
-    with pytest.raises(ServerError) as refusal:
-        both.call("fit", POSITIVE, NEGATIVE, "pca", folds=1)
-    assert (refusal.value.status, refusal.value.param) == (400, "folds")

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from midstream.lab.report import command
 SRC = Path(__file__).resolve().parents[3] / "src"
 
 
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments, **environment):
     paths = os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *arguments],
@@ -28,7 +27,7 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
-def test_help_says_all_options_and_imports_neither_vllm_nor_torch() -> None:
+def test_help_says_all_options_and_imports_neither_vllm_nor_torch():
     code = (
         "import sys, midstream.lab.demo.cli as cli\n"
         "try:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    status = end.code\n"
@@ -49,14 +48,6 @@ def test_help_says_all_options_and_imports_neither_vllm_nor_torch() -> None:
         assert option in done.stdout
 
 
-def test_help_as_a_command_is_quick() -> None:
-    start = time.perf_counter()
-    done = run_python("-m", "midstream.lab.demo", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "Usage: python -m midstream.lab.demo" in done.stdout
-    assert time.perf_counter() - start < 10
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -68,23 +59,14 @@ def test_help_as_a_command_is_quick() -> None:
         (["model"], "unexpected extra argument"),
     ],
 )
-def test_wrong_options_are_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options_are_refused(arguments, words, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     assert end.value.code == 2
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_a_wrong_option_ends_the_command() -> None:
-    done = run_python("-m", "midstream.lab.demo", "--scales", "nan")
-    assert done.returncode == 2
-    assert "finite number, got nan" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path):
     done = run_python(
         "-m", "midstream.lab.demo", "--model", str(tmp_path), "--out", str(tmp_path / "x.html")
     )
@@ -95,11 +77,11 @@ def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[command.ReportOptions]:
+def called(monkeypatch):
     """The options of each call; the demo itself does not run."""
     options: list[command.ReportOptions] = []
 
-    def record(given: command.ReportOptions) -> int:
+    def record(given):
         options.append(given)
         return 0
 
@@ -117,9 +99,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[command.ReportOptions]:
         (["--scales=-2"], (-2.0,)),
     ],
 )
-def test_both_commands_take_several_scales_after_one_option(
-    called: list[command.ReportOptions], arguments: list[str], scales: tuple[float, ...]
-) -> None:
+def test_both_commands_take_several_scales_after_one_option(called, arguments, scales):
     from midstream.cli.app import app
 
     for run in (cli.main, lambda given: app(["demo", *given])):
@@ -133,9 +113,7 @@ def test_both_commands_take_several_scales_after_one_option(
 
 
 @pytest.mark.parametrize("out", [".", "a-file/report.html"])
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(
-    tmp_path: Path, out: str
-) -> None:
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path, out):
     (tmp_path / "a-file").write_text("")
     done = run_python("-m", "midstream.lab.demo", "--model", "none", "--out", str(tmp_path / out))
     assert done.returncode == 1
@@ -158,14 +136,14 @@ print("after")
 """
 
 
-def test_noise_is_kept_away_and_the_console_is_not() -> None:
+def test_noise_is_kept_away_and_the_console_is_not():
     done = run_python("-c", NOISE.format(verbose=False, ending="pass"))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "what matters\nafter\n"
     assert done.stderr == ""
 
 
-def test_the_noise_is_shown_when_something_fails() -> None:
+def test_the_noise_is_shown_when_something_fails():
     done = run_python("-c", NOISE.format(verbose=False, ending="raise RuntimeError('no luck')"))
     assert done.returncode == 1
     assert "end of the log before the failure:" in done.stdout
@@ -174,14 +152,7 @@ def test_the_noise_is_shown_when_something_fails() -> None:
     assert "RuntimeError: no luck" in done.stderr
 
 
-def test_verbose_keeps_nothing_away() -> None:
-    done = run_python("-c", NOISE.format(verbose=True, ending="pass"))
-    for words in ("python noise", "noise from C", "what matters", "after"):
-        assert words in done.stdout
-    assert "error noise" in done.stderr
-
-
-def test_a_user_s_own_settings_win() -> None:
+def test_a_user_s_own_settings_win():
     code = (
         "import os; from midstream import console as surroundings;"
         "always, quiet = surroundings.defaults(surroundings.ALWAYS), surroundings.quiet;\n"
@@ -192,7 +163,7 @@ def test_a_user_s_own_settings_win() -> None:
     assert run_python("-c", code, **own).stdout == "3 INFO\n"
 
 
-def test_what_midstream_refuses_in_a_process_of_the_engines_is_told_by_its_own_words() -> None:
+def test_what_midstream_refuses_in_a_process_of_the_engines_is_told_by_its_own_words():
     ending = (
         "sys.stderr.write('(Worker pid=1) ERROR midstream.errors.ConfigError: layer 99\\n')\n"
         "    sys.stderr.write('(Worker pid=1) ERROR Exception: see above\\n')\n"
@@ -202,10 +173,3 @@ def test_what_midstream_refuses_in_a_process_of_the_engines_is_told_by_its_own_w
     assert done.stderr.splitlines()[-1] == "midstream.errors.ConfigError: layer 99"
     assert "the engine could not start" in done.stderr
     assert "what was logged" not in done.stdout
-
-
-def test_what_midstream_says_itself_needs_no_log() -> None:
-    ending = "raise __import__('midstream').StoreError('the disk is full')"
-    done = run_python("-c", NOISE.format(verbose=False, ending=ending))
-    assert done.stderr.splitlines()[-1] == "midstream.errors.StoreError: the disk is full"
-    assert "noise" not in done.stdout + done.stderr

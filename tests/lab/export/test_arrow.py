@@ -81,17 +81,13 @@ def test_rows_of_a_codec_are_decoded(tmp_path, codec):
     assert holds(table.to_pydict(), expected(selection))
 
 
-def test_an_arrow_stream_has_the_same_rows(tmp_path):
+def test_an_arrow_stream_and_a_file_of_many_groups_have_the_same_rows(tmp_path, monkeypatch):
     selection = selected(tmp_path)
     path = export_arrow(selection, tmp_path / "rows.arrow")
     with pa.memory_map(str(path)) as file:
         table = pa.ipc.open_stream(file).read_all()
     assert table.equals(record_batches(selection).read_all())
-
-
-def test_many_batches_are_one_file_of_many_groups(tmp_path, monkeypatch):
     monkeypatch.setattr("midstream.lab.export.arrow._BATCH_BYTES", 7 * 8 * 4)
-    selection = selected(tmp_path)
     path = export_parquet(selection, tmp_path / "rows.parquet")
     file = pa.parquet.ParquetFile(path)
     assert file.num_row_groups == 5
@@ -141,20 +137,16 @@ def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(tmp_path, ex
     assert str(error.value) == f"{wanted}: No such file or directory"
 
 
-def test_an_empty_selection_is_refused(tmp_path):
+def test_an_empty_selection_is_refused_and_pyarrow_is_asked_for_where_it_is_missing(
+    tmp_path, monkeypatch
+):
     write(tmp_path / "store", [entry("a", rows=0)])
     with pytest.raises(StoreError, match="the selection is empty"):
         record_batches(open_store(tmp_path / "store").select())
-
-
-def test_pyarrow_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
     selection = selected(tmp_path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(StoreError, match=r'pip install "midstream\[arrow\]"'):
         record_batches(selection)
-
-
-# ---------------------------------------------------------------- datasets
 
 
 @pytest.fixture

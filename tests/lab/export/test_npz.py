@@ -145,10 +145,6 @@ def test_a_request_whose_export_fails_leaves_nothing(tmp_path, monkeypatch):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_an_empty_selection_is_exported_as_nothing(tmp_path):
-    assert exported(tmp_path, [entry("a", rows=0)]) == []
-
-
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=300)
 
 

@@ -25,12 +25,12 @@ unit_numbers = st.floats(0, 1)
 
 
 @st.composite
-def directions(draw: st.DrawFn, first: int = 0, site: str | None = None) -> Directions:
+def directions(draw, first=0, site=None):
     """Directions of any layers and width, with or without midpoints and scores."""
     layers = sorted(draw(st.sets(st.integers(first, 200), min_size=1, max_size=5)))
     width = draw(st.integers(1, 6))
 
-    def rows() -> np.ndarray:
+    def rows():
         size = len(layers) * width
         found = draw(st.lists(numbers, min_size=size, max_size=size))
         return np.array(found, np.float32).reshape(len(layers), width)
@@ -49,7 +49,7 @@ def directions(draw: st.DrawFn, first: int = 0, site: str | None = None) -> Dire
     )
 
 
-def check_same(found: Directions, wanted: Directions) -> None:
+def check_same(found, wanted):
     np.testing.assert_array_equal(found.vectors, wanted.vectors)
     assert found.vectors.dtype == np.float32
     assert (found.midpoints is None) == (wanted.midpoints is None)
@@ -61,7 +61,7 @@ def check_same(found: Directions, wanted: Directions) -> None:
 
 @given(directions())
 @settings(max_examples=60)
-def test_a_file_of_safetensors_has_everything(wanted: Directions) -> None:
+def test_a_file_of_safetensors_has_everything(wanted):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "d.safetensors"
         wanted.save(path)
@@ -71,7 +71,7 @@ def test_a_file_of_safetensors_has_everything(wanted: Directions) -> None:
 
 @given(directions(first=1, site="resid_post"))
 @settings(max_examples=60)
-def test_a_control_vector_has_the_vectors_and_the_model(wanted: Directions) -> None:
+def test_a_control_vector_has_the_vectors_and_the_model(wanted):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "d.gguf"
         wanted.to_gguf(path)
@@ -89,13 +89,13 @@ def test_a_control_vector_has_the_vectors_and_the_model(wanted: Directions) -> N
         del reader, tensor  # it maps the file
 
 
-def small(layers: tuple[int, ...] = (1, 2)) -> Directions:
+def small(layers=(1, 2)):
     rows = np.arange(1, 3 * len(layers) + 1, dtype=np.float32).reshape(-1, 3)
     scores = {layers[0]: LayerScore(0.5, 1.0, 2.0)}
     return Directions(rows, layers, "resid_post", rows + 1, scores, "mean", 5, "llama")
 
 
-def test_an_engine_registers_the_file_and_the_directions(tmp_path: Path) -> None:
+def test_an_engine_registers_the_file_and_the_directions(tmp_path):
     taps = frozenset({("resid_post", layer) for layer in range(4)})
     registry = VectorRegistry(ModelShape(4, 3, taps, {}))
     small().save(tmp_path / "d.safetensors")
@@ -109,7 +109,7 @@ def test_an_engine_registers_the_file_and_the_directions(tmp_path: Path) -> None
     )
 
 
-def test_what_a_format_cannot_have_is_rejected(tmp_path: Path) -> None:
+def test_what_a_format_cannot_have_and_missing_packages_are_named(tmp_path, monkeypatch):
     with pytest.raises(SpecError, match=r"path: expected a name that ends in \.safetensors"):
         small().save(tmp_path / "d.gguf")
     with pytest.raises(SpecError, match=r"path: expected a name that ends in \.gguf"):
@@ -121,9 +121,18 @@ def test_what_a_format_cannot_have_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="site: control vectors are of resid_post; these are of z"):
         Directions(np.ones((1, 3), np.float32), (1,), "z").to_gguf(tmp_path / "d.gguf")
     assert not list(tmp_path.iterdir())
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        MissingExtraError, match=r"to_gguf needs the package gguf.*midstream\[fit\]"
+    ):
+        small().to_gguf("x.gguf")
+    with pytest.raises(MissingExtraError, match=r"logistic.*needs the package sklearn"):
+        Directions.from_rows(np.ones((4, 1, 3)), np.zeros((4, 1, 3)), "logistic")
 
 
-def test_a_file_of_vectors_alone_steers_and_has_no_probe(tmp_path: Path) -> None:
+def test_a_file_of_vectors_alone_steers_and_has_no_probe(tmp_path):
     np.savez(tmp_path / "v.npz", **{"mlp_out.3": np.ones(4), "mlp_out.7": np.ones(4)})
     found = Directions.load(tmp_path / "v.npz")
     assert (found.layers, found.site, found.midpoints, found.scores) == (
@@ -156,19 +165,16 @@ GOOD = {
     [
         ({"version": 2}, "metadata.version: expected 1, got '2'"),
         ({"more": 1}, "metadata: unknown field 'more'"),
-        ({"method": None}, "metadata.method: expected `str`, got `None`"),
         ({"num_folds": "5"}, "metadata.num_folds: expected `int`"),
         ({"midpoints": []}, ""),
         ({"midpoints": [1]}, "metadata.midpoints: expected an object by layer, got `list`"),
         ({"midpoints": {"1": [0, 0, 1]}}, "metadata.midpoints: expected one of the vectors' width"),
         ({"midpoints": {"1": [0], "2": [1]}}, "metadata.midpoints: expected one of the vectors'"),
         ({"midpoints": {"1": [0, 0, 1], "9": [0]}}, "the file has no vector of this layer"),
-        ({"midpoints": {"01": [0, 0, 1]}}, "the file has no vector of this layer"),
         ({"scores": {"1": [0.5, 1.0]}}, r"scores\['1'\]: expected \[auc, accuracy, d_prime\]"),
-        ({"scores": {"1": [0.5, 1.0, "x"]}}, "expected a number, got `str`"),
     ],
 )
-def test_forged_metadata_are_rejected(tmp_path: Path, change: dict, match: str) -> None:
+def test_forged_metadata_are_rejected(tmp_path, change, match):
     path = tmp_path / "d.safetensors"
     tensors = {f"resid_post.{layer}": np.ones(3, np.float32) for layer in (1, 2)}
     save_file(tensors, path, {KEY: json.dumps(GOOD | change)})
@@ -182,7 +188,7 @@ def test_forged_metadata_are_rejected(tmp_path: Path, change: dict, match: str) 
 
 @given(st.text(max_size=40))
 @settings(max_examples=40)
-def test_metadata_of_any_text_are_read_or_rejected(text: str) -> None:
+def test_metadata_of_any_text_are_read_or_rejected(text):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "d.safetensors"
         save_file({"1": np.ones(3, np.float32)}, path, {KEY: text})
@@ -190,7 +196,7 @@ def test_metadata_of_any_text_are_read_or_rejected(text: str) -> None:
             Directions.load(path)
 
 
-def test_files_without_layers_or_of_several_sites_are_rejected(tmp_path: Path) -> None:
+def test_files_and_forms_whose_layers_cannot_be_are_rejected(tmp_path):
     save_file({"vector": np.ones(3, np.float32)}, tmp_path / "a.safetensors")
     with pytest.raises(SpecError, match="its vector has no layer"):
         Directions.load(tmp_path / "a.safetensors")
@@ -204,9 +210,18 @@ def test_files_without_layers_or_of_several_sites_are_rejected(tmp_path: Path) -
     (tmp_path / "d.pt").write_bytes(b"\x80")
     with pytest.raises(SpecError, match="pickles"):
         Directions.load(tmp_path / "d.pt")
+    rows = np.random.default_rng(0).normal(size=(5, 2, 4))
+    form = Directions.from_rows(rows + 1, rows).to_json()
+    first, second = form["layers"]
+    with pytest.raises(SpecError, match=r"layers\[1\]\.layer: 0 is given twice"):
+        Directions.from_json({**form, "layers": [first, first, second]})
+    for parts, wrong in (([first, {**second, "midpoint": None}], 1),
+                         ([{**first, "midpoint": None}, second], 1)):  # fmt: skip
+        with pytest.raises(SpecError, match=rf"layers\[{wrong}\]\.midpoint: expected one at every"):
+            Directions.from_json({**form, "layers": parts})
 
 
-def test_repengs_vectors_are_read_and_written() -> None:
+def test_repengs_vectors_are_read_and_written():
     given_ = SimpleNamespace(model_type="mistral", directions={2: np.ones(3), 1: np.zeros(3)})
     found = Directions.from_repeng(given_)
     assert (found.layers, found.site, found.model_type) == ((1, 2), "resid_post", "mistral")
@@ -223,27 +238,3 @@ def test_repengs_vectors_are_read_and_written() -> None:
     given_.directions = {1: np.full(3, np.nan)}
     with pytest.raises(SpecError, match=r"control_vector.directions\[1\]\[0\]: expected a finite"):
         Directions.from_repeng(given_)
-
-
-def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        MissingExtraError, match=r"to_gguf needs the package gguf.*midstream\[fit\]"
-    ):
-        small().to_gguf("x.gguf")
-    with pytest.raises(MissingExtraError, match=r"logistic.*needs the package sklearn"):
-        Directions.from_rows(np.ones((4, 1, 3)), np.zeros((4, 1, 3)), "logistic")
-
-
-def test_layers_that_are_given_twice_or_with_midpoints_in_part_are_rejected() -> None:
-    rows = np.random.default_rng(0).normal(size=(5, 2, 4))
-    form = Directions.from_rows(rows + 1, rows).to_json()
-    first, second = form["layers"]
-    with pytest.raises(SpecError, match=r"layers\[1\]\.layer: 0 is given twice"):
-        Directions.from_json({**form, "layers": [first, first, second]})
-    for parts, wrong in (([first, {**second, "midpoint": None}], 1),
-                         ([{**first, "midpoint": None}, second], 1)):  # fmt: skip
-        with pytest.raises(SpecError, match=rf"layers\[{wrong}\]\.midpoint: expected one at every"):
-            Directions.from_json({**form, "layers": parts})

@@ -5,7 +5,6 @@ cross-validation that is written out.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ METHODS = ["mean", "pca", "lat", "logistic", "lda"]
 SIZES = [(20, 64), (70, 16)]
 
 
-def classes(count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def classes(count, width):
     """Two classes, [count, 2 layers, width], apart along one axis, with correlated components."""
     made = np.random.default_rng(0)
     mix = made.normal(size=(width, width)) / np.sqrt(width)
@@ -42,11 +41,11 @@ def classes(count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     return rows[0] + 5.0, rows[1] + 5.0
 
 
-def labelled(positive: np.ndarray, negative: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def labelled(positive, negative):
     return np.concatenate([positive, negative]), np.repeat([1, 0], [len(positive), len(negative)])
 
 
-def reference(method: str, positive: np.ndarray, negative: np.ndarray, signs: np.ndarray) -> Any:
+def reference(method, positive, negative, signs):
     """The direction [width] of one layer by scikit-learn, of length 1, positives higher."""
     if method == "mean":
         found = positive.mean(0) - negative.mean(0)
@@ -63,7 +62,7 @@ def reference(method: str, positive: np.ndarray, negative: np.ndarray, signs: np
     return unit * np.sign((positive.mean(0) - negative.mean(0)) @ unit)
 
 
-def signs_of(method: str, count: int) -> np.ndarray:
+def signs_of(method, count):
     return (
         np.random.default_rng(SEED).choice([-1.0, 1.0], count)
         if method == "lat"
@@ -73,7 +72,7 @@ def signs_of(method: str, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("count", "width"), SIZES)
-def test_a_direction_is_scikit_learns(method: str, count: int, width: int) -> None:
+def test_a_direction_is_scikit_learns(method, count, width):
     positive, negative = classes(count, width)
     found = Directions.from_rows(positive, negative, method, seed=SEED)
     for layer in range(2):
@@ -86,7 +85,7 @@ def test_a_direction_is_scikit_learns(method: str, count: int, width: int) -> No
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("count", "width"), SIZES)
-def test_scores_are_those_of_fits_without_each_fold(method: str, count: int, width: int) -> None:
+def test_scores_are_those_of_fits_without_each_fold(method, count, width):
     positive, negative = classes(count, width)
     groups = np.arange(count) // 2
     found = Directions.from_rows(positive, negative, method, seed=SEED, groups=groups, folds=4)
@@ -111,7 +110,7 @@ def test_scores_are_those_of_fits_without_each_fold(method: str, count: int, wid
 
 
 @pytest.mark.parametrize("method", ["pca", "lat", "lda"])
-def test_moments_give_what_the_rows_give(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_give_what_the_rows_give(method, monkeypatch):
     positive, negative = classes(24, 64)  # fewer rows than their width, which are kept
     kept = Directions.from_rows(positive, negative, method, seed=SEED)
     monkeypatch.setattr(estimate, "_Kept", estimate._Accumulated)
@@ -125,7 +124,7 @@ def test_moments_give_what_the_rows_give(method: str, monkeypatch: pytest.Monkey
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 99))
 @settings(max_examples=40)
-def test_moments_of_parts_add_up_to_those_of_the_whole(sizes: list[int], seed: int) -> None:
+def test_moments_of_parts_add_up_to_those_of_the_whole(sizes, seed):
     made = np.random.default_rng(seed)
     # Far from zero, where sums of squares would cancel.
     parts = [1e4 + made.normal(size=(size, 3)) for size in sizes]
@@ -138,30 +137,8 @@ def test_moments_of_parts_add_up_to_those_of_the_whole(sizes: list[int], seed: i
         np.testing.assert_allclose(found.scatter, centred.T @ centred, atol=1e-6)
 
 
-groups_strategy = st.lists(st.integers(0, 6), min_size=1, max_size=30)
-
-
-@given(groups_strategy, groups_strategy, st.integers(0, 8), st.integers(0, 99))
-def test_no_group_is_in_two_folds_and_every_training_set_has_both_classes(
-    positive: list[int], negative: list[int], most: int, seed: int
-) -> None:
-    sides = np.array(positive), np.array(negative)
-    folds = Folds.assign(*sides, most, seed)
-    if most < 2 or min(len(set(side)) for side in (positive, negative)) < 2:
-        assert folds.count == 0
-        return
-    assert folds.count == min(most, len({*positive, *negative}))
-    fold_of: dict[int, int] = {}
-    for side, each in zip(sides, (folds.positive, folds.negative), strict=True):
-        for group, fold in zip(side.tolist(), each.tolist(), strict=True):
-            assert fold_of.setdefault(group, fold) == fold
-    assert set(fold_of.values()) == set(range(folds.count))
-
-
-def test_a_group_that_leaks_is_held_out_together() -> None:
-    """Rows of a topic are nearly equal, and the classes differ by topic alone: only a direction
-    that was fitted with the topic separates its rows.
-    """
+def test_a_group_that_leaks_is_held_out_together():
+    """The classes differ by topic alone: only a fit with a topic's rows separates its others."""
     made = np.random.default_rng(0)
     topics = np.repeat(np.arange(12), 6)
     rows = [(10 * made.normal(size=(12, 1, 120)))[topics] for _ in range(2)]
@@ -172,7 +149,7 @@ def test_a_group_that_leaks_is_held_out_together() -> None:
     assert together_.scores[0].auc < 0.75
 
 
-def test_a_classifier_of_scikit_learn_is_a_method() -> None:
+def test_a_classifier_of_scikit_learn_is_a_method():
     positive, negative = classes(30, 8)
     model = make_pipeline(StandardScaler(), RidgeClassifier(alpha=3.0))
     found = Directions.from_rows(positive, negative, model)
@@ -183,10 +160,7 @@ def test_a_classifier_of_scikit_learn_is_a_method() -> None:
     np.testing.assert_allclose(found[1].unit, unit / np.linalg.norm(unit), rtol=1e-5)
 
 
-# ---------------------------------------------------------------- from a store
-
-
-def fill(root, positive: np.ndarray, negative: np.ndarray, rows_per_request: int = 1) -> Any:
+def fill(root, positive, negative, rows_per_request=1):
     """A store of two shards, whose requests `p0`, `n0`, `p1`, … have rows in order."""
     head = header(dtype="float32", hidden_size=positive.shape[2])
     entries = []
@@ -208,9 +182,7 @@ def fill(root, positive: np.ndarray, negative: np.ndarray, rows_per_request: int
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("count", "width"), SIZES)
-def test_a_fit_on_stored_rows_equals_one_on_the_rows(
-    method: str, count: int, width: int, tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_on_stored_rows_equals_one_on_the_rows(method, count, width, tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "BLOCK", 9)
     positive, negative = (rows.astype(np.float32) for rows in classes(count, width))
     store = fill(tmp_path / "s", positive, negative)
@@ -222,7 +194,7 @@ def test_a_fit_on_stored_rows_equals_one_on_the_rows(
     assert found.scores == wanted.scores
 
 
-def test_rows_of_a_stored_request_are_held_out_together(tmp_path) -> None:
+def test_rows_of_a_stored_request_are_held_out_together(tmp_path):
     positive, negative = (rows.astype(np.float32) for rows in classes(24, 6))
     store = fill(tmp_path / "s", positive, negative, rows_per_request=3)
     selections = store.select(tag="p"), store.select(tag="n")
@@ -244,7 +216,7 @@ def test_rows_of_a_stored_request_are_held_out_together(tmp_path) -> None:
     )
 
 
-def test_selections_that_cannot_be_fitted_are_rejected(tmp_path) -> None:
+def test_selections_that_cannot_be_fitted_are_rejected(tmp_path):
     positive, negative = (rows.astype(np.float32) for rows in classes(6, 6))
     store = fill(tmp_path / "s", positive, negative)
     both = store.select(tag="p"), store.select(tag="n")
@@ -256,7 +228,7 @@ def test_selections_that_cannot_be_fitted_are_rejected(tmp_path) -> None:
         Directions.from_store(store.select(position=50), both[1])
 
 
-def test_layers_of_other_requests_are_rejected(tmp_path) -> None:
+def test_layers_of_other_requests_are_rejected(tmp_path):
     """Their rows would be held out with those of the first layer's requests, and paired."""
     head = header(hidden_size=4, dtype="float32")
     rows = stored_rows(torch.ones(3, 4), head)

@@ -91,11 +91,3 @@ def test_scores_and_receipts_are_complete_and_several_choices_are_a_list():
     assert found[1] is None
     assert logged_results({"choices": [{"index": 0}]}) is None
     assert logged_results({"midstream": {"lens": [0] * 2000}})["lens"] == "<2000 values omitted>"
-
-
-def test_the_package_names_its_provider_to_inspect():
-    project = (ROOT / "pyproject.toml").read_text()
-    assert (
-        '[project.entry-points.inspect_ai]\nmidstream = "midstream.lab.harness.inspect_entry"'
-        in (project)
-    )

@@ -66,11 +66,7 @@ class Killed:
         write_lines(folder, prompts(LINES))
 
     def start_and_kill(self, after_s: float) -> bool:
-        """Starts a job, and kills it some time after it began.
-
-        Returns:
-            Whether it had come to its end.
-        """
+        """Starts a job, and kills it some time after it began."""
         hear, tell = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(target=run, args=(self._folder, tell))
         process.start()

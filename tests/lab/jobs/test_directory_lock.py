@@ -40,23 +40,11 @@ def test_a_job_into_an_object_store_is_resumed_as_any(tmp_path, bucket):  # noqa
     assert (third.counts.failed, third.errors) == (1, None)
 
 
-def test_a_directory_is_made_with_those_above_it(tmp_path):
-    write_lines(tmp_path, prompts(2))
-    out = tmp_path / "a" / "b" / "acts"
-    assert capture_dataset(job(tmp_path, out=str(out)), FakeEngine).counts.stored == 2
-    assert out.is_dir()
-
-
 def test_a_file_is_no_directory(tmp_path):
     write_lines(tmp_path, prompts(2))
     (tmp_path / "acts").write_text("a file")
     with pytest.raises(StoreError, match="acts: expected a directory"):
         capture_dataset(job(tmp_path), FakeEngine)
-
-
-def test_resuming_what_was_never_begun_is_beginning_it(tmp_path):
-    write_lines(tmp_path, prompts(2))
-    assert capture_dataset(job(tmp_path, resume=True), FakeEngine).counts.stored == 2
 
 
 def test_what_was_merged_or_pruned_since_is_resumed_as_it_is_now(tmp_path):
@@ -72,12 +60,10 @@ def test_what_was_merged_or_pruned_since_is_resumed_as_it_is_now(tmp_path):
     check_rows(tmp_path / "acts", {n + 1: each["text"] for n, each in enumerate(prompts(30))})
 
 
-# ---------------------------------------------------------------- writers of a job elsewhere
-
 _CONTEXT = multiprocessing.get_context("fork")
 
 
-def _write_on(asked, word, joined, end) -> None:
+def _write_on(asked, word, joined, end):
     join_writers(asked, word)
     joined.set()
     end.wait(30)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import transformers as hf
@@ -17,7 +15,7 @@ from support.tokenizers import byte_level
 from midstream import SpecError
 from midstream.cli.app import app
 from midstream.lab.jobs import estimate as module
-from midstream.lab.jobs.estimate import JobEstimate, estimate_job
+from midstream.lab.jobs.estimate import estimate_job
 from midstream.plan import Capture
 
 # Every byte of these is a token.
@@ -26,7 +24,7 @@ HIDDEN, LAYERS = 8, 3
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     """A folder with a configuration and a tokenizer, and without weights."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = byte_level()
@@ -40,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def of(folder: Path, model: str, **fields: object) -> JobEstimate:
+def of(folder, model, **fields):
     if not (folder / "prompts.jsonl").exists():
         write_lines(folder, TEXTS)
     return estimate_job(job(folder, model=model, **fields))
@@ -89,14 +87,13 @@ def test_a_conversation_is_written_out_by_the_template(model, tmp_path):
     assert whole.rows == 3 + len("user\nabcde\nassistant\n")
 
 
-def test_lines_without_rows_are_counted_and_the_first_is_explained(model, tmp_path):
+def test_lines_without_rows_are_counted_and_those_after_the_sample_count_as_its_average(
+    model, tmp_path, monkeypatch
+):
     write_lines(tmp_path, ["abcdefg", {"prompt": "x"}, "ab", b"?", ""])
     found = of(tmp_path, model, capture=Capture(0, positions=[4]))
     assert (found.lines, found.failed, found.rows) == (5, 4, 1)
     assert found.problem == "line 2: the field 'text' is missing; found `prompt`"
-
-
-def test_lines_after_the_sample_count_as_its_average(model, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SAMPLE", 4)
     write_lines(tmp_path, ["abcd", "ab", b"?", "abcdef"] + ["abc"] * 4)
     found = of(tmp_path, model, capture=Capture(0, positions="prompt"))
@@ -131,14 +128,7 @@ def test_what_is_wrong_is_refused_by_name(model, tmp_path, fields, said):
         of(tmp_path, **({"model": model} | fields))
 
 
-def test_an_object_store_has_no_free_space_to_compare_with(model, tmp_path):
-    assert of(tmp_path, model, out="s3://bucket/acts").free_bytes is None
-
-
-# ---------------------------------------------------------------- the command
-
-
-def command(folder: Path, model: str, *arguments: str) -> tuple[int, str]:
+def command(folder, model, *arguments):
     given = ["--data", str(folder / "prompts.jsonl"), "--out", str(folder / "acts")]
     result = CliRunner().invoke(app, ["capture", model, "--layers", "0,2", *given, *arguments])
     return result.exit_code, result.output
@@ -160,21 +150,10 @@ def test_the_command_tells_it_and_writes_nothing(model, tmp_path):
     assert not (tmp_path / "acts").exists()
 
 
-def test_the_json_has_every_number(model, tmp_path):
-    write_lines(tmp_path, TEXTS)
-    options = ("--positions", "prompt", "--estimate", "--write-rate", "0.001", "--json")
-    status, said = command(tmp_path, model, *options)
-    found = json.loads(said)
-    stored = 13 * (32 + module.TOKEN_BYTES) + 3 * module.LINE_BYTES
-    assert found.pop("free_bytes") > stored
-    assert (status, found) == (0, {
-        "lines": 3, "failed": 0, "problem": "", "rows": 26, "token_bytes": 32, "nbytes": 13 * 32,
-        "stored_bytes": stored, "seconds": stored / 1e6, "status": 0,
-    })  # fmt: skip
-
-
-def test_too_little_space_is_status_1(model, tmp_path, monkeypatch):
-    write_lines(tmp_path, TEXTS)
+def test_too_little_space_is_status_1_and_an_object_store_is_not_asked_for_it(
+    model, tmp_path, monkeypatch
+):
+    assert of(tmp_path, model, out="s3://bucket/acts").free_bytes is None
     monkeypatch.setattr(module, "_free_bytes", lambda out: 100)
     assert command(tmp_path, model, "--estimate")[0] == 1
 

@@ -14,11 +14,11 @@ from midstream.lab.jobs.rates import Meter, clock
 from midstream.lab.jobs.records import Failed
 
 
-def counts(**fields) -> Counts:
+def counts(**fields):
     return Counts(**fields)
 
 
-def test_rates_are_those_of_the_last_while():
+def test_rates_are_those_of_the_last_while_and_the_time_left_that_of_the_lines_left():
     meter = Meter()
     # A slow minute, and then a fast one.
     for second in range(61):
@@ -28,22 +28,11 @@ def test_rates_are_those_of_the_last_while():
         rows = 120 + 20 * (second - 60)
         meter.note(counts(seconds=second, captured=rows // 2, rows=rows, nbytes=100 * rows))
     assert (meter.rows, meter.nbytes) == (20.0, 2000.0)
-
-
-def test_the_time_left_is_that_of_the_lines_left():
     meter = Meter()
     now = counts(total=1000, skipped=400, captured=90, failed=10, seconds=10.0)
     meter.note(now)
     assert meter.left(now) == 50.0
     assert meter.left(counts(captured=5, seconds=10.0)) is None, "nobody knows how many there are"
-
-
-def test_what_the_store_had_makes_no_job_look_fast():
-    meter = Meter()
-    now = counts(total=1000, skipped=900)
-    meter.note(now)
-    assert meter.left(now) is None
-    assert str(meter) == "0 rows/s, 0.0 MB/s"
 
 
 @pytest.mark.parametrize(
@@ -53,12 +42,21 @@ def test_times_are_shown_as_clocks_show_them(seconds, shown):
     assert clock(seconds) == shown
 
 
-def test_a_line_has_how_far_how_fast_and_how_long():
+def test_a_line_has_how_far_how_fast_and_how_long_and_the_end_a_sum():
     meter = Meter()
     now = counts(total=2000, captured=999, failed=1, rows=4000, nbytes=8_000_000, seconds=10.0)
     meter.note(now)
     assert describe(now, meter) == ("1,000/2,000 lines, 1 failed, 400 rows/s, 0.8 MB/s, ETA 0:10")
     assert describe(counts(captured=3), Meter()) == "3 lines, 0 rows/s, 0.0 MB/s"
+    now = counts(total=10, skipped=3, captured=5, stored=5, failed=1, rows=10, nbytes=2_000_000,
+                 seconds=61.0)  # fmt: skip
+    said = conclude(Summary("acts", now, "acts/errors.jsonl", interrupted=True))
+    assert said.splitlines() == [
+        "acts: 8 of 10 lines are stored; 10 rows, 2.0 MB in 1:01, 0 rows/s",
+        "3 of them were stored before this run",
+        "1 failed: see acts/errors.jsonl",
+        "not all of the data was captured; continue with --resume",
+    ]
 
 
 def test_on_a_terminal_there_is_a_bar_and_failures_stand_above_it(monkeypatch):
@@ -74,15 +72,3 @@ def test_on_a_terminal_there_is_a_bar_and_failures_stand_above_it(monkeypatch):
     assert "━" in said
     assert "line 7: no prompt" in said
     assert "\x1b[2J" not in said, "a line of data does nothing to the terminal"
-
-
-def test_what_was_done_is_summed_up():
-    now = counts(total=10, skipped=3, captured=5, stored=5, failed=1, rows=10, nbytes=2_000_000,
-                 seconds=61.0)  # fmt: skip
-    said = conclude(Summary("acts", now, "acts/errors.jsonl", interrupted=True))
-    assert said.splitlines() == [
-        "acts: 8 of 10 lines are stored; 10 rows, 2.0 MB in 1:01, 0 rows/s",
-        "3 of them were stored before this run",
-        "1 failed: see acts/errors.jsonl",
-        "not all of the data was captured; continue with --resume",
-    ]

@@ -23,14 +23,14 @@ from midstream.plan import Capture
 class Seen:
     """What a job tells."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reasons: dict[int, str] = {}
         self.done: list[int] = []
 
-    def moved(self, counts) -> None:
+    def moved(self, counts):
         self.done.append(counts.done)
 
-    def failed(self, failed) -> None:
+    def failed(self, failed):
         self.reasons[failed.line] = failed.reason
 
 
@@ -66,19 +66,6 @@ def test_layers_of_two_widths_are_stored_and_counted(tmp_path, codec, nbytes):
             expected = vector(token, place, layer, width)
             error = (found["resid_post", layer][0] - expected).abs().max()
             assert error <= (0.5 * 11 / 8 / 255 + 1e-3 if codec == "full8" else 0)
-
-
-def test_the_engine_has_as_many_prompts_as_it_should_and_never_more(tmp_path):
-    write_lines(tmp_path, prompts(100))
-    engines = []
-
-    def start(job):
-        engines.append(FakeEngine(job, window=7))
-        return engines[0]
-
-    capture_dataset(job(tmp_path), start)
-    assert engines[0].most == 7
-    assert engines[0].added == list(range(1, 101))
 
 
 def test_lines_are_read_as_the_engine_takes_them(tmp_path):
@@ -144,9 +131,6 @@ def test_texts_are_kept_only_where_that_was_asked_for(tmp_path):
     assert one.metadata["midstream"]["text"] == "an answer"
 
 
-# ---------------------------------------------------------------- lines that fail
-
-
 def test_lines_that_fail_are_named_counted_and_leave_the_others_alone(tmp_path):
     lines = [
         {"text": "fine"},
@@ -191,16 +175,6 @@ def test_lines_that_failed_are_tried_again_and_listed_anew(tmp_path):
     again = capture_dataset(job(tmp_path, resume=True), FakeEngine)
     assert (again.counts.skipped, again.counts.failed, again.status) == (1, 1, 1)
     assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1]
-
-
-def test_a_list_of_failures_that_is_out_of_date_is_gone_when_all_is_well(tmp_path):
-    write_lines(tmp_path, prompts(2))
-    capture_dataset(job(tmp_path), FakeEngine)
-    path = tmp_path / "acts" / "errors.jsonl"
-    path.write_text('{"line": 2, "reason": "of an older job"}\n')
-    summary = capture_dataset(job(tmp_path, resume=True), FakeEngine)
-    assert (summary.status, summary.errors) == (0, None)
-    assert not path.exists()
 
 
 def test_the_list_of_failures_may_be_elsewhere_and_is_refused_where_it_cannot_be(tmp_path):
@@ -252,9 +226,6 @@ def test_failures_that_cannot_be_listed_end_the_job_and_name_the_file(tmp_path, 
         capture_dataset(asked, FakeEngine)
     # The engine had not ended all of them: these are what came of it.
     assert lines_in(tmp_path / "acts").keys() < set(range(1, 21))
-
-
-# ---------------------------------------------------------------- resuming
 
 
 def test_a_job_that_was_stopped_goes_on_where_it_was(tmp_path):
@@ -409,7 +380,7 @@ def test_only_one_job_at_a_time_captures_into_a_directory(tmp_path):
     hear, tell = context.Pipe(duplex=False)
     with CaptureRun(job(tmp_path)):
         # Locks are a process's, so another one must try.
-        def attempt() -> None:
+        def attempt():
             try:
                 CaptureRun(job(tmp_path, resume=True))
             except StoreError as error:
@@ -430,7 +401,7 @@ def test_a_process_that_was_forked_off_does_not_keep_the_directory(tmp_path):
     context = multiprocessing.get_context("fork")
     hear, tell = context.Pipe(duplex=False)
 
-    def take_and_die() -> None:
+    def take_and_die():
         with CaptureRun(job(tmp_path)):  # a run that nothing refers to would end here
             child = os.fork()
             if not child:
@@ -449,24 +420,6 @@ def test_a_process_that_was_forked_off_does_not_keep_the_directory(tmp_path):
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.kill(child, 9)
-
-
-# ---------------------------------------------------------------- the store fails
-
-
-def test_a_store_that_cannot_be_written_to_ends_the_job(tmp_path, monkeypatch):
-    write_lines(tmp_path, prompts(1000))
-    from midstream.store.backends.local import LocalFolder
-
-    def full(self, name, pieces):
-        raise StoreError(f"{self.root}/{name}: No space left on device")
-
-    monkeypatch.setattr(LocalFolder, "put", full)
-    with CaptureRun(job(tmp_path, flush_seconds=0.0)) as capturing:
-        with pytest.raises(StoreError, match="No space left on device"):
-            capturing.work(FakeEngine)
-        assert capturing.summary.counts.stored == 0
-        assert capturing.summary.interrupted
 
 
 def test_rows_that_do_not_exist_are_a_line_that_is_done(tmp_path):

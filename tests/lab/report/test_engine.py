@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ MAX_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
-def page(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def page(smollm2, tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "report.html"
     options = ["--model", smollm2, "--out", out, "--max-tokens", str(MAX_TOKENS)]
     options += ["--scales", *map(str, SCALES)]
@@ -38,7 +37,7 @@ def page(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def data(page: str) -> dict[str, Any]:
+def data(page):
     found = re.search(rf'id="{DATA_ID}">(.*?)</script>', page, re.DOTALL)
     assert found
     return dict(json.loads(found[1]))
@@ -47,7 +46,7 @@ def data(page: str) -> dict[str, Any]:
 class Reference:
     """The same model in transformers, with plain hooks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -55,7 +54,7 @@ class Reference:
         self.layers = self.model.model.layers
 
     @torch.no_grad()
-    def streams(self, token_ids: list[int]) -> torch.Tensor:
+    def streams(self, token_ids):
         """`[layers, tokens, hidden]`, after each layer; the last one before the final norm."""
         rows: list[torch.Tensor] = []
         hooks = [
@@ -68,12 +67,12 @@ class Reference:
         return torch.stack(rows)
 
     @torch.no_grad()
-    def answer(self, question: str, vector: torch.Tensor, layer: int) -> str:
+    def answer(self, question, vector, layer):
         turns = [{"role": "user", "content": question}]
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
 
-        def push(_module: Any, _arguments: Any, out: Any) -> Any:
+        def push(_module, _arguments, out):
             moved = self._stream(out) + vector
             return (moved, *out[1:]) if isinstance(out, tuple) else moved
 
@@ -84,7 +83,7 @@ class Reference:
         return str(answer).strip()
 
     @torch.no_grad()
-    def logprob(self, question: str, answer: str) -> float:
+    def logprob(self, question, answer):
         """Mean log-probability of the answer's tokens after the question, in nats."""
         turns = [{"role": "user", "content": question}]
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -95,19 +94,19 @@ class Reference:
         return float(logits[list(places), tokens].mean())
 
     @staticmethod
-    def _stream(out: Any) -> torch.Tensor:
+    def _stream(out):
         return out[0] if isinstance(out, tuple) else out
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2: Path) -> Reference:
+def reference(smollm2):
     return Reference(smollm2)
 
 
 # Of all sentences in transformers, which takes long. By day `engine/test_fit.py` has a fit against
 # one on transformers' rows.
 @pytest.fixture(scope="module")
-def fitted(reference: Reference) -> Any:
+def fitted(reference):
     last = [
         torch.stack([reference.streams(reference.tokenizer(t).input_ids)[:, -1] for t in texts])
         for texts in zip(*prompts.PAIRS, strict=True)
@@ -115,9 +114,7 @@ def fitted(reference: Reference) -> Any:
     return Directions.from_rows(*last, folds=6, seed=0)
 
 
-def test_separability_equals_a_recomputation_from_transformers(
-    data: dict[str, Any], fitted: Any
-) -> None:
+def test_separability_equals_a_recomputation_from_transformers(data, fitted):
     assert len(data["scores"]) == 30
     assert data["best_layer"] == fitted.best_layer == data["layer"]
     for shown, expected in zip(data["scores"], fitted.scores.values(), strict=True):
@@ -128,9 +125,7 @@ def test_separability_equals_a_recomputation_from_transformers(
     assert data["gap_norm"] == pytest.approx(fitted[data["layer"]].gap, rel=1e-3)
 
 
-def test_heatmaps_equal_a_recomputation_from_transformers(
-    data: dict[str, Any], reference: Reference, fitted: Any
-) -> None:
+def test_heatmaps_equal_a_recomputation_from_transformers(data, reference, fitted):
     for shown, text in zip(data["token_maps"], prompts.PAIRS[prompts.SHOWN_PAIR], strict=False):
         token_ids = reference.tokenizer(text).input_ids
         rows = reference.streams(token_ids)
@@ -143,9 +138,7 @@ def test_heatmaps_equal_a_recomputation_from_transformers(
         )
 
 
-def test_answers_equal_transformers_steered_by_hooks(
-    data: dict[str, Any], reference: Reference, fitted: Any
-) -> None:
+def test_answers_equal_transformers_steered_by_hooks(data, reference, fitted):
     layer = data["layer"]
     for question in data["questions"][:3]:
         for answer in question["answers"]:
@@ -153,9 +146,7 @@ def test_answers_equal_transformers_steered_by_hooks(
             assert answer["text"] == reference.answer(question["prompt"], vector, layer)
 
 
-def test_readings_equal_a_recomputation_and_rise_with_strength(
-    data: dict[str, Any], reference: Reference, fitted: Any
-) -> None:
+def test_readings_equal_a_recomputation_and_rise_with_strength(data, reference, fitted):
     layer = data["layer"]
     for answer in data["questions"][0]["answers"]:
         rows = reference.streams(reference.tokenizer(answer["text"]).input_ids)
@@ -166,16 +157,14 @@ def test_readings_equal_a_recomputation_and_rise_with_strength(
     assert means[0] < means[-1]
 
 
-def test_log_probabilities_equal_those_of_transformers_without_steering(
-    data: dict[str, Any], reference: Reference
-) -> None:
+def test_log_probabilities_equal_those_of_transformers_without_steering(data, reference):
     for question in data["questions"][:2]:
         for answer in question["answers"]:
             expected = reference.logprob(question["prompt"], answer["text"])
             assert answer["logprob"] == pytest.approx(expected, abs=2e-3)
 
 
-def test_every_receipt_is_ok_and_every_row_and_edit_is_there(data: dict[str, Any]) -> None:
+def test_every_receipt_is_ok_and_every_row_and_edit_is_there(data):
     contents = {receipt["request"]: receipt["content"] for receipt in data["receipts"]}
     assert all(content["status"] == "ok" for content in contents.values())
     assert len([name for name in contents if name.startswith("pair")]) == 48
@@ -192,9 +181,7 @@ def test_every_receipt_is_ok_and_every_row_and_edit_is_there(data: dict[str, Any
             ]
 
 
-def test_the_code_of_the_page_gives_the_answer_that_the_page_shows(
-    page: str, data: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_code_of_the_page_gives_the_answer_that_the_page_shows(page, data, tmp_path):
     link = re.search(
         r'download="([^"]+)" href="data:application/octet-stream;base64,([^"]+)"', page
     )
@@ -216,12 +203,3 @@ def test_the_code_of_the_page_gives_the_answer_that_the_page_shows(
     assert done.returncode == 0, done.stderr[-3000:]
     shown = [a["text"] for a in data["questions"][0]["answers"] if a["scale"] == max(SCALES)]
     assert shown[0] in done.stdout
-
-
-def test_the_report_shows_all_answers_and_loads_nothing(page: str, data: dict[str, Any]) -> None:
-    from midstream.viz.markup import escape
-
-    for question in data["questions"]:
-        assert escape(question["prompt"]) in page
-        assert all(escape(answer["text"]) in page for answer in question["answers"])
-    assert not re.search(r"https?://|<link|<img|<iframe|@import|url\(", page.split("<script")[0])

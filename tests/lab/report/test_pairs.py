@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,53 +14,49 @@ from midstream.lab.report.pairs import Pair, read_pairs, read_questions, read_tw
 GOOD = json.dumps({"positive": "up", "negative": "down"})
 
 
-def write(folder: Path, name: str, data: str | bytes) -> Path:
+def write(folder, name, data):
     path = folder / name
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     return path
 
 
-def test_pairs_are_read_in_order_and_empty_lines_are_skipped(tmp_path: Path) -> None:
+def test_pairs_and_questions_are_read_in_order_and_empty_lines_are_skipped(tmp_path):
     text = f'\ufeff{GOOD}\r\n\n{{"negative": "x\\ny", "positive": "é"}}\n'
     assert read_pairs(write(tmp_path, "a.jsonl", text)) == [Pair("up", "down"), Pair("é", "x\ny")]
+    up, down = write(tmp_path, "up.txt", "a\nb\u2028c\n"), write(tmp_path, "down.txt", "d\r\ne")
+    assert read_two_files(up, down) == [Pair("a", "d"), Pair("b\u2028c", "e")]
+    path = write(tmp_path, "q.txt", " How? \n\nWhy?")
+    assert read_questions(path) == ["How?", "Why?"]
+    with pytest.raises(SpecError, match="q.txt: expected one question a line, got none"):
+        read_questions(write(tmp_path, "q.txt", "\n \n"))
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "a.jsonl:3: expected JSON: "),
-        ("[]", "a.jsonl:3: expected a dict of `positive`, `negative`, got `list`"),
         ('{"positive": "x"}', "a.jsonl:3: missing field `negative`"),
         ('{"positive": "x", "negative": 1}', "a.jsonl:3: `negative`: expected `str`, got `int`"),
-        ('{"positive": "x", "negatve": "y"}', "a.jsonl:3: unknown field 'negatve' .did you mean"),
         ('{"positive": " ", "negative": "y"}', "a.jsonl:3: `positive` is empty"),
         ('{"positive": "x", "negative": "x"}', "a.jsonl:3: .* are equal"),
         ('{"positive": "x", "positive": "y"}', "a.jsonl:3: duplicate JSON field 'positive'"),
         (b'{"positive": "\xff", "negative": "y"}', "a.jsonl:3: expected UTF-8: invalid start byte"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: str | bytes, message: str) -> None:
+def test_a_wrong_line_is_named(tmp_path, line, message):
     data = line.encode() if isinstance(line, str) else line
     path = write(tmp_path, "a.jsonl", f"{GOOD}\n\n".encode() + data)
     with pytest.raises(SpecError, match=message):
         read_pairs(path)
 
 
-def test_one_pair_is_too_few(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_and_too_few_pairs_are_named(tmp_path):
     with pytest.raises(SpecError, match="a.jsonl: expected 2 or more pairs, got 1"):
         read_pairs(write(tmp_path, "a.jsonl", GOOD))
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="none.jsonl: cannot be read: No such file"):
         read_pairs(tmp_path / "none.jsonl")
     with pytest.raises(SpecError, match="cannot be read: Is a directory"):
         read_questions(tmp_path)
-
-
-def test_lines_of_two_files_are_pairs(tmp_path: Path) -> None:
-    up, down = write(tmp_path, "up.txt", "a\nb\u2028c\n"), write(tmp_path, "down.txt", "d\r\ne")
-    assert read_two_files(up, down) == [Pair("a", "d"), Pair("b\u2028c", "e")]
 
 
 @pytest.mark.parametrize(
@@ -72,16 +67,9 @@ def test_lines_of_two_files_are_pairs(tmp_path: Path) -> None:
         ("d\nb\n", "up.txt:2 and .*down.txt:2: .* are equal"),
     ],
 )
-def test_two_files_that_do_not_fit_are_refused(tmp_path: Path, down: str, message: str) -> None:
+def test_two_files_that_do_not_fit_are_refused(tmp_path, down, message):
     with pytest.raises(SpecError, match=message):
         read_two_files(write(tmp_path, "up.txt", "a\nb\n"), write(tmp_path, "down.txt", down))
-
-
-def test_questions_are_one_a_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "q.txt", " How? \n\nWhy?")
-    assert read_questions(path) == ["How?", "Why?"]
-    with pytest.raises(SpecError, match="q.txt: expected one question a line, got none"):
-        read_questions(write(tmp_path, "q.txt", "\n \n"))
 
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
@@ -89,9 +77,7 @@ _TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str
 
 @given(st.lists(st.tuples(_TEXT, _TEXT).filter(lambda p: p[0] != p[1]), min_size=2, max_size=5))
 @settings(max_examples=50, deadline=None)
-def test_any_texts_are_read_back(
-    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]
-) -> None:
+def test_any_texts_are_read_back(tmp_path_factory, pairs):
     folder = tmp_path_factory.mktemp("pairs")
     lines = [json.dumps({"positive": p, "negative": n}, ensure_ascii=False) for p, n in pairs]
     assert read_pairs(write(folder, "a.jsonl", "\n".join(lines))) == [Pair(*p) for p in pairs]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,11 +38,11 @@ PLAN = ReportPlan(
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
+def engine():
     return FakeEngine()
 
 
-def test_finds_the_layer_and_steers_along_its_direction(engine: FakeEngine) -> None:
+def test_finds_the_layer_and_steers_along_its_direction(engine):
     result = run(engine, PLAN, no_stage)
     assert result.layer == result.best_layer == engine.layer
     assert result.scores[engine.layer].auc > 0.99
@@ -55,8 +53,8 @@ def test_finds_the_layer_and_steers_along_its_direction(engine: FakeEngine) -> N
     assert float(pushes[0].vector.norm()) == pytest.approx(result.gap_norm)
 
 
-def test_everything_is_asked_in_three_batches(engine: FakeEngine) -> None:
-    run(engine, PLAN, no_stage)
+def test_everything_is_asked_in_three_batches_and_each_that_asks_has_its_receipt(engine):
+    result = run(engine, PLAN, no_stage)
     captures, answers, readings = engine.batches
     assert len(captures) == 2 * len(PAIRS)
     assert [r.capture for r in captures].count("prompt") == 2
@@ -66,30 +64,22 @@ def test_everything_is_asked_in_three_batches(engine: FakeEngine) -> None:
     assert [r.capture for r in answers] == ["generated"] * 3 + [None] * 3
     assert all(r.push is None and r.capture == "prompt" for r in readings)
     assert len(engine.scored) == len(readings) == len(answers)
-
-
-def test_answers_are_scored_after_their_questions(engine: FakeEngine) -> None:
-    result = run(engine, PLAN, no_stage)
-    text, prompt = engine.scored[0]
-    assert engine.tokenizer.decode(prompt) == "<user> Hm ? <assistant>"
-    assert engine.tokenizer.decode(text) == "I am sad <b>& so on</b>"
-    assert result.questions[0].answers[0].logprob == -4.06
-    assert result.means_of("logprob") == pytest.approx([-4.06] * 3)
+    asked = [r for batch in engine.batches for r in batch if r.capture or r.push]
+    assert [receipt.request for receipt in result.receipts] == [r.name for r in asked]
+    assert len({receipt.request for receipt in result.receipts}) == len(asked)
+    # All but one plain answer.
+    assert len(asked) == sum(len(batch) for batch in engine.batches) - 1
 
 
 @pytest.mark.parametrize(
     ("token_ids", "expected"),
     [([], None), ([1, 2], None), ([1, 2, 3], 0), ([1, 2] * 5, 6 / 8), ([7] * 6, 3 / 4)],
 )
-def test_repetition_is_the_share_of_runs_of_three_that_came_before(
-    token_ids: list[int], expected: float | None
-) -> None:
+def test_repetition_is_the_share_of_runs_of_three_that_came_before(token_ids, expected):
     assert _repetition(token_ids) == expected
 
 
-def test_the_file_to_download_has_the_direction_that_was_steered_with(
-    engine: FakeEngine, tmp_path: Path
-) -> None:
+def test_the_file_to_download_has_the_direction_that_was_steered_with(engine, tmp_path):
     result = run(engine, PLAN, no_stage)
     (tmp_path / "x.safetensors").write_bytes(result.vectors)
     found = Directions.load(tmp_path / "x.safetensors")
@@ -99,9 +89,7 @@ def test_the_file_to_download_has_the_direction_that_was_steered_with(
     assert found[engine.layer].score == result.scores[engine.layer]
 
 
-def test_the_control_vector_has_the_directions_of_all_layers_but_the_first(
-    engine: FakeEngine, tmp_path: Path
-) -> None:
+def test_the_control_vector_has_the_directions_of_all_layers_but_the_first(engine, tmp_path):
     result = run(engine, PLAN, no_stage)
     assert result.gguf is not None
     (tmp_path / "x.gguf").write_bytes(result.gguf)
@@ -112,14 +100,16 @@ def test_the_control_vector_has_the_directions_of_all_layers_but_the_first(
         assert np.array_equal(found[layer].vector, all_layers[layer].vector)
 
 
-def test_a_text_that_is_too_long_is_refused_by_its_name(engine: FakeEngine) -> None:
+def test_a_text_that_is_too_long_is_refused_by_its_name(engine):
     pairs = [*PAIRS[:2], Pair("long " * 64, "short")]
     with pytest.raises(ReportError, match="pair 3, glad: 65 tokens, and the engine takes 64; use"):
         run(engine, dataclasses.replace(PLAN, pairs=pairs), no_stage)
     assert engine.batches == []
 
 
-def test_answers_are_in_the_order_of_questions_and_strengths(engine: FakeEngine) -> None:
+def test_answers_are_in_the_order_of_questions_and_strengths_and_scored_after_their_questions(
+    engine,
+):
     result = run(engine, PLAN, no_stage)
     assert result.scales == [-1.0, 0.0, 1.0]
     for question, prompt in zip(result.questions, QUESTIONS, strict=True):
@@ -128,22 +118,21 @@ def test_answers_are_in_the_order_of_questions_and_strengths(engine: FakeEngine)
         assert moods == ["sad", "calm", "glad"]
         readings = [answer.reading for answer in question.answers]
         assert readings == sorted(readings)
+    text, prompt = engine.scored[0]
+    assert engine.tokenizer.decode(prompt) == "<user> Hm ? <assistant>"
+    assert engine.tokenizer.decode(text) == "I am sad <b>& so on</b>"
+    assert result.questions[0].answers[0].logprob == -4.06
+    assert result.means_of("logprob") == pytest.approx([-4.06] * 3)
 
 
-def test_questions_go_through_the_chat_template(engine: FakeEngine) -> None:
-    run(engine, PLAN, no_stage)
-    asked = engine.tokenizer.decode(engine.batches[1][0].token_ids)
-    assert asked == "<user> Hm ? <assistant>"
-
-
-def test_a_model_without_a_chat_template_is_asked_plainly(engine: FakeEngine) -> None:
+def test_a_model_without_a_chat_template_is_asked_plainly(engine):
     engine.tokenizer.chat_template = ""
     run(engine, PLAN, no_stage)
     assert engine.tokenizer.decode(engine.batches[1][0].token_ids) == "Hm ?"
 
 
 @pytest.mark.parametrize(("wanted", "steered"), [(0, 0), (3, 3), (-1, 3)])
-def test_the_layer_can_be_chosen(engine: FakeEngine, wanted: int, steered: int) -> None:
+def test_the_layer_can_be_chosen(engine, wanted, steered):
     result = run(engine, dataclasses.replace(PLAN, layer=wanted), no_stage)
     assert result.layer == steered
     assert result.best_layer == engine.layer
@@ -151,12 +140,12 @@ def test_the_layer_can_be_chosen(engine: FakeEngine, wanted: int, steered: int) 
 
 
 @pytest.mark.parametrize("wanted", [4, -5])
-def test_a_layer_that_is_not_there_is_refused(engine: FakeEngine, wanted: int) -> None:
+def test_a_layer_that_is_not_there_is_refused(engine, wanted):
     with pytest.raises(ReportError, match=f"--layer {wanted}: the model has layers 0 to 3"):
         run(engine, dataclasses.replace(PLAN, layer=wanted), no_stage)
 
 
-def test_token_maps_show_the_pair_and_the_ends_of_the_scale(engine: FakeEngine) -> None:
+def test_token_maps_show_the_pair_and_the_ends_of_the_scale(engine):
     plan = dataclasses.replace(PLAN, scales=(-2.0, -1.0, 1.0, 2.0))
     maps = run(engine, plan, no_stage).token_maps
     assert [m.tokens for m in maps[:2]] == [pair.split() for pair in PAIRS[10]]
@@ -167,14 +156,7 @@ def test_token_maps_show_the_pair_and_the_ends_of_the_scale(engine: FakeEngine) 
         assert all(-1 <= value <= 1 for row in m.cosine for value in row)
 
 
-def test_a_glad_sentence_projects_to_one_at_its_end(engine: FakeEngine) -> None:
-    glad, sad = run(engine, PLAN, no_stage).token_maps[:2]
-    assert glad.projection[engine.layer][-1] == pytest.approx(1, abs=0.5)
-    assert sad.projection[engine.layer][-1] == pytest.approx(-1, abs=0.5)
-    assert abs(glad.projection[engine.layer][0]) < 0.5
-
-
-def test_an_empty_answer_has_no_reading(engine: FakeEngine) -> None:
+def test_an_empty_answer_has_no_reading(engine):
     real = engine.run
 
     def silent(requests):  # type: ignore[no-untyped-def]
@@ -192,16 +174,7 @@ def test_an_empty_answer_has_no_reading(engine: FakeEngine) -> None:
     assert "(nothing)" in render(result)
 
 
-def test_every_request_that_asked_for_something_has_its_receipt(engine: FakeEngine) -> None:
-    result = run(engine, PLAN, no_stage)
-    asked = [r for batch in engine.batches for r in batch if r.capture or r.push]
-    assert [receipt.request for receipt in result.receipts] == [r.name for r in asked]
-    assert len({receipt.request for receipt in result.receipts}) == len(asked)
-    # All but one plain answer.
-    assert len(asked) == sum(len(batch) for batch in engine.batches) - 1
-
-
-def test_a_missing_receipt_is_an_error(engine: FakeEngine) -> None:
+def test_a_missing_receipt_is_an_error(engine):
     real = engine.run
 
     def silent(requests):  # type: ignore[no-untyped-def]
@@ -214,12 +187,8 @@ def test_a_missing_receipt_is_an_error(engine: FakeEngine) -> None:
         run(engine, PLAN, no_stage)
 
 
-def test_the_result_is_plain_json(engine: FakeEngine) -> None:
-    json.dumps(run(engine, PLAN, no_stage).to_dict(), allow_nan=False)
-
-
 @pytest.mark.parametrize("width", [60, 200])
-def test_the_table_shows_every_answer_at_any_width(engine: FakeEngine, width: int) -> None:
+def test_the_table_shows_every_answer_at_any_width(engine, width):
     console = Console(width=width, record=True, file=io.StringIO())
     result = run(engine, PLAN, no_stage)
     console.print(table.answers(result, width))
@@ -229,7 +198,7 @@ def test_the_table_shows_every_answer_at_any_width(engine: FakeEngine, width: in
     assert "Mean reading by strength: −1: −" in shown
 
 
-def test_the_demo_s_own_pairs_differ_and_are_whole_sentences() -> None:
+def test_the_demo_s_own_pairs_differ_and_are_whole_sentences():
     texts = [text for pair in prompts.PAIRS for text in pair]
     assert len(set(texts)) == len(texts) == 48
     assert all(text.endswith(".") for text in texts)

@@ -30,6 +30,6 @@ assert "1.00" in sweep._repr_html_()
 """
 
 
-def test_a_sweep_is_read_and_shown_without_torch_and_vllm() -> None:
+def test_a_sweep_is_read_and_shown_without_torch_and_vllm():
     source = Path(midstream.__file__).parent.parent
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, env={"PYTHONPATH": str(source)})

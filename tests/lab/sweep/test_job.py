@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from midstream import Capture, LogProb, Replace, Scale, SpecError
+from midstream import Capture, LogProb, Scale, SpecError
 from midstream.lab.sweep import SweepRequest
 from midstream.lab.sweep.job import SweepContext, SweepJob, SweepPrompt
 from midstream.plan.positions.prompt import Prompt
@@ -18,7 +16,7 @@ from midstream.sites import Tap
 SHAPE = ModelShape(3, 4, [("resid_pre", layer) for layer in range(3)])
 
 
-def prompt(length: int) -> SweepPrompt:
+def prompt(length):
     return SweepPrompt(Prompt(length, tuple(range(length))), tuple(map(str, range(length))))
 
 
@@ -27,15 +25,15 @@ class EarlierRows:
 
     taps: tuple[Tap, ...] = (("resid_pre", 0), ("resid_pre", 1))
 
-    def positions(self, tap: Tap) -> tuple[int, ...]:
+    def positions(self, tap):
         return (1, 2, 4)
 
-    def read(self, tap: Tap, positions: tuple[int, ...]) -> tuple[Vector, ...]:
+    def read(self, tap, positions):
         return tuple(Vector.parse([100.0 * tap[1] + one] * 4) for one in positions or (1, 2, 4))
 
 
-def job(length: int = 6, other: int | None = None, earlier: bool = True, **fields: Any) -> SweepJob:
-    def lookup(name: str) -> Any:
+def job(length=6, other=None, earlier=True, **fields):
+    def lookup(name):
         raise SpecError("", f"`{name}` is not registered")
 
     rows = (lambda _name: EarlierRows()) if earlier else None
@@ -44,35 +42,23 @@ def job(length: int = 6, other: int | None = None, earlier: bool = True, **field
     return SweepJob(request, context, prompt(length), None if other is None else prompt(other))
 
 
-def edits(found: SweepJob) -> dict[tuple[int, int], Any]:
+def edits(found):
     """The edit of each (layer, position)."""
     runs = [one for one in found.runs() if one.cell is not None]
     return {(one.cell.tap[1], one.cell.positions[0]): one.plan.edits[0] for one in runs}
 
 
-def test_rows_of_an_earlier_request_are_found_by_their_positions() -> None:
-    found = edits(job(5, source={"captured": "x"}))
-    assert set(found) == {(layer, place) for layer in (0, 1) for place in (1, 2, 4)}
-    for (layer, place), edit in found.items():
-        assert isinstance(edit, Replace)
-        assert edit.rows[0].numpy().tolist() == [100.0 * layer + place] * 4
-        assert edit.positions.include == (place,)
-
-
-def test_rows_of_an_earlier_request_are_aligned() -> None:
+def test_rows_of_an_earlier_request_are_aligned_and_only_on_a_server():
     found = edits(job(8, source={"captured": "x", "positions": [2, 4]}, align="suffix"))
     values = {key: float(edit.rows[0].numpy()[0]) for key, edit in found.items()}
     assert values == {(0, 5): 2.0, (0, 7): 4.0, (1, 5): 102.0, (1, 7): 104.0}
-
-
-def test_rows_of_a_server_are_only_there() -> None:
     with pytest.raises(SpecError) as error:
         job(5, source={"captured": "x"}, earlier=False)
     assert error.value.path == "source.captured"
 
 
 @pytest.mark.parametrize("repeats", [0, 1, 3, 7, 100])
-def test_unpatched_runs_are_spread_among_the_cells(repeats: int) -> None:
+def test_unpatched_runs_are_spread_among_the_cells(repeats):
     runs = list(job(source=0, repeats=repeats).runs())
     places = [nth for nth, one in enumerate(runs) if one.cell is None]
     assert len(places) == repeats
@@ -83,7 +69,7 @@ def test_unpatched_runs_are_spread_among_the_cells(repeats: int) -> None:
         assert gaps.max() - gaps.min() <= 1
 
 
-def test_the_source_is_captured_only_where_cells_need_it() -> None:
+def test_the_source_is_captured_only_where_cells_need_it():
     found = job(6, 9, source=[1, 2], layers=[0, 2], positions=[0, 5], align="suffix")
     own, other = found.first_runs()
     assert own.plan is None
@@ -92,14 +78,11 @@ def test_the_source_is_captured_only_where_cells_need_it() -> None:
     assert len(other.token_ids) == 9
 
 
-def test_zeros_with_weights_scale_each_component() -> None:
+def test_weights_scale_zeros_and_give_each_position_of_a_group_an_edit():
     (edit,) = edits(job(1, source=0, layers=0, alpha=0.5, mask=[1.0, 0.0, 2.0, 0.5])).values()
     assert isinstance(edit, Scale)
     assert edit.factor == Vector.parse([0.5, 1.0, 0.0, 0.75])
     assert edit.shift is None
-
-
-def test_a_group_with_weights_has_an_edit_for_each_position() -> None:
     rows = {("resid_pre", 0): np.arange(24.0).reshape(6, 4)}
     found = job(6, source=rows, layers=0, groups={"two": [1, 4]}, mask=[0.0, 1.0, 1.0, 0.5])
     (run,) = [one for one in found.runs() if one.cell is not None]
@@ -119,7 +102,7 @@ def test_a_group_with_weights_has_an_edit_for_each_position() -> None:
         ({"source": {("resid_pre", 0): np.ones((5, 4))}}, "align"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_any_run(fields: dict[str, Any], path: str) -> None:
+def test_what_does_not_fit_is_refused_before_any_run(fields, path):
     with pytest.raises(SpecError) as error:
         job(**fields)
     assert error.value.path == path

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 
 from midstream import KL, LogitDiff, LogProb, Recovered, SpecError
-from midstream.lab.sweep.metrics import Metric, NextToken, read_metric
+from midstream.lab.sweep.metrics import NextToken, read_metric
 
 TOKENS = st.integers(0, 2**31 - 1) | st.text(min_size=1, max_size=5)
 PLAIN = st.one_of(
@@ -25,12 +22,12 @@ NOWHERE = NextToken()
 
 
 @given(METRICS)
-def test_a_metric_is_read_from_its_json_form(metric: Metric) -> None:
+def test_a_metric_is_read_from_its_json_form(metric):
     assert read_metric(metric.emit()) == metric
     assert read_metric(metric) is metric
 
 
-def test_values_are_those_of_the_log_probabilities() -> None:
+def test_values_are_those_of_the_log_probabilities():
     run = NextToken({5: -1.5, 7: -4.0})
     assert LogProb(5).value(run, NOWHERE) == -1.5
     assert LogitDiff(5, 7).value(run, NOWHERE) == 2.5
@@ -39,7 +36,7 @@ def test_values_are_those_of_the_log_probabilities() -> None:
 
 
 @given(st.integers(0, 1000))
-def test_kl_is_the_relative_entropy(seed: int) -> None:
+def test_kl_is_the_relative_entropy(seed):
     draw = np.random.default_rng(seed)
     p, q = (softmax(draw.normal(size=50) * 3) for _ in range(2))
     p[:5] = 0.0
@@ -50,7 +47,7 @@ def test_kl_is_the_relative_entropy(seed: int) -> None:
     assert KL().value(clean, clean) == 0.0
 
 
-def test_texts_become_ids_and_others_stay() -> None:
+def test_texts_become_ids_and_two_of_one_token_are_refused():
     known = {" Paris": 11, " Rome": 12}
     assert LogProb(" Paris").with_ids(known.__getitem__) == LogProb(11)
     assert LogitDiff(" Rome", 3).with_ids(known.__getitem__) == LogitDiff(12, 3)
@@ -59,6 +56,9 @@ def test_texts_become_ids_and_others_stay() -> None:
     assert found.tokens == (11, 12)
     assert not found.reads_all
     assert Recovered(KL()).reads_all
+    with pytest.raises(SpecError, match="the same token") as error:
+        LogitDiff(" a", "  a").with_ids(lambda _: 4)
+    assert error.value.path == "logit_diff[1]"
 
 
 @pytest.mark.parametrize(
@@ -66,26 +66,16 @@ def test_texts_become_ids_and_others_stay() -> None:
     [
         ({"logprob": -1}, "logprob"),
         ({"logprob": ""}, "logprob"),
-        ({"logprob": 1.5}, "logprob"),
         ({"logit_diff": [1]}, "logit_diff"),
         ({"logit_diff": [1, 1]}, "logit_diff[1]"),
-        ({"logit_diff": [1, None]}, "logit_diff[1]"),
         ({"recovered": {"logprob": True}}, "recovered.logprob"),
         ({"recovered": {"recovered": "kl"}}, "recovered.metric"),
         ({"logprob": 1, "kl": None}, ""),
         ({"log_prob": 1}, ""),
         ("KL", ""),
-        (None, ""),
-        (math.nan, ""),
     ],
 )
-def test_a_malformed_metric_is_refused_by_its_path(value: Any, path: str) -> None:
+def test_a_malformed_metric_is_refused_by_its_path(value, path):
     with pytest.raises(SpecError) as error:
         read_metric(value)
     assert error.value.path == path
-
-
-def test_two_texts_of_one_token_are_refused() -> None:
-    with pytest.raises(SpecError, match="the same token") as error:
-        LogitDiff(" a", "  a").with_ids(lambda _: 4)
-    assert error.value.path == "logit_diff[1]"

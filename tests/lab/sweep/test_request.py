@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,9 +48,7 @@ PLACES = st.one_of(
 
 
 @given(FIELDS, PLACES)
-def test_a_request_is_read_from_its_json_form(
-    fields: dict[str, Any], places: dict[str, Any]
-) -> None:
+def test_a_request_is_read_from_its_json_form(fields, places):
     request = SweepRequest.parse({**fields, **places})
     plain = request.to_dict()
     again = SweepRequest.parse(json.loads(json.dumps(plain)))
@@ -60,9 +57,7 @@ def test_a_request_is_read_from_its_json_form(
 
 
 @given(FIELDS, st.sampled_from([2.5, -1, 0, "a prompt", {"name": "average"}]))
-def test_a_request_of_features_is_read_from_its_json_form(
-    fields: dict[str, Any], source: Any
-) -> None:
+def test_a_request_of_features_is_read_from_its_json_form(fields, source):
     others = {name: one for name, one in fields.items() if name not in ("heads", "mask")}
     request = SweepRequest.parse({**others, "source": source, "sae": "s", "features": [9, 4]})
     again = SweepRequest.parse(json.loads(json.dumps(request.to_dict())))
@@ -71,7 +66,7 @@ def test_a_request_of_features_is_read_from_its_json_form(
     assert set(again.left) == {"layers", "sites"} - set(fields)
 
 
-def test_omitted_layers_and_sites_are_those_of_the_sae() -> None:
+def test_omitted_layers_and_sites_are_those_of_the_sae_or_the_defaults():
     request = SweepRequest(0, KL(), sae="s", features=3, layers=[0, 2])
     placed = request.at_tap(("mlp_out", 1))
     assert (placed.layers.indices, placed.sites, placed.left) == ((0, 2), ("mlp_out",), ())
@@ -79,9 +74,6 @@ def test_omitted_layers_and_sites_are_those_of_the_sae() -> None:
         request.at_tap(None)
     assert error.value.path == "sites"
     assert SweepRequest(0, KL()).at_tap(None).sites == ("resid_pre",)
-
-
-def test_defaults_are_all_layers_at_resid_pre_and_each_token_of_the_prompt() -> None:
     request = SweepRequest("a prompt", KL())
     assert request.layers.indices == "all"
     assert request.sites == ("resid_pre",)
@@ -90,7 +82,7 @@ def test_defaults_are_all_layers_at_resid_pre_and_each_token_of_the_prompt() -> 
     assert SweepRequest.parse(request) is request
 
 
-def test_a_source_is_told_by_its_form() -> None:
+def test_a_source_is_told_by_its_form_and_one_without_rows_is_none():
     assert read_source("a prompt") == PromptSource("a prompt")
     assert read_source([1, 2]) == PromptSource([1, 2])
     messages = [{"role": "user", "content": "hello"}]
@@ -98,9 +90,6 @@ def test_a_source_is_told_by_its_form() -> None:
     assert read_source({"prompt_token_ids": [1]}) == PromptSource({"prompt_token_ids": [1]})
     assert read_source(0) == read_source("zero") == read_source(0.0) == ZeroSource()
     assert read_source("mean:average") == read_source(Named("average")) == NameSource("average")
-
-
-def test_a_site_and_layer_without_rows_is_no_part_of_a_source() -> None:
     at = {("z", 1): torch.arange(3), ("z", 2): torch.arange(0)}
     rows = {tap: torch.randn(len(each), 4) for tap, each in at.items()}
     heads = dict.fromkeys(rows, Heads(2))
@@ -112,7 +101,7 @@ def test_a_site_and_layer_without_rows_is_no_part_of_a_source() -> None:
         read_source(Activations(nothing, {("z", 2): at["z", 2]}, [5]))
 
 
-def test_rows_are_one_for_each_position_or_one_for_all() -> None:
+def test_rows_are_one_for_each_position_or_one_for_all():
     several = read_source({("resid_pre", 3): np.ones((4, 8)), "z.2": np.zeros((4, 2, 4))})
     assert isinstance(several, RowsSource)
     assert several.length == 4
@@ -140,9 +129,7 @@ def test_rows_are_one_for_each_position_or_one_for_all() -> None:
         ([0, 0.5], (), [0.0, 0.5]),
     ],
 )
-def test_integers_of_a_mask_are_indices_and_other_numbers_weights(
-    mask: Any, dims: tuple[int, ...], weights: list[float] | None
-) -> None:
+def test_integers_of_a_mask_are_indices_and_other_numbers_weights(mask, dims, weights):
     request = SweepRequest("a", KL(), mask=mask)
     assert request.dims == dims
     assert (None if request.weights is None else request.weights.numpy().tolist()) == weights
@@ -152,17 +139,13 @@ def test_integers_of_a_mask_are_indices_and_other_numbers_weights(
     ("more", "path"),
     [
         ({"source": ""}, "source"),
-        ({"source": 1}, "source"),
         ({"source": float("nan"), "sae": "a", "features": 3}, "source"),
         ({"sae": "a"}, "features"),
         ({"features": 3}, "sae"),
-        ({"sae": 3, "features": 3}, "sae"),
         ({"sae": "a", "features": [3, 3]}, "features"),
         ({"sae": "a", "features": "all"}, "features"),
         ({"sae": "a", "features": 3, "heads": "all"}, "heads"),
         ({"sae": "a", "features": 3, "mask": [1]}, "mask"),
-        ({"source": None}, "source"),
-        ({"source": {}}, "source"),
         ({"source": {("nowhere", 3): [1.0]}}, "source"),
         ({"source": {("z", 0): np.ones((2, 3)), ("z", 1): np.ones((3, 3))}}, "source"),
         ({"source": "mean:.."}, "source.name"),
@@ -171,37 +154,26 @@ def test_integers_of_a_mask_are_indices_and_other_numbers_weights(
         ({"metric": {"logprob": -1}}, "metric.logprob"),
         ({"layers": []}, "layers"),
         ({"sites": "nowhere"}, "sites"),
-        ({"sites": "final_norm"}, "sites"),
         ({"positions": "generated"}, "positions"),
         ({"positions": ["prompt", "last"]}, "positions[1]"),
-        ({"positions": Positions("all", "generated")}, "positions"),
         ({"positions": 1, "groups": {"a": 1}}, "positions"),
-        ({"exclude": 1, "groups": {"a": 1}}, "exclude"),
         ({"groups": {}}, "groups"),
-        ({"groups": {"": 1}}, "groups"),
         ({"groups": {"a": "generated"}}, "groups.a"),
-        ({"groups": [1]}, "groups"),
         ({"heads": "some"}, "heads"),
-        ({"heads": [-1]}, "heads"),
         ({"align": "middle"}, "align"),
         ({"alpha": "1"}, "alpha"),
-        ({"alpha": float("nan")}, "alpha"),
         ({"mask": []}, "mask"),
-        ({"mask": [1, 1]}, "mask"),
-        ({"mask": "x"}, "mask"),
         ({"repeats": -1}, "repeats"),
-        ({"repeats": 10**6}, "repeats"),
         ({"repeat": 3}, ""),
-        ({"windows": 3}, ""),
     ],
 )
-def test_malformed_requests_are_refused_by_their_path(more: dict[str, Any], path: str) -> None:
+def test_malformed_requests_are_refused_by_their_path(more, path):
     with pytest.raises(SpecError) as error:
         SweepRequest.parse({"source": "a", "metric": LogProb(3), **more})
     assert error.value.path == path
 
 
-def test_a_function_has_no_json_form() -> None:
+def test_a_function_has_no_json_form():
     request = SweepRequest("a", len)
     with pytest.raises(SpecError, match="no JSON form"):
         request.to_dict()
@@ -213,7 +185,7 @@ def test_a_function_has_no_json_form() -> None:
 
 
 @pytest.mark.parametrize("align", ["suffix", {3: -1}, {-1: 0, 0: -2}])
-def test_activations_alone_do_not_say_where_their_prompt_ends(align: Any) -> None:
+def test_activations_alone_do_not_say_where_their_prompt_ends(align):
     rows = Activations(
         {("resid_pre", 0): torch.ones(2, 4)}, {("resid_pre", 0): torch.tensor([0, 1])}, [5, 6, 7]
     )
@@ -226,7 +198,7 @@ def test_activations_alone_do_not_say_where_their_prompt_ends(align: Any) -> Non
         SweepRequest(rows, KL(), align=other)
 
 
-def test_a_mask_of_truth_values_is_as_long_as_the_vectors() -> None:
+def test_a_mask_of_truth_values_is_as_long_as_the_vectors():
     chosen = np.array([True, False, True, False])
     request = SweepRequest(0, KL(), mask=chosen)
     assert request.dims == (0, 2)

@@ -27,7 +27,6 @@ def acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, status: int = 0) -> str:
-    """What the command prints."""
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == status, result.output
     return result.stdout
@@ -38,7 +37,6 @@ def run_json(*arguments: str, status: int = 0):
 
 
 def damage(root: Path) -> Path:
-    """Flips a bit in the middle of the first shard."""
     path = sorted(root.glob("*.safetensors"))[0]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -107,21 +105,6 @@ def test_inspect_shows_one_request(acts):
     assert "no request 'z'" in run_json("inspect", "acts", "--request", "z", status=2)["error"]
 
 
-def test_inspect_draws_the_request_that_is_shown(acts):
-    pytest.importorskip("matplotlib")
-    run("inspect", "acts", "--request", "b", "--plot", "norms.svg")
-    assert "15 rows of request b" in Path("norms.svg").read_text()
-    said = run_json("inspect", "acts", "--request", "z", "--plot", "z.svg", status=2)["error"]
-    assert "no request 'z'" in said
-
-
-def test_inspect_shows_every_completion_and_every_double_of_a_request(acts):
-    write("acts", [entry("b"), entry("b", child=1)])
-    found = run_json("inspect", "acts", "--request", "b")
-    assert sorted(each["child"] for each in found) == [0, 0, 1]
-    assert len({each["shard"] for each in found}) == 2
-
-
 def test_what_is_stored_cannot_make_a_terminal_do_something(acts):
     nasty = "\x1b]0;owned\x07\x9b2J"
     write("nasty", [entry(nasty, tag=nasty, metadata={nasty: nasty})], header(model=nasty))
@@ -136,8 +119,11 @@ def test_inspect_of_a_damaged_store_is_refused_and_names_the_shard(acts):
     assert path.name in run_json("inspect", "acts", status=2)["error"]
 
 
-@pytest.mark.parametrize("name", ["norms.svg", "norms.png", "NORMS.PNG"])
+@pytest.mark.parametrize("name", ["norms.svg", "NORMS.PNG"])
 def test_inspect_draws_norms_into_a_file(acts, name):
+    pytest.importorskip("matplotlib")
+    run("inspect", "acts", "--request", "b", "--plot", "b.svg")
+    assert "15 rows of request b" in Path("b.svg").read_text()
     assert f"plot written: {name}" in run("inspect", "acts", "--plot", name)
     data = Path(name).read_bytes()
     assert data.startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
@@ -200,23 +186,11 @@ def test_export_of_an_empty_store_is_refused(acts, kind):
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--to", "csv"], ["--to", "npz", "--layer", "x"], ["--to", "npz", "--position", "null"]],
-)
-def test_export_refuses_malformed_options(acts, arguments):
-    assert CliRunner().invoke(app, ["export", "acts", "out", *arguments]).exit_code == 2
-
-
 # ---------------------------------------------------------------- verify
 
 
-def test_verify_says_that_all_is_right(acts):
-    assert "acts: 2 of 2 shards are intact, 3 requests" in run("verify", "acts")
-    assert run_json("verify", "acts")["findings"] == []
-
-
 def test_verify_says_what_is_wrong_with_which_shard(acts):
+    assert "acts: 2 of 2 shards are intact, 3 requests" in run("verify", "acts")
     path = damage(acts)
     said = run("verify", "acts", status=1)
     assert "1 of 2 shards are intact" in said
@@ -237,16 +211,6 @@ def test_merge_puts_stores_into_one(acts):
     again = run_json("merge", "acts", "more", "--into", "into")
     assert again == {"status": 0, "new": [], "requests": 4, "shards": 1}
     assert len(open_store("acts").shards) == 2
-
-
-def test_merge_of_a_store_into_itself(acts):
-    found = run_json("merge", "acts", "--into", "acts", "--shard-mb", "1")
-    assert (found["requests"], found["shards"]) == (3, 1)
-
-
-def test_a_damaged_shard_is_not_merged(acts):
-    path = damage(acts)
-    assert path.name in run_json("merge", "acts", "--into", "into", status=2)["error"]
 
 
 # ---------------------------------------------------------------- prune
@@ -286,18 +250,6 @@ def test_prune_removes_doubles_requests_and_what_is_damaged(acts):
     assert path.exists()
     run("prune", "acts", "--damaged", "--yes")
     assert run_json("verify", "acts")["findings"] == []
-
-
-def test_what_an_interrupted_merge_left_is_found_before_it_is_removed(acts):
-    """A shard that another one stands for, as after a kill between the two."""
-    names = sorted(path.name for path in acts.glob("*.safetensors"))
-    kept = {name: (acts / name).read_bytes() for name in names}
-    run("merge", "acts", "--into", "acts")
-    (acts / names[0]).write_bytes(kept[names[0]])
-    assert run_json("prune", "acts")["replaced"] == [names[0]]
-    assert (acts / names[0]).exists()
-    assert run_json("prune", "acts", "--yes")["replaced"] == [names[0]]
-    assert not (acts / names[0]).exists()
 
 
 def test_prune_refuses_what_is_not_there(acts):

@@ -38,7 +38,6 @@ class Both:
             )
 
     def call(self, name: str, /, *args: Any, **given: Any) -> Any:
-        """What a method returns."""
         method: Any = self.client
         for part in name.split("."):
             method = getattr(method, part)
@@ -64,6 +63,5 @@ class Both:
         return found
 
     def close(self) -> None:
-        """Ends it."""
         self.call("close")
         self._loop.close()

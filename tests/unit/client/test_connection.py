@@ -67,7 +67,6 @@ def test_a_connection_that_fails_names_the_server_and_the_proxy(kind, via, monke
 
 
 def _fail(kind, url):
-    """Ask a server that is not there, for an answer or for a stream."""
     stream = url.endswith("/v1")
     if kind == "sync":
         with Client(url) as client:

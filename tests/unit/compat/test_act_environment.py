@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cloudpickle
 import pytest
+from support.refusals import refused
 
 from midstream.compat.act_environment import WORKER_CLASS, from_act_environment, is_capture_worker
 from midstream.config.sinks import read_sinks
@@ -53,9 +54,9 @@ def test_the_folder_is_that_of_the_sink():
     assert config.sinks["npz"]["root"] == "/data/acts"
 
 
-@pytest.mark.parametrize(
-    ("variables", "problem"),
-    [
+def test_a_value_that_is_none_is_refused_by_the_variables_name():
+    refused(
+        from_act_environment,
         ({"VLLM_ACT_CAPTURE": "yes"}, "VLLM_ACT_CAPTURE: expected one of `0`, `1`, got 'yes'"),
         (
             {**ON, "VLLM_ACT_MODE": "rp4"},
@@ -69,11 +70,8 @@ def test_the_folder_is_that_of_the_sink():
         ({**ON, "VLLM_ACT_RP_K": "16385"}, "VLLM_ACT_RP_K: expected 1 to 16384, got '16385'"),
         ({**ON, "VLLM_ACT_RP_K": "many"}, "VLLM_ACT_RP_K: expected 1 to 16384, got 'many'"),
         ({**ON, "VLLM_ACT_RP_K": "8,seed=1"}, "VLLM_ACT_RP_K: expected 1 to 16384, got '8,seed=1'"),
-    ],
-)
-def test_a_value_that_is_none_is_refused_by_the_variables_name(variables, problem):
-    with pytest.raises(ConfigError, match=problem):
-        from_act_environment(variables)
+        error=ConfigError,
+    )
 
 
 def test_the_environment_is_read_when_it_is_asked_for(monkeypatch):

@@ -7,10 +7,12 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.refusals import refused
 
 from midstream import sites
 from midstream.config.config import STAMP, Config, from_additional_config, from_environment
 from midstream.errors import ConfigError
+from midstream.runtime.vllm.additional_config import with_midstream
 
 counts = st.integers(16, 10**9)
 configs = st.builds(
@@ -291,9 +293,9 @@ def test_places_of_reconstructions_have_canonical_names():
     assert Config.parse(json.loads(json.dumps(found.to_dict()))) == found
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
+def test_places_that_are_none_are_refused_by_name():
+    refused(
+        lambda value: Config.parse({"reconstruct": value}),
         (["resid_post:3"], "reconstruct: expected a dict of numbers of features"),
         ({"resid_post": 3}, "such as resid_post:12, .* got 'resid_post'"),
         ({"z:3": 3}, "such as resid_post:12"),
@@ -305,8 +307,10 @@ def test_places_of_reconstructions_have_canonical_names():
             "resid_post:3 is listed twice, .* 'post_bl",
         ),
         ({"resid_post:3": 8, "resid_post:03": 64}, "resid_post:3 is listed twice"),
-    ],
-)
-def test_places_that_are_none_are_refused_by_name(value, message):
-    with pytest.raises(ConfigError, match=message):
-        Config.parse({"reconstruct": value})
+        error=ConfigError,
+    )
+
+
+def test_enable_steering_taps_the_three_sites_of_the_stream():
+    enabled = with_midstream(None, None, True)["midstream"]
+    assert list(enabled["sites"]) == ["resid_pre", "resid_mid", "resid_post"]

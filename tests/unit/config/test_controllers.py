@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from support.refusals import refused
 
 from midstream import Config, ConfigError
 from midstream.config.controllers import DeclaredController, read_controllers
@@ -22,9 +22,9 @@ def test_a_path_or_a_dict_is_a_controller_and_survives_the_settings():
     assert read_controllers(Config.parse(config.to_dict()).controllers) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
+def test_what_is_malformed_is_named():
+    refused(
+        lambda given: Config.parse({"controllers": given}),
         ([], "controllers: expected a dict"),
         ({"a b": "m:n"}, "name 'a b'"),
         ({"a": "module.name"}, 'a.path: expected "package.module:Name"'),
@@ -34,8 +34,5 @@ def test_a_path_or_a_dict_is_a_controller_and_survives_the_settings():
         ({"a": {"path": "m:n", "scales": [1.0] * 65}}, "a.scales: expected a list of at most 64"),
         ({"a": {"path": "m:n", "seconds": 0}}, "a.seconds: .*more than 0 seconds"),
         ({"a": {"path": "m:n", "on_error": "stop"}}, "a.on_error: .*`keep`, `off`"),
-    ],
-)
-def test_what_is_malformed_is_named(given, problem):
-    with pytest.raises(ConfigError, match=problem):
-        Config.parse({"controllers": given})
+        error=ConfigError,
+    )

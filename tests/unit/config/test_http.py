@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from support.refusals import refused
 
 from midstream.config.http import HttpSettings, admin_key, plain_http, read_http
 from midstream.errors import ConfigError
@@ -20,9 +20,9 @@ def test_what_is_given_is_set_and_comes_back_from_its_plain_form():
     assert plain_http(None) is False
 
 
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
+def test_what_is_wrong_is_refused_by_name():
+    refused(
+        read_http,
         (3, "expected true, false or a dict"),
         ("on", "expected true, false or a dict"),
         ({"held_second": 5}, r"did you mean `held_seconds`\?"),
@@ -35,11 +35,8 @@ def test_what_is_given_is_set_and_comes_back_from_its_plain_form():
         ({"held_seconds": 1.5}, "expected `int`"),
         ({"held_seconds": "5"}, "expected `int`"),
         ({"held_seconds": None}, "expected `int`"),
-    ],
-)
-def test_what_is_wrong_is_refused_by_name(value, problem):
-    with pytest.raises(ConfigError, match=problem):
-        read_http(value)
+        error=ConfigError,
+    )
 
 
 def test_an_empty_key_is_none(monkeypatch):

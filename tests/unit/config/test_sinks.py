@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from support.refusals import refused
 from support.sinking import Noting
 
 from midstream.config.sinks import QUEUE_BYTES, plain_sinks, read_sinks
@@ -77,9 +78,9 @@ def test_memory_takes_a_capture_and_nothing_else():
         plain_sinks({"memory": {"root": "x"}})
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
+def test_what_is_wrong_is_refused_by_name():
+    refused(
+        plain_sinks,
         (7, r"sinks: expected {sink: settings} or `name:setting=value`, got 7"),
         ([7], r"sinks: expected `name:setting=value`, got 7"),
         ("store:root", r"sinks: expected `name:setting=value`, got 'store:root'"),
@@ -106,11 +107,8 @@ def test_memory_takes_a_capture_and_nothing_else():
             {"log": {"capture": {"layers": 1, "request_id": "r"}}},
             r"sinks.log.capture.request_id: must be omitted",
         ),
-    ],
-)
-def test_what_is_wrong_is_refused_by_name(given, problem):
-    with pytest.raises(ConfigError, match=problem):
-        plain_sinks(given)
+        error=ConfigError,
+    )
 
 
 # ---------------------------------------------------------------- sinks made from settings
@@ -127,9 +125,9 @@ def test_a_builtin_sink_is_made_of_its_settings(tmp_path):
     assert not root.exists(), "settings are only checked"
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
+def test_a_sink_that_cannot_be_made_is_refused_by_name():
+    refused(
+        made,
         ("npz", r"sinks.npz: missing a required argument: 'root'; the sink takes root"),
         (
             "log:lvl=debug",
@@ -137,11 +135,8 @@ def test_a_builtin_sink_is_made_of_its_settings(tmp_path):
         ),
         ("log:level=loud", r"sinks.log: level: expected one of debug"),
         ("nps:root=x", r"sinks.nps: unknown sink; known: filesystem, log, memory, npz"),
-    ],
-)
-def test_a_sink_that_cannot_be_made_is_refused_by_name(given, problem):
-    with pytest.raises(ConfigError, match=problem):
-        made(given)
+        error=ConfigError,
+    )
 
 
 def offer(monkeypatch, name, value):
@@ -210,9 +205,9 @@ def test_an_object_is_a_sink_with_captures_and_limits_like_any_other():
     assert (read.captures, read.queue_bytes) == ((Capture(1, sink="mine"),), 7)
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
+def test_other_classes_and_objects_are_rejected():
+    refused(
+        lambda given: make_sink(read_sinks(plain_sinks(given))[0]),
         ({"mine": {"class": "os"}}, "sinks.mine.class: expected `package.module:Class`, got 'os'"),
         ({"mine": {"class": 5}}, "sinks.mine.class: expected"),
         ({"mine": {"instance": Own(), "level": 3}}, "sinks.mine.instance: .* takes no level"),
@@ -229,8 +224,5 @@ def test_an_object_is_a_sink_with_captures_and_limits_like_any_other():
         ({"mine": Path}, "sinks.mine: expected a dict of settings"),
         ({"log": PATH}, "sinks.log: the name of a built-in sink"),
         ({"store": Own()}, "sinks.store: the name of a built-in sink"),
-    ],
-)
-def test_other_classes_and_objects_are_rejected(given, problem):
-    with pytest.raises(ConfigError, match=problem):
-        make_sink(read_sinks(plain_sinks(given))[0])
+        error=ConfigError,
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.refusals import refused
 
 from midstream import Config, ConfigError, Named, Scale, Steer
 from midstream.config.steering import TIER_NAMES
@@ -44,9 +45,9 @@ def test_every_form_of_a_tier_means_the_same_after_a_trip_through_json(value):
     assert edits == [part.edit for part in read_tier(value, None)]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_another_value_is_refused_and_the_setting_named():
+    refused(
+        Config.parse,
         ({"vectors": ["a.npz"]}, r"midstream.vectors: expected a dict of files by name"),
         ({"vectors": {"a b": "a.npz"}}, r"midstream.vectors: name 'a b': expected 1 to 128"),
         ({"vectors": {"a": ""}}, r"midstream.vectors.a: expected the path of a \.safetensors"),
@@ -57,8 +58,5 @@ def test_every_form_of_a_tier_means_the_same_after_a_trip_through_json(value):
         ({"steering": "happy"}, r"midstream.steering: expected a dict of tiers"),
         ({"steering": {"all": "a"}}, r"midstream.steering: unknown field 'all'; known: `base`"),
         ({"steering": {"base": {1: object()}}}, r"midstream.steering.base: expected .*object"),
-    ],
-)
-def test_another_value_is_refused_and_the_setting_named(given, message):
-    with pytest.raises(ConfigError, match=message):
-        Config.parse(given)
+        error=ConfigError,
+    )

@@ -31,7 +31,6 @@ def streams(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def cut(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
-    """A stream, and the same in pieces."""
     stream = draw(streams())
     places = draw(st.lists(st.integers(0, len(stream)), max_size=12).map(sorted))
     bounds = [0, *places, len(stream)]

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from support.readings import readings
+from support.refusals import refused_calls
 from support.stored import worker_info
 
 from midstream import Capture, Norms, Plan, SpecError
 from midstream.plan import ModelShape, Prompt
 from midstream.plan.readouts import parse_readout
 from midstream.plan.resolve.resolve import resolve
-from midstream.plan.resolve.wire import from_bytes, to_bytes
 from midstream.runtime.frontend.request.readouts import EngineReadings, finished
 
 TAPS = [(site, layer) for layer in range(3) for site in ("resid_post", "z")] + [("final_norm", 2)]
 SHAPE = ModelShape(3, 4, TAPS)
-
-
-@pytest.mark.parametrize(
-    "norms",
-    [
-        Norms("all"),
-        Norms([0, -1], ["resid_post", "z"], "last_prompt", stream=True),
-        Norms(2, positions=[0, 2], phase="prompt", exclude="last_prompt"),
-        Norms(sites="final_norm"),
-        Norms(1, sink="files", tag="a", request_id="b", metadata={"c": 1}, layout="packed"),
-    ],
-)
-def test_it_is_read_back_from_its_json_form(norms: Norms) -> None:
-    assert parse_readout(norms.to_dict()) == norms == Norms.parse(norms)
-    plan = Plan.make(capture=norms)
-    assert Plan.parse(plan.to_json()) == plan
-    resolved = resolve(plan, SHAPE, Prompt(6), 3)
-    assert from_bytes(to_bytes(resolved)) == resolved
 
 
 def test_it_has_one_number_of_each_tap_and_reads_the_vectors() -> None:
@@ -45,9 +25,8 @@ def test_it_has_one_number_of_each_tap_and_reads_the_vectors() -> None:
     assert set(resolved.read_taps) == {("resid_post", layer) for layer in range(3)}
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "problem"),
-    [
+def test_what_is_malformed_is_refused() -> None:
+    refused_calls(
         (lambda: Norms(), "", "missing field `layers`"),
         (lambda: Norms(sites="logits"), "sites", "logits are returned by Logits"),
         (lambda: Norms(0, stream=1), "stream", "expected `bool`"),
@@ -70,12 +49,7 @@ def test_it_has_one_number_of_each_tap_and_reads_the_vectors() -> None:
             "capture[0].sites",
             "is not tapped",
         ),
-    ],
-)
-def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> None:
-    with pytest.raises(SpecError, match=problem) as caught:
-        make()
-    assert caught.value.path == path
+    )
 
 
 def test_vectors_that_ranks_have_in_parts_have_no_norm() -> None:

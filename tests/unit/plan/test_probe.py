@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
-import pytest
 from hypothesis import given
 from support.formulas import read_score, run
+from support.refusals import refused
 from unit.plan.strategies import numbers, probes
 
-from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.plan import Entropy, Mass, Named, Probe, Text
 
@@ -30,11 +28,7 @@ def test_a_dict_is_the_arguments_and_what_is_emitted_has_every_field():
     assert (probe.bias, probe.name, probe.layers.indices) == (0.0, "probe", (3,))
     assert probe == Probe([1, 2], [3], 0, ["resid_post"], "probe")
     assert Probe.parse(probe) is probe
-
-
-@given(probes())
-def test_a_probe_survives_json(probe):
-    assert Probe.parse(json.loads(json.dumps(probe.to_dict()))) == probe
+    assert type(Probe([1.0, 0.0], 0, name=np.str_("refusal")).name) is str
 
 
 @given(probes(), numbers(3))
@@ -47,30 +41,21 @@ def test_its_instruction_computes_its_score_and_leaves_the_vector(probe, h):
     assert np.allclose(scores[4], read_score(probe, h), rtol=1e-6, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("change", "path", "problem"),
-    [
-        ({"op": "probe"}, "", "unknown field 'op'"),
-        ({"direction": [None]}, "direction[0]", "got `None`"),
+def test_a_malformed_field_is_refused_by_its_path():
+    refused(
+        lambda change: Probe.parse({**FULL, **change}),
         ({"direction": Named("a", 2)}, "direction.scale", "expected 1, because only the direction"),
         ({"bias": True}, "bias", "got `bool`"),
         ({"layer": "all"}, "layer", 'expected layers, got "all"'),
         ({"layer": [1, 2]}, "direction", "expected one row per layer, .2, width., got one"),
         ({"layer": None}, "layer", "missing; it can be omitted only where"),
         ({"site": ["resid_pre", "resid_mid"]}, "site", "a probe reads one site, got 2"),
-        ({"positions": "end"}, "positions", "got 'end'"),
         ({"name": ""}, "name", "expected 1 to 64 of the characters"),
         ({"name": "a" * 65}, "name", "expected 1 to 64 of the characters"),
-        ({"name": "a b"}, "name", "expected 1 to 64 of the characters.*got 'a b'"),
         ({"name": "a\n"}, "name", "expected 1 to 64 of the characters"),
         ({"name": 3}, "name", "expected a name, `str`, got `int`"),
         ({"threshold": 3}, "", "unknown field 'threshold'; known: `direction`, `layer`"),
-    ],
-)
-def test_a_malformed_field_is_refused_by_its_path(change, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Probe.parse({**FULL, **change})
-    assert caught.value.path == path
+    )
 
 
 READ = {
@@ -81,16 +66,13 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("reduce", [Mass(1), Mass(Text("x"), exclude=0), Entropy()])
-@pytest.mark.parametrize("head", [None, 3, [0, 3]])
-def test_a_probe_of_attention_survives_json_and_changes(reduce, head):
-    one = Probe(attention=reduce, layer=-1, head=head, name="m", phase="generated")
-    assert Probe.parse(json.loads(json.dumps(one.to_dict()))) == one
-    assert one.replace(phase=None, positions="prompt").attention == reduce
-    assert one.bind(lambda name: {}) == (one,)
-    assert one.is_bound
-    keys = () if reduce == Entropy() else (reduce.positions,)
-    assert one.selections == (one.positions, *keys)
+def test_a_probe_of_attention_selects_what_it_reads():
+    for reduce in (Mass(1), Mass(Text("x"), exclude=0), Entropy()):
+        one = Probe(attention=reduce, layer=-1, head=[0, 3], name="m", phase="generated")
+        assert one.bind(lambda name: {}) == (one,)
+        assert one.is_bound
+        keys = () if reduce == Entropy() else (reduce.positions,)
+        assert one.selections == (one.positions, *keys)
 
 
 def test_forms_of_a_probe_of_attention():
@@ -101,34 +83,17 @@ def test_forms_of_a_probe_of_attention():
     assert Probe(attention="entropy", layer=2) == Probe(attention=Entropy(), layer=[2])
 
 
-@pytest.mark.parametrize(
-    ("change", "path", "problem"),
-    [
+def test_a_malformed_probe_of_attention_is_refused_by_its_path():
+    refused(
+        lambda change: Probe.parse({**READ, **change}),
         ({"attention": None}, "direction", "missing: give a direction, `mlp` or `attention`"),
         ({"direction": [1.0]}, "attention", "one probe for each"),
         ({"attention": "full"}, "attention", "one number for each head: Mass"),
         ({"attention": {"top_keys": 3}}, "attention", "Attention\\(…\\), given as `capture`"),
         ({"attention": {"mass": "promt"}}, "attention.mass.positions", "prompt"),
-        ({"attention": 3}, "attention", "got `int`"),
         ({"layer": [1, 2]}, "layer", "a probe of attention reads one layer, got 2"),
         ({"layer": None}, "layer", "missing"),
         ({"site": "rot_q"}, "site", "reads a layer, not a site"),
         ({"bias": 1}, "bias", "omit `bias`"),
         ({"heads": 1}, "heads", "`head` is given too"),
-        ({"head": "each"}, "head", "got `str`"),
-    ],
-)
-def test_a_malformed_probe_of_attention_is_refused_by_its_path(change, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Probe.parse({**READ, **change})
-    assert caught.value.path == path
-
-
-def test_a_direction_of_another_width_is_refused_when_lowered():
-    with pytest.raises(SpecError, match="direction: expected 3 numbers, the model's hidden size"):
-        Probe([1, 2], 0).instructions(3)
-
-
-def test_a_name_of_numpy_becomes_a_plain_string():
-    probe = Probe([1.0, 0.0], layer=0, name=np.array(["refusal", "x"])[0])
-    assert type(probe.name) is str
+    )

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.refusals import refused
 
-from midstream.errors import SpecError
 from midstream.plan import Layers, Sites
 
 
@@ -20,9 +20,9 @@ def test_aliases_become_canonical_names():
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "path", "problem"),
-    [
+def test_what_names_no_sites_is_refused():
+    refused(
+        Sites,
         (
             [],
             "",
@@ -48,12 +48,7 @@ def test_aliases_become_canonical_names():
         (["resid_post", 3], "[1]", "expected the name of a site, `str`, got `int`"),
         (None, "", "a list of names, got `None`"),
         ({"resid_post"}, "", "a list of names, got `set`"),
-    ],
-)
-def test_what_names_no_sites_is_refused(value, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Sites(value)
-    assert caught.value.path == path
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,9 +75,9 @@ def test_layers_are_all_an_index_or_a_list_of_them(value, indices):
     assert Layers.parse(found.emit()) == found
 
 
-@pytest.mark.parametrize(
-    ("value", "path", "problem"),
-    [
+def test_what_names_no_layers_is_refused():
+    refused(
+        Layers,
         ([], "", "at least one layer"),
         (range(0), "", "at least one layer"),
         ("last", "", "expected \"all\" or layer indices, got 'last'"),
@@ -103,12 +98,7 @@ def test_layers_are_all_an_index_or_a_list_of_them(value, indices):
         ([10**5000], "[0]", "an integer of 16610 bits"),
         (range(10**30), "", "at most 4096 layers"),
         (list(range(4097)), "", "at most 4096 layers"),
-    ],
-)
-def test_what_names_no_layers_is_refused(value, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Layers(value)
-    assert caught.value.path == path
+    )
 
 
 def test_the_limits_themselves_are_allowed():

@@ -1,7 +1,4 @@
-"""Eight clients that send the worst allowed bodies, and one that asks for `/health` meanwhile.
-
-A program: `python -m unit.server.heavy_load URL SECONDS CLIENTS [NAME …]` prints what came of it.
-"""
+"""Eight clients that send the worst allowed bodies, and one that asks for `/health` meanwhile."""
 
 from __future__ import annotations
 
@@ -85,12 +82,6 @@ WORST: dict[str, Callable[[], tuple[str, bytes]]] = {
 
 
 def main(url: str, seconds: float, clients: int, names: list[str]) -> dict[str, Any]:
-    """Send each of the bodies from some clients at the same time, again and again.
-
-    Returns:
-        The longest time in seconds that an answer to `/health` took, their number, and the
-        statuses of the answers by body.
-    """
     bodies = {name: WORST[name]() for name in names}
     statuses: dict[str, list[int]] = {name: [] for name in names}
     kind = {"content-type": "application/json"}

@@ -64,6 +64,9 @@ _CLAMPS: dict[str, Make] = {
     "packed": lambda n: {"post_block": packed(
         [V] * n, whole(n), bounds=[[None, 2.0]] * n, strengths=numbers(n))},
 }  # fmt: skip
+# Fields that are read as another one is, whose forms are all tried.
+_AS_HOOKS = {"layers": _HOOKS["layers"]}
+_AS_CLAMPS = {"clamps": _CLAMPS["clamps"]}
 _TIER: dict[str, Make] = {
     "edits": edits,
     "names": names,
@@ -108,11 +111,12 @@ ROUTES: dict[str, dict[str, dict[str, Make]]] = {
         "generated": {"edits": everywhere},
     },
     "POST /v1/steering/set": {
-        "vectors": _HOOKS, "prefill_vectors": _HOOKS, "decode_vectors": _HOOKS,
-        "clamps": _CLAMPS, "prefill_clamps": _CLAMPS, "decode_clamps": _CLAMPS, "replace": NONE,
+        "vectors": _HOOKS, "prefill_vectors": _AS_HOOKS, "decode_vectors": _AS_HOOKS,
+        "clamps": _CLAMPS, "prefill_clamps": _AS_CLAMPS, "decode_clamps": _AS_CLAMPS,
+        "replace": NONE,
     },
     "POST /v1/steering/clear": {},
-    "POST /v1/steering/modules/register": {"name": NONE, "vectors": _HOOKS},
+    "POST /v1/steering/modules/register": {"name": NONE, "vectors": _AS_HOOKS},
     "POST /v1/steering/modules/unregister": {"name": NONE},
     "POST /v1/steering/vectors": {},
     "POST /v1/steering/dynamic": {},
@@ -138,13 +142,6 @@ REST: dict[str, dict[str, Any]] = {
 
 
 def gguf(tensors: list[tuple[str, int, int]], size: int) -> bytes:
-    """Return a control vector.
-
-    Args:
-        tensors: of each the name, how many numbers, and where they are in the data.
-        size: bytes of the data.
-    """
-
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
@@ -178,7 +175,6 @@ def run_route(route: str, server: Any, body: Any) -> None:
 
 
 def declared(route: Any) -> set[str]:
-    """Return the fields that a route of the app declares for its body."""
     if route.body_field is not None:
         return set(route.body_field.field_info.annotation.model_fields)
     content = (route.openapi_extra or {}).get("requestBody", {}).get("content", {})
@@ -188,7 +184,6 @@ def declared(route: Any) -> set[str]:
 
 
 def steered(count: int, **how: Any) -> dict[str, Any]:
-    """Return EasySteer's field with one vector for each of some layers."""
     data = direction(dict.fromkeys(range(count), V))
     return {"vectors": [{"data": data, "apply": {"prompt": "all"}, **how}]}
 
@@ -227,8 +222,10 @@ OTHERS: dict[str, dict[str, Make]] = {
                                           "apply": {"phases": ["prompt"] * n}}]},
         **{name: selecting(name) for name in easysteer._SELECTORS},
     },
-    **dict.fromkeys(vllm_fork.TIERS, _HOOKS),
-    **dict.fromkeys(vllm_fork.CLAMPS, _CLAMPS),
+    **dict.fromkeys(vllm_fork.TIERS, _AS_HOOKS),
+    **dict.fromkeys(vllm_fork.CLAMPS, _AS_CLAMPS),
+    "steering_vectors": _HOOKS,
+    "steering_clamps": _CLAMPS,
     **dict.fromkeys(vllm_fork.NAMES, NONE),
     "capture": {
         "consumers": lambda n: {f"s{nth}": {"hooks": {"post_block": [1]}} for nth in range(n)},
@@ -258,7 +255,6 @@ INNER: dict[str, tuple[str, ...]] = {
 
 
 def others_body(name: str, value: Any) -> dict[str, Any]:
-    """Return a body with a field of another tool."""
     if name != "patch":
         return {name: value}
     count = 1 + max(one["source_inline"] for one in value)
@@ -266,7 +262,6 @@ def others_body(name: str, value: Any) -> dict[str, Any]:
 
 
 def others_fields() -> Iterator[str]:
-    """Yield the fields of other tools that are translated."""
     yield from sorted(translation._TRANSLATED)
 
 
@@ -294,7 +289,6 @@ VLLM: dict[str, Make] = {
 
 
 def run_vllm(body: Mapping[str, Any], server: Any) -> None:
-    """Do what the middleware does with a body of vLLM's."""
     request_field._read_packed.cache_clear()
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     fields = frozenset(["prompt", "messages", "input", "vllm_xargs"])

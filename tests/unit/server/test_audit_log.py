@@ -15,8 +15,6 @@ JSON = st.none() | st.integers() | st.booleans() | st.text() | st.lists(st.text(
 
 
 class Kept(logging.Handler):
-    """Keeps what is logged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []

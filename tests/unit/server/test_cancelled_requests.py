@@ -27,8 +27,6 @@ HEAD = "lm_head.weight"
 
 
 class Requests:
-    """Requests to an app, of which each is one coroutine."""
-
     def __init__(self, site):
         self.site = site
 

@@ -31,7 +31,6 @@ def listening() -> Iterator[Listening]:
 
 @contextmanager
 def connection(address, head):
-    """A socket that has sent something."""
     with socket.create_connection(address) as found:
         found.sendall(head)
         yield found
@@ -80,14 +79,6 @@ def test_connections_that_send_a_byte_now_and_then_keep_nobody_waiting(listening
         slow[0].sendall(body[4:])
         assert slow[0].recv(100).startswith(b"HTTP/1.1 200")
     assert listening.site.engine.running == 0
-
-
-def test_a_body_that_is_announced_too_long_is_refused_before_it_comes():
-    with (
-        Listening(max_body_bytes=1000) as listening,
-        connection(listening.address, head(10**12)) as slow,
-    ):
-        assert slow.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_a_client_that_breaks_off_in_mid_stream_ends_its_call_and_leaves_nothing(listening):

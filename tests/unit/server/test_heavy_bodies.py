@@ -41,10 +41,6 @@ def longest_turn() -> Iterator[list[float]]:
 
 
 def _settle(url: str) -> None:
-    """Have the process do what it does once: it imports parts of vLLM for its first plan. What
-    exists then is left out of collections of garbage, as vLLM's server does when it is ready:
-    each of them would hold the interpreter for half a second.
-    """
     field = {"edits": [{"op": "scale", "factor": 2.0, "layer": 1}]}
     body = {"prompt": "a", "midstream": field}
     httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()

@@ -47,7 +47,6 @@ def test_ids_are_new_and_leave_other_arguments_as_they_are():
 
 
 async def answered(site: Site, app: Any, body: bytes) -> tuple[int, bytes]:
-    """Return status and body of what the middleware makes of an app's answer."""
     sent: list[Any] = []
 
     async def receive() -> Any:

@@ -33,11 +33,7 @@ async def test_a_server_is_ready_until_its_engine_fails_or_it_shuts_down():
         site.engine.errored = False
         site.engine.intake.close()
         assert await state() == (503, {"ready": False})
-
-
-async def test_a_server_whose_engine_is_not_there_yet_is_not_ready():
-    async with serving() as (site, client):
-        site.server._llm = None
+        site.server._llm = None  # as before the engine is there
         assert (await client.get(READY)).status_code == 503
     assert any(route.path == READY for route in router.routes)
 
@@ -91,7 +87,6 @@ def test_wrong_settings_are_named(given, message):
 
 @pytest.fixture
 def lines(monkeypatch):
-    """The lines that midstream's logger writes as JSON."""
     ours = logging.getLogger("midstream")
     before = ours.handlers, ours.propagate, ours.level
     written = io.StringIO()

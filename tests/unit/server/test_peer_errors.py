@@ -32,9 +32,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 
 @asynccontextmanager
 async def beside(answer: Answer | None) -> AsyncIterator[httpx.AsyncClient]:
-    """The client of a process whose only other one answers each connection so; None: it was killed,
-    and its socket is left.
-    """
+    """The client of a process whose only other one answers each connection so."""
     with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
         site = await make()
         site.server.peers = Peers(Path(folder), FrontEnds(2, 0))

@@ -27,7 +27,6 @@ KEEP = {"prompt": "abcdef", "midstream": {"capture": {"layers": [1, 2]}}}
 async def two(
     addresses: tuple[str, str] = ("127.0.0.1", "127.0.0.1"), listening: int = 2, **settings: object
 ) -> AsyncIterator[tuple[list[Site], list[httpx.AsyncClient]]]:
-    """Two sites that are processes of one server, and a client of each."""
     # Paths of sockets are short.
     with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
         sites = [await make(**settings) for _ in range(2)]
@@ -50,7 +49,6 @@ async def two(
 
 
 async def end_of(*sites: Site) -> None:
-    """Waits until they listen no longer."""
     await asyncio.wait([site.server.peers._task for site in sites], timeout=10)
 
 

@@ -18,16 +18,19 @@ from support.pipelined import ADDRESSES, KEYS, KINDS, Connection, Pipelines, ask
 
 TASK = "task"  # a middleware runs what is behind it in a task of its own
 SERVERS = [
-    ("asyncio", "h11"), ("asyncio", "httptools"), ("uvloop", "h11"), ("uvloop", "httptools"),
+    ("asyncio", "h11"),
+    ("uvloop", "httptools"),
     ("uvloop", "httptools", TASK),
-]  # fmt: skip
+    pytest.param(("asyncio", "httptools"), marks=pytest.mark.nightly),
+    pytest.param(("uvloop", "h11"), marks=pytest.mark.nightly),
+]
 SEQUENCES = rounds(suite=40, nightly=2000)  # for each kind of server
 THREADS = 4
+BEHIND = ["plain", "plain, streamed", "plain chat", "plain response", "plain message", "captured"]
 
 
 @pytest.fixture(scope="module", params=SERVERS, ids="-".join)
 def pipelines(request: pytest.FixtureRequest) -> Iterator[Pipelines]:
-    """A server with keys, whose clients share a connection."""
     loop, http, *more = request.param
     listening = Listening(loop=loop, http=http, has_key=True)
     if TASK in more:
@@ -37,50 +40,42 @@ def pipelines(request: pytest.FixtureRequest) -> Iterator[Pipelines]:
 
 
 async def passed_on(request: Request, call_next: RequestResponseEndpoint) -> Response:
-    """Have the app answer."""
     return await call_next(request)
 
 
 @pytest.fixture
 def default() -> Iterator[Pipelines]:
-    """One as vLLM starts it."""
     with Listening(has_key=True) as listening:
         yield Pipelines(listening, KEYS)
 
 
-BEHIND = ["plain", "plain, streamed", "plain chat", "plain response", "plain message", "captured"]
-
-
-@pytest.mark.parametrize("second", BEHIND)
-@pytest.mark.parametrize("first", ["steered", "steered, streamed", "captured", "steered chat"])
-def test_a_request_behind_another_one_runs_with_its_own_plan(
-    pipelines: Pipelines, first: str, second: str
-) -> None:
-    # In one piece, all are there before the first is answered.
-    sequence = [ask(kind, "one") for kind in (first, second, "health", second, "steered", second)]
-    assert pipelines.follow(sequence) == []
+def test_a_request_behind_another_one_runs_with_its_own_plan(pipelines: Pipelines) -> None:
+    for first in ("steered", "steered, streamed", "captured", "steered chat"):
+        for second in BEHIND:
+            # In one piece, all are there before the first is answered.
+            kinds = first, second, "health", second, "steered", second
+            assert pipelines.follow([ask(kind, "one") for kind in kinds]) == []
     assert pipelines.wrong_plans() == []
 
 
-@pytest.mark.parametrize("when", ["while it runs", "after its answer"])
-@pytest.mark.parametrize("first", ["steered, long", "steered, streamed", "captured chat"])
+@pytest.mark.parametrize("is_answered", [False, True])
 def test_a_request_that_comes_later_on_the_connection_runs_with_its_own_plan(
-    default: Pipelines, first: str, when: str
+    default: Pipelines, is_answered: bool
 ) -> None:
-    before, plain = ask(first, "one"), ask("plain", "two")
+    plain = ask("plain", "two")
     expected = default.answer_alone(plain)
-    engine = default.listening.site.engine
-    engine.pause = lambda: asyncio.sleep(0.005)
+    default.listening.site.engine.pause = lambda: asyncio.sleep(0.005)
     with Connection(default.listening.address) as connection:
-        for _ in range(3):
+        for kind in 3 * ("steered, long", "steered, streamed", "captured chat"):
+            before = ask(kind, "one")
             name, second = default.name(before), default.name(plain)
             connection.send(before.encoded(name))
-            if when == "while it runs":
-                while name not in default.ran:
-                    time.sleep(0.001)
+            while not is_answered and name not in default.ran:
+                time.sleep(0.001)
+            if not is_answered:
                 connection.send(plain.encoded(second))
             default.read(connection, before, name)
-            if when == "after its answer":
+            if is_answered:
                 connection.send(plain.encoded(second))
             assert default.read(connection, plain, second) == expected
     assert default.wrong_plans() == []

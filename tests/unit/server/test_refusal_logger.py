@@ -12,7 +12,6 @@ from midstream.server.http_errors import RefusalLogger
 
 
 def send(status: int, *parts: bytes) -> tuple[list[dict[str, Any]], list[tuple[int, str | None]]]:
-    """An answer in parts: what went out, and what was noted."""
     out: list[dict[str, Any]] = []
     noted: list[tuple[int, str | None]] = []
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unit.plan.strategies import json_values, plans, reads_or_refuses
 
 from midstream.errors import SpecError
-from midstream.plan import Bias, Capture, Local, Plan, Steer
+from midstream.plan import Capture, Local, Plan, Steer
 from midstream.server.request_field import RETURNS, read_field, take_field
 
 CAPTURE = {"layers": [1]}
@@ -24,25 +24,7 @@ def test_wishes_are_a_plan_and_how_rows_come():
     assert read_field({"capture": CAPTURE}).activations == "handle"
 
 
-def test_sites_without_a_layer_need_none():
-    found = read_field({"capture": {"sites": ["embed", "final_norm"], "positions": "last_prompt"}})
-    assert found.plan == Plan((Capture(sites=["embed", "final_norm"], positions="last_prompt"),))
-    steer = {"op": "steer", "vector": [1.0], "site": "final_norm"}
-    assert read_field({"edits": steer}).plan.edits == (Steer([1.0], site="final_norm"),)
-    with pytest.raises(SpecError, match="got 3, but `final_norm` has no layer: omit `layer`"):
-        read_field({"edits": {**steer, "layer": 3}})
-
-
-def test_a_bias_has_its_tokens_as_strings():
-    bias = {"op": "bias", "tokens": {"42": 2.0, "7": -1}, "positions": "last_prompt"}
-    found = read_field({"edits": bias})
-    assert found.plan.edits == (Bias({42: 2.0, 7: -1.0}, "last_prompt"),)
-    with pytest.raises(SpecError, match="expected token ids from 0, got 'a'"):
-        read_field({"edits": {**bias, "tokens": {"a": 1}}})
-
-
 def test_no_function_is_read_from_a_body():
-    """However it is named, and wherever it is."""
     shown = Local(json.dumps, 1).to_dict()
     assert shown["fn"] == "json:dumps"
     steer = {"op": "steer", "vector": [1.0], "layer": 1}
@@ -78,13 +60,6 @@ def test_whatever_a_plan_says_arrives_in_both_places(plan, returned):
         assert found.plan == plan
         assert found.activations == returned
     assert bodies == [{"prompt": "x"}, {"prompt": "x", "vllm_xargs": {"other": 1}}]
-
-
-def test_a_body_without_the_field_has_no_wishes_and_stays_as_it_is():
-    for body in ({}, {"prompt": "midstream"}, {"vllm_xargs": {"a": 1}}, {"vllm_xargs": None}):
-        before = json.dumps(body)
-        assert take_field(body) is None
-        assert json.dumps(body) == before
 
 
 WRONG = {
@@ -162,6 +137,21 @@ WRONG = {
         {"midstream": {"capture": {"layers": [1], "sink": "store", "request_id": "a/b"}}},
         "midstream.capture.request_id",
         "expected",
+    ),
+    "a function as a controller": (
+        {"midstream": {"controller": "os:getpid"}},
+        "midstream.controller",
+        "expected 1 to 64 of the characters",
+    ),
+    "a path as a controller": (
+        {"midstream": {"controller": {"path": "os:getpid"}}},
+        "midstream.controller",
+        "unknown field 'path'",
+    ),
+    "a controller without a field": (
+        {"midstream": {"controller": {"threshold": {"probe": "p"}}}},
+        "midstream.controller.threshold",
+        "missing field",
     ),
     "a sink that leaves its folder": (
         {"midstream": {"capture": {"layers": [1], "sink": "../store"}}},

@@ -13,6 +13,8 @@ from schemathesis.generation import GenerationMode
 from support.nightly import rounds
 from support.serving_fake import Site, make
 
+from midstream import Attention, Capture, Features, Gate, Lens, Logits, Norms, Probe, Steer
+
 ENDPOINTS = {
     "GET /v1/midstream/activations/{id}",
     "DELETE /v1/midstream/activations/{id}",
@@ -54,7 +56,6 @@ def site() -> Site:
 
 @pytest.fixture(scope="module")
 def asked(site: Site) -> dict[str, Any]:
-    """What schemathesis asks, by endpoint."""
     load_all_checks()
     schema = schemathesis.openapi.from_asgi("/openapi.json", site.app)
     return {one.ok().label: one.ok() for one in schema.get_all_operations()}
@@ -157,3 +158,23 @@ def test_readiness_is_in_the_schema_and_needs_no_key(site):
     answers = site.app.openapi()["paths"]["/midstream/ready"]["get"]["responses"]
     assert {"200", "503"} <= set(answers)
     assert "401" not in answers
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("capture", Capture("all", ["resid_post"], codec="full8", max_rows=3, sink="npz", tag="t")),
+        ("capture", Norms([1], positions="prompt")),
+        ("capture", Attention([0], reduce="entropy", name="a")),
+        ("capture", Features("sae", 3)),
+        ("capture", Lens([1], tokens=[4])),
+        ("capture", Logits(top=3)),
+        ("edits", Steer([1.0, 2.0], 3, norm="match")),
+        ("edits", Gate(Steer([1.0, 2.0], 3), Probe([1.0, 2.0], 1), threshold=0.5, hold=4)),
+        ("probes", Probe([1.0, 2.0], 3, name="p", head=1)),
+    ],
+)
+def test_each_field_of_a_plan_is_in_the_schema(site, field, value):
+    request = site.app.openapi()["components"]["schemas"]["MidstreamRequest"]
+    fields = request["properties"][field]["anyOf"][0]["properties"]
+    assert value.to_dict().keys() <= fields.keys()

@@ -61,7 +61,7 @@ from midstream.server.request_field import MidstreamField, read_field, take_fiel
 pytestmark = pytest.mark.anyio
 
 SIZES = (6, 60, rounds(suite=180, nightly=360))
-TOGETHER_SIZES = (6, 60, 360)
+TOGETHER_SIZES = (6, 60, 360)  # at 360 some are above a budget
 # Work may grow by twice as much as the list: a logarithm, and what is short in a short list.
 MOST = 2.0
 # Lines of work that ends above a budget, some 0.5 s.
@@ -84,7 +84,6 @@ def resolve(field: dict[str, Any], prompt: Any = WORDS) -> None:
 
 
 def resolve_read(found: MidstreamField, prompt: list[int], messages: Any = None) -> None:
-    """Resolve the plan of a field for a prompt's tokens."""
     request = SimpleNamespace(
         prompt_token_ids=prompt,
         prompt_is_token_ids=None,
@@ -117,7 +116,6 @@ class Given:
 
 
 def check(name: str, make: Any, sizes: tuple[int, ...] = SIZES) -> None:
-    """Check that the work grows at most as the body, and show it."""
     points = curve(make, sizes)
     for size, count, error in points:
         shown = "" if error is None else f"  refused: {str(error)[:90]}"
@@ -166,101 +164,79 @@ def test_every_field_of_other_tools_has_a_list_or_takes_none():
         assert lost == [], f"write a case of {field} in tests/unit/server/long_bodies.py"
 
 
-@pytest.mark.parametrize(
-    ("cls", "name"),
-    [(cls, name) for cls, name in fields() if list_of(cls, name) is None],
-    ids=lambda one: one if isinstance(one, str) else one.__name__,
-)
-def test_a_list_where_none_is_expected_is_refused(cls, name):
-    name = name.rstrip("_")
+def test_a_list_where_none_is_expected_is_refused():
     for given in (["a", "b", "c"], [1, 2, 3]):
-        with pytest.raises(SpecError):
-            read_field(field_of(cls, {**FORMS[cls], name: given}))
+        for cls, name in fields():
+            if list_of(cls, name) is None:
+                body = field_of(cls, {**FORMS[cls], name.rstrip("_"): given})
+                with pytest.raises(SpecError):
+                    read_field(body)
+        for route, names in SINGLE_OF_BODIES.items():
+            for name in names:
+                with pytest.raises(SpecError):
+                    READ[route]({**BODY[route], name: given})
 
 
-@pytest.mark.parametrize(
-    ("route", "name"),
-    [(route, name) for route, names in SINGLE_OF_BODIES.items() for name in sorted(names)],
-)
-def test_a_list_where_a_body_has_none_is_refused(route, name):
-    for given in (["a", "b", "c"], [1, 2, 3]):
-        with pytest.raises(SpecError):
-            READ[route]({**BODY[route], name: given})
+def test_a_field_costs_at_most_as_much_more_as_it_is_longer():
+    for cls, name in fields():
+        lists = list_of(cls, name)
+        if lists is not None:
+
+            def make_work(size, cls=cls, name=name, lists=lists):
+                body = field_of(cls, {**FORMS[cls], name: lists(size)})
+                return Given(body, lambda: resolve(body, WORDS if lists is texts else TOKENS))
+
+            check(f"{cls.__name__}.{name}", make_work)
 
 
-@pytest.mark.parametrize(
-    ("cls", "name"),
-    [(cls, name) for cls, name in fields() if list_of(cls, name) is not None],
-    ids=lambda one: one if isinstance(one, str) else one.__name__,
-)
-def test_a_field_costs_at_most_as_much_more_as_it_is_longer(cls, name):
-    lists = list_of(cls, name)
+def test_a_list_of_a_body_costs_at_most_as_much_more_as_it_is_longer():
+    for route, names in BODIES.items():
+        for name, lists in names.items():
 
-    def make(size):
-        body = field_of(cls, {**FORMS[cls], name: lists(size)})
-        return Given(body, lambda: resolve(body, WORDS if lists is texts else TOKENS))
+            def make_work(size, route=route, name=name, lists=lists):
+                body = {**BODY[route], name: lists(size)}
+                return Given(body, lambda: READ[route](body))
 
-    check(f"{cls.__name__}.{name}", make)
+            check(f"{route}.{name}", make_work)
 
 
-@pytest.mark.parametrize(
-    ("route", "name"), [(route, name) for route, names in BODIES.items() for name in names]
-)
-def test_a_list_of_a_body_costs_at_most_as_much_more_as_it_is_longer(route, name):
-    def make(size):
-        body = {**BODY[route], name: BODIES[route][name](size)}
-        return Given(body, lambda: READ[route](body))
-
-    check(f"{route}.{name}", make)
-
-
-@pytest.mark.parametrize(
-    ("route", "name", "form"),
-    [
-        (route, name, form)
-        for route, fields in ROUTES.items()
-        for name, forms in fields.items()
-        for form in forms
-    ],
-)
-async def test_a_list_of_a_route_costs_at_most_as_much_more_as_it_is_longer(route, name, form):
+async def test_a_list_of_a_route_costs_at_most_as_much_more_as_it_is_longer():
     site = await make()
     site.engine.vectors.register("calm", {1: [1.0, 2.0, 2.0]})
+    for route, listed in ROUTES.items():
+        for name, forms in listed.items():
+            for form, lists in forms.items():
 
-    def make_work(size):
-        value = ROUTES[route][name][form](size)
-        body = {**REST.get(route, {}), name: value} if name else value
-        site.engine.steering.clear()
-        site.engine.captures.clear()
-        return Given(body, lambda: run_route(route, site.server, body))
+                def make_work(size, route=route, name=name, lists=lists):
+                    value = lists(size)
+                    body = {**REST.get(route, {}), name: value} if name else value
+                    site.engine.steering.clear()
+                    site.engine.captures.clear()
+                    return Given(body, lambda: run_route(route, site.server, body))
 
-    check(f"{route} {name}, {form}", make_work)
-
-
-@pytest.mark.parametrize(
-    ("name", "form"), [(name, form) for name, forms in OTHERS.items() for form in forms]
-)
-def test_a_list_of_other_tools_costs_at_most_as_much_more_as_it_is_longer(name, form):
-    def make_work(size):
-        body = others_body(name, OTHERS[name][form](size))
-
-        def run():
-            resolve_read(take_field(dict(body)), TOKENS)
-
-        return Given(body, run)
-
-    check(f"{name}, {form}", make_work)
+                check(f"{route} {name}, {form}", make_work)
 
 
-@pytest.mark.parametrize("name", VLLM)
-async def test_a_list_of_vllms_bodies_costs_at_most_as_much_more_as_it_is_longer(name):
+def test_a_list_of_other_tools_costs_at_most_as_much_more_as_it_is_longer():
+    for name, forms in OTHERS.items():
+        for form, lists in forms.items():
+
+            def make_work(size, name=name, lists=lists):
+                body = others_body(name, lists(size))
+                return Given(body, lambda: resolve_read(take_field(dict(body)), TOKENS))
+
+            check(f"{name}, {form}", make_work)
+
+
+async def test_a_list_of_vllms_bodies_costs_at_most_as_much_more_as_it_is_longer():
     site = await make()
+    for name, lists in VLLM.items():
 
-    def make_work(size):
-        body = VLLM[name](size)
-        return Given(body, lambda: run_vllm(body, site.server))
+        def make_work(size, lists=lists):
+            body = lists(size)
+            return Given(body, lambda: run_vllm(body, site.server))
 
-    check(name, make_work)
+        check(name, make_work)
 
 
 def _captures(count, **more):
@@ -325,13 +301,14 @@ TOGETHER: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_lists_that_grow_together_cost_at_most_as_much_more_or_are_above_a_budget(name):
-    def make(size):
-        body, prompt = TOGETHER[name](size)
-        return Given(body, lambda: resolve(body, prompt), prompt)
+def test_lists_that_grow_together_cost_at_most_as_much_more_or_are_above_a_budget():
+    for name, lists in TOGETHER.items():
 
-    check(name, make, TOGETHER_SIZES)
+        def make_work(size, lists=lists):
+            body, prompt = lists(size)
+            return Given(body, lambda: resolve(body, prompt), prompt)
+
+        check(name, make_work, TOGETHER_SIZES)
 
 
 async def test_prompts_times_a_plan_have_a_budget():
@@ -422,14 +399,11 @@ def test_combinations_of_parts_have_a_budget_in_all_versions_of_a_plan():
         resolve({"edits": nested(60), "probes": _probes(30, act=_SWITCH)}, [5] * 600)
 
 
-@pytest.mark.parametrize(
-    ("body", "is_in_thread"),
-    [
+def test_bodies_that_are_long_or_become_long_are_parsed_in_a_thread():
+    for body, is_in_thread in (
         (b'{"prompt": "abc"}', False),
         (b"[" + b"1," * 2000 + b"1]", True),
         (b" " * (1 << 19), True),
         (b'{"apply_steering_vectors": {"compression": "zstd"}}', True),
-    ],
-)
-def test_bodies_that_are_long_or_become_long_are_parsed_in_a_thread(body, is_in_thread):
-    assert is_long(body) == is_in_thread
+    ):
+        assert is_long(body) == is_in_thread, body[:40]

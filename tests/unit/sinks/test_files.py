@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from support.codec_rows import CODECS, codec
 from support.sinking import ORIGIN, RECEIPT, WIDE, WIDE_ORIGIN, WIDTH, activations, delivery
 
-from midstream.codecs import Codec, parse_codec
+from midstream.codecs import parse_codec
 from midstream.errors import SpecError
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
@@ -37,7 +35,7 @@ def sink(root):
     return made
 
 
-def reduced(codec: Codec, plain: Activations) -> Activations:
+def reduced(codec, plain):
     """Rows as they come from the device under a codec."""
     rows = {
         tap: Rows(codec, value.shape[1], torch.float32, (codec.encode(value)[:, None],), (0,))
@@ -46,17 +44,26 @@ def reduced(codec: Codec, plain: Activations) -> Activations:
     return Activations(rows, dict.fromkeys(rows, plain.positions), torch.arange(100, 104))
 
 
-def written(sink: FileSink, **given: Any) -> Any:
+def values_of(found, width=WIDTH):
+    """The rows of a file by its arrays: `rows`; or a scale, a zero and uint8 values."""
+    if "rows" in found:
+        return found["rows"]
+    values = found["zero"][:, None] + found["scale"][:, None] * found["q"].astype("f4")
+    if "indices" not in found:
+        return values
+    full = np.zeros((len(values), width), np.float32)
+    np.put_along_axis(full, found["indices"], values, axis=1)
+    return full
+
+
+def written(sink, **given):
     sink.write(delivery(**given))
     (result,) = sink.flush()
     return result
 
 
-def files_in(folder: Path) -> list[str]:
+def files_in(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
-
-# ---------------------------------------------------------------- what is there
 
 
 def test_a_request_has_a_file_for_each_site_and_layer_and_a_manifest(sink, root):
@@ -116,44 +123,20 @@ def test_bfloat16_is_read_as_float32_bit_by_bit(sink, root):
         assert np.array_equal(found["rows"], rows["resid_post", 1].float().numpy())
 
 
-@pytest.mark.parametrize("spec", ["full8", "rp8:k=4,seed=3", "topk8:k=3"])
-def test_rows_of_a_codec_read_from_their_arrays_as_the_codec_reads_them(sink, root, spec):
-    codec = parse_codec(spec)
-    rows = reduced(codec, activations(TAPS))
-    result = written(sink, activations=rows)
-    assert result.manifest["codec"] == codec.spec
-    for site, layer in TAPS:
-        with np.load(root / "r" / f"{site}.{layer}.npz") as found:
-            values = found["zero"][:, None] + found["scale"][:, None] * found["q"].astype(
-                np.float32
-            )
-            if "indices" in found:
-                full = np.zeros((2, WIDTH), np.float32)
-                np.put_along_axis(full, found["indices"], values, axis=1)
-                values = full
-            assert np.array_equal(values, rows[site, layer].numpy())
-            scales = next(f["scales"] for f in result.manifest["files"] if f["site"] == site)
-            assert scales == {"min": found["scale"].min(), "max": found["scale"].max()}
-
-
 @pytest.mark.parametrize("spec", CODECS)
-def test_rows_of_every_codec_are_in_its_arrays(spec: str, sink: FileSink, root: Path) -> None:
-    """`rows`; or a scale, a zero and uint8 values: another codec needs a case in `npz_arrays`."""
-    given = codec(spec.replace("k=16", "k=4"))
+def test_rows_of_every_codec_are_in_its_arrays(spec, sink, root):
+    """Another codec needs a case in `npz_arrays`."""
+    used = codec(spec.replace("k=16", "k=4"))
     plain = activations(TAPS)
-    rows = plain if spec == "raw" else reduced(given, plain)
-    written(sink, activations=rows)
+    rows = plain if spec == "raw" else reduced(used, plain)
+    manifest = written(sink, activations=rows).manifest
+    assert manifest["codec"] == used.spec
     for site, layer in TAPS:
         with np.load(root / "r" / f"{site}.{layer}.npz") as found:
-            if "rows" in found:
-                values = found["rows"]
-            else:
-                values = found["zero"][:, None] + found["scale"][:, None] * found["q"].astype("f4")
-            if "indices" in found:
-                full = np.zeros((2, WIDTH), np.float32)
-                np.put_along_axis(full, found["indices"], values, axis=1)
-                values = full
-            assert np.array_equal(values, rows[site, layer].float().numpy())
+            assert np.array_equal(values_of(found), rows[site, layer].float().numpy())
+            scales = next(file["scales"] for file in manifest["files"] if file["site"] == site)
+            if "scale" in found:
+                assert scales == {"min": found["scale"].min(), "max": found["scale"].max()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -171,14 +154,7 @@ def test_rows_of_two_widths_read_back_and_the_manifest_has_the_other_width(root,
         with np.load(file["path"]) as every:
             start = file.get("prefix", "")
             found = {name.removeprefix(start): every[name] for name in every}
-        if spec == "raw":
-            values = found["rows"]
-        else:
-            values = found["zero"][:, None] + found["scale"][:, None] * found["q"].astype("f4")
-        if "indices" in found:
-            full = np.zeros((2, width or WIDTH), np.float32)
-            np.put_along_axis(full, found["indices"], values, axis=1)
-            values = full
+        values = values_of(found, width or WIDTH)
         assert np.array_equal(values, rows[tap].numpy())
         if spec != "topk8:k=3":
             assert np.abs(values - plain[tap].numpy()).max() < 1 / 255
@@ -198,20 +174,17 @@ def test_rows_that_never_came_leave_empty_arrays(sink, root):
         assert found["rows"].shape == (0, WIDTH)
 
 
-# ---------------------------------------------------------------- durable, whole, never overwritten
-
-
 def test_a_folder_appears_with_all_of_its_files_after_they_were_synced(sink, root, monkeypatch):
     seen: list[str] = []
     rename, fsync = os.rename, os.fsync
 
-    def watched_rename(*args: Any, **kwargs: Any) -> None:
+    def watched_rename(*args, **kwargs):
         seen.append("rename")
         assert not (root / "r").exists()
         rename(*args, **kwargs)
         assert files_in(root / "r") == ["manifest.json", "resid_post.1.npz"]
 
-    def watched_fsync(descriptor: int) -> None:
+    def watched_fsync(descriptor):
         seen.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
@@ -247,7 +220,7 @@ def test_of_two_that_come_at_once_under_one_name_the_second_is_an_error(sink, ro
 
 
 def test_what_cannot_be_synced_leaves_nothing(sink, root, monkeypatch):
-    def broken(_: int) -> None:
+    def broken(_):
         raise OSError(5, "Input/output error")
 
     sink.write(delivery("a", tag="t"))
@@ -260,7 +233,7 @@ def test_what_cannot_be_synced_leaves_nothing(sink, root, monkeypatch):
 
 
 def test_a_write_that_fails_leaves_nothing_and_the_next_is_well(sink, root, monkeypatch):
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -281,9 +254,6 @@ def test_a_root_that_is_deleted_is_an_error_and_not_made_anew(sink, root):
     with pytest.raises(FileNotFoundError):
         sink.write(delivery())
     assert not root.exists()
-
-
-# ---------------------------------------------------------------- nowhere else
 
 
 @pytest.mark.parametrize("target", ["folder", "nothing"])
@@ -358,28 +328,24 @@ def test_every_allowed_name_is_a_folder_right_beneath_the_one_before(tmp_path_fa
     assert os.listdir(root / tag) == [name]
 
 
-# ---------------------------------------------------------------- settings
-
-
 @pytest.mark.parametrize("root", ["", None, 7, ["a"]])
 def test_a_root_that_is_no_path_is_refused(root):
     with pytest.raises(ValueError, match="root: expected the path of a folder"):
         FileSink(root)
 
 
-def test_a_root_that_is_a_file_keeps_the_engine_from_starting(tmp_path):
+def test_a_root_that_is_a_file_and_another_layout_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         FileSink(str(tmp_path / "file")).open(ORIGIN)
+    with pytest.raises(ValueError, match="layout: expected one of per_file, packed, sharded"):
+        FileSink(str(tmp_path), layout="flat")
 
 
 def test_a_receipt_with_problems_is_in_the_manifest(sink):
     bad = replace(RECEIPT, problems=("a row is missing",))
     manifest = written(sink, receipt=bad).manifest
     assert (manifest["status"], manifest["problems"]) == ("error", ["a row is missing"])
-
-
-# ---------------------------------------------------------------- layouts
 
 
 def read_back(manifest):
@@ -414,13 +380,6 @@ def test_every_layout_has_the_same_arrays(tmp_path, layout, codec, by_request):
         assert set(mine[tap]) == set(arrays)
         for name, value in arrays.items():
             np.testing.assert_array_equal(mine[tap][name], value)
-
-
-def test_packed_is_one_file_of_rows_for_each_request(sink, root):
-    written(sink, tag="t", activations=activations(TAPS), layout="packed")
-    assert files_in(root) == ["t", "t/r", "t/r/manifest.json", "t/r/rows.npz"]
-    with np.load(root / "t/r/rows.npz") as file:
-        assert "resid_post.1.rows" in file.files
 
 
 @settings(max_examples=30, deadline=None)
@@ -466,8 +425,3 @@ def test_a_shard_that_cannot_be_written_is_an_error_of_its_requests_alone(sink, 
     first, second = sink.flush()
     assert (first.status, second.status) == ("error", "ok")
     assert second.manifest["name"] == "b"
-
-
-def test_other_layouts_are_rejected(tmp_path):
-    with pytest.raises(ValueError, match="layout: expected one of per_file, packed, sharded"):
-        FileSink(str(tmp_path), layout="flat")

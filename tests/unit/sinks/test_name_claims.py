@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 from support.sinking import ORIGIN, delivery, put_now
@@ -17,7 +16,7 @@ from midstream.config.sinks import read_sinks
 from midstream.errors import ExistsError, HttpError, SpecError
 from midstream.plan import Capture, Plan
 from midstream.sinks import name_claims
-from midstream.sinks.name_claims import NameClaims, RequestNames
+from midstream.sinks.name_claims import NameClaims
 from midstream.sinks.sink_set import SinkSet
 from midstream.store import open_store
 
@@ -30,22 +29,22 @@ sys.stdin.read()
 KINDS = ["store", "npz", "filesystem"]
 
 
-def sinks_of(kind: str, root: Path) -> SinkSet:
+def sinks_of(kind, root):
     return SinkSet(read_sinks({kind: {"root": str(root)}}), ORIGIN)
 
 
-def plan(kind: str, request_id: str = "a", tag: str = "", layer: int = 1) -> Plan:
+def plan(kind, request_id="a", tag="", layer=1):
     return Plan((Capture(layer, sink=kind, tag=tag, request_id=request_id),))
 
 
-def taken(sinks: SinkSet, asked: Plan) -> RequestNames:
+def taken(sinks, asked):
     names = sinks.names_of(asked)
     assert names is not None
     names.take()
     return names
 
 
-def refused(sinks: SinkSet, asked: Plan) -> str:
+def refused(sinks, asked):
     names = sinks.names_of(asked)
     assert names is not None
     with pytest.raises(ExistsError) as caught:

@@ -92,7 +92,9 @@ def test_what_is_larger_than_all_the_room_comes_alone(sink, queue):
     assert large.result(10).status == "ok"
 
 
-def test_a_write_that_fails_is_its_own_requests_error_alone(sink, queue):
+def test_a_write_that_fails_or_returns_no_result_is_its_own_requests_error_alone(
+    sink, queue, monkeypatch
+):
     sink.fails = {"write r1"}
     told = [queue.put(delivery(f"r{n}"), 1) for n in range(3)]
     queue.drain()
@@ -103,6 +105,12 @@ def test_a_write_that_fails_is_its_own_requests_error_alone(sink, queue):
     again = queue.put(delivery("r1"), 1)
     queue.drain()
     assert again.result(10).status == "ok"
+    monkeypatch.setattr(sink, "write", lambda one: 7 if one.name == "r1" else None)
+    told = [queue.put(delivery(f"r{n}"), 1) for n in range(3)]
+    queue.drain()
+    found = [one.result(10) for one in told]
+    assert [one.status for one in found] == ["ok", "error", "ok"]
+    assert found[1].reason == "write returned `int`; expected a CaptureResult or None"
 
 
 def test_a_flush_that_fails_is_the_error_of_all_that_it_was_for_and_of_no_others(sink, queue):
@@ -126,19 +134,21 @@ def test_flush_may_say_what_became_of_each_write_that_did_not_fail(sink, queue):
     assert found[2].paths == ("shard",)
 
 
-def test_a_flush_with_too_few_results_is_an_error_of_all(sink, queue):
+def test_a_flush_may_yield_its_results_and_too_few_are_an_error_of_all(sink, queue, monkeypatch):
     sink.results = []
     told = queue.put(delivery(), 1)
     queue.drain()
     assert told.result(10).reason == "flush returned 0 results for 1 writes"
+    monkeypatch.setattr(sink, "flush", lambda: (CaptureResult(paths=(one,)) for one in "x"))
+    told = queue.put(delivery(), 1)
+    queue.drain()
+    assert told.result(10).paths == ("x",)
 
 
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
         (3, "flush returned `int`; expected CaptureResults or None"),
-        (True, "flush returned `bool`; expected CaptureResults or None"),
-        ("ok", "flush returned `str`; expected CaptureResults or None"),
         ([None], "flush returned a list with `None`; expected CaptureResults"),
     ],
 )
@@ -155,22 +165,6 @@ def test_a_flush_that_returns_no_results_is_an_error_and_not_the_end(
     assert after.result(10).status == "ok"
 
 
-def test_a_flush_may_yield_its_results(sink, queue, monkeypatch):
-    monkeypatch.setattr(sink, "flush", lambda: (CaptureResult(paths=(one,)) for one in "x"))
-    told = queue.put(delivery(), 1)
-    queue.drain()
-    assert told.result(10).paths == ("x",)
-
-
-def test_a_write_that_returns_no_result_is_its_own_requests_error(sink, queue, monkeypatch):
-    monkeypatch.setattr(sink, "write", lambda one: 7 if one.name == "r1" else None)
-    told = [queue.put(delivery(f"r{n}"), 1) for n in range(3)]
-    queue.drain()
-    found = [one.result(10) for one in told]
-    assert [one.status for one in found] == ["ok", "error", "ok"]
-    assert found[1].reason == "write returned `int`; expected a CaptureResult or None"
-
-
 def test_closing_writes_and_flushes_what_is_there_and_refuses_what_comes_after(sink, queue):
     told = [queue.put(delivery(f"r{n}"), 1) for n in range(3)]
     queue.close()
@@ -179,11 +173,6 @@ def test_closing_writes_and_flushes_what_is_there_and_refuses_what_comes_after(s
     queue.close()
     assert sink.calls.count("close") == 1
     assert queue.put(delivery(), 1).result(0) == CaptureResult("error", "the sink is closed")
-
-
-def test_a_queue_that_was_never_used_closes_its_sink_too(sink, queue):
-    queue.close()
-    assert sink.calls == ["close"]
 
 
 def test_in_a_forked_process_it_is_left_to_the_parent(sink, queue):
@@ -217,7 +206,7 @@ def test_one_who_does_not_wait_for_room_any_more_takes_none(sink, queue):
     sink.go.clear()
     first = queue.put(delivery("first"), 90)
 
-    async def give_up() -> None:
+    async def give_up():
         task = asyncio.create_task(told_soon(queue, delivery("never"), 90))
         await asyncio.sleep(0.1)
         task.cancel()
@@ -235,7 +224,7 @@ def test_one_who_does_not_wait_for_room_any_more_takes_none(sink, queue):
 def test_one_who_does_not_wait_for_the_result_any_more_disturbs_nobody(sink, queue):
     sink.go.clear()
 
-    async def give_up() -> None:
+    async def give_up():
         task = asyncio.create_task(told_soon(queue, delivery("left"), 10))
         await asyncio.sleep(0.1)
         task.cancel()
@@ -256,19 +245,12 @@ def test_one_who_does_not_wait_for_the_result_any_more_disturbs_nobody(sink, que
 def test_many_callers_who_wait_share_a_flush(sink, queue):
     sink.group_seconds = 0.2
 
-    async def ask() -> list[CaptureResult]:
+    async def ask():
         return await asyncio.gather(*(told_soon(queue, delivery(f"r{n}"), 1) for n in range(20)))
 
     found = asyncio.run(ask())
     assert [one.status for one in found] == ["ok"] * 20
     assert sink.calls.count("flush") == 1
-
-
-def test_a_single_caller_waits_no_longer_than_the_sink_would_have_others_join(sink, queue):
-    sink.group_seconds = 0.1
-    start = time.monotonic()
-    assert asyncio.run(told_soon(queue, delivery(), 1)).status == "ok"
-    assert 0.1 <= time.monotonic() - start < 5
 
 
 def test_a_piece_that_others_follow_waits_for_them_and_the_last_has_all_flushed(sink, queue):
@@ -292,16 +274,13 @@ def test_what_has_no_rows_needs_no_room_and_keeps_its_place(sink, queue):
     assert sink.calls == ["write large", "write end", "flush"]
 
 
-# ---------------------------------------------------------------- room
-
-
 @given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=30))
 def test_room_is_given_in_order_never_too_much_and_never_forgotten(asked):
     bound = ByteBudget(10)
     held: list[int] = []
     waiting: list[tuple[int, Future[None]]] = []
 
-    def check() -> None:
+    def check():
         while waiting and waiting[0][1].done():
             held.append(waiting.pop(0)[0])
         assert not any(room.done() for _, room in waiting), "somebody overtook"

@@ -134,16 +134,6 @@ def test_closing_ends_after_its_own_time_though_each_call_returns(caplog):
     sink.returns.set()
 
 
-def test_a_slow_sink_within_its_limits_loses_nothing():
-    sink, queue = stalled("write", QueueTimes(patience=3600, call=FOREVER))
-    told = [queue.put(delivery(f"r{n}"), 10) for n in range(3)]
-    threading.Timer(0.3, sink.returns.set).start()
-    queue.close()
-    assert [one.result(FOREVER).paths for one in told] == [(f"r{n} is stored",) for n in range(3)]
-
-
-# ------------------------------------------------------------------ the process
-
 HANGING = """
 import threading, time
 from midstream.sinks import Sink

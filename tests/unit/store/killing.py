@@ -27,12 +27,6 @@ def made(number: int):
 def write_on(root: Path, told, *, die_at: int | None = None, last: int = 1 << 30) -> None:
     """Goes on from where the store ends, as a run that was started again; tells what is
     acknowledged.
-
-    Args:
-        root: the store.
-        told: a pipe that gets [first, stop) of the completions after each flush.
-        die_at: before which of its system calls the process kills itself; None: none.
-        last: where it ends by itself.
     """
     there = {each.request for each in open_store(root).requests} if root.exists() else set()
     if die_at is not None:
@@ -86,11 +80,7 @@ class Killed:
         self.acknowledged = 0
 
     def run(self, after_s: float = 0.0, merging: bool = False, **options) -> bool:
-        """Starts a writer, and kills it some time after its first word, unless it kills itself.
-
-        Returns:
-            Whether it was killed.
-        """
+        """Starts a writer, and kills it some time after its first word, unless it kills itself."""
         hear, tell = _CONTEXT.Pipe(duplex=False)
         writer = _CONTEXT.Process(target=write_on, args=(self.root, tell), kwargs=options)
         writer.start()

@@ -44,9 +44,6 @@ def flat(batches):
     return [index for batch in batches for index in batch]
 
 
-# ---------------------------------------------------------------- every row once
-
-
 @pytest.mark.parametrize("workers", [0, *(pytest.param(n, marks=WORKERS) for n in (1, 3))])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_comes_once_whatever_the_number_of_workers(selection, workers, shuffle):
@@ -75,15 +72,6 @@ def test_a_selection_of_no_rows_has_no_batches(selection, tmp_path):
     write(tmp_path, [entry("a", rows=0)])
     for workers in (0, 2):
         assert epoch(RowDataset(open_store(tmp_path).select(), 10), workers) == []
-
-
-@WORKERS
-def test_workers_that_get_nothing_to_do_are_no_harm(selection, tmp_path):
-    write(tmp_path, [entry("a", rows=5, taps=TAPS[:1])])
-    assert sorted(flat(epoch(RowDataset(open_store(tmp_path).select(), 2), 3))) == list(range(5))
-
-
-# ---------------------------------------------------------------- the rows themselves
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=WORKERS)])
@@ -120,9 +108,6 @@ def test_an_object_store_can_be_read_by_workers(bucket):  # noqa: F811
     assert sorted(flat(found)) == list(range(1200))
 
 
-# ---------------------------------------------------------------- the order
-
-
 @WORKERS
 def test_the_order_follows_from_seed_epoch_and_number_of_workers(selection):
     dataset = RowDataset(selection, 50, buffer=512, seed=5)
@@ -138,14 +123,6 @@ def test_the_order_follows_from_seed_epoch_and_number_of_workers(selection):
     assert epoch(dataset) == first
 
 
-def test_torch_s_own_seed_changes_nothing(selection):
-    dataset = RowDataset(selection, 50)
-    torch.manual_seed(1)
-    first = epoch(dataset)
-    torch.manual_seed(2)
-    assert epoch(dataset) == first
-
-
 @WORKERS
 def test_workers_that_live_on_are_told_of_the_epoch(selection):
     dataset = RowDataset(selection, 50, buffer=512)
@@ -156,10 +133,6 @@ def test_workers_that_live_on_are_told_of_the_epoch(selection):
         orders.append([batch["index"].tolist() for batch in loader])
     assert orders[0] == orders[2] != orders[1]
     assert sorted(flat(orders[1])) == list(range(len(selection)))
-
-
-def test_without_shuffling_the_order_is_the_selection_s(selection):
-    assert flat(epoch(RowDataset(selection, 77, shuffle=False))) == list(range(len(selection)))
 
 
 def test_a_shuffled_batch_is_drawn_from_all_over_when_the_buffer_is_large(selection):

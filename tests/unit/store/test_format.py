@@ -21,7 +21,7 @@ from midstream.store.writer import new_name
 GOLDEN = "f4a31a2ddb4be20a46349f7b2e2efd983ceb00a480e9546dc5daa55f64457418"
 
 
-def golden() -> bytes:
+def golden():
     """A shard of two requests and two groups, whose bytes are known."""
     head = header(hidden_size=2, dtype="float16")
     values = torch.arange(12, dtype=torch.float16).view(6, 2)

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
-from unit.store.making import HIDDEN, TAPS, entry, header, rows_of, same, vectors, write
+from unit.store.making import TAPS, entry, header, rows_of, same, vectors, write
 
 from midstream import (
     Image,
     Positions,
     Role,
     Span,
-    SpecError,
     StoreError,
     Text,
     TokenIds,
@@ -66,14 +65,6 @@ def every():
 
 def prompt(row):
     return int(row[2][1:])
-
-
-# ---------------------------------------------------------------- order and values
-
-
-def test_rows_come_by_layer_and_site_then_as_they_were_stored(store):
-    assert chosen(store.select()) == every()
-    assert len(store.select()) == len(every())
 
 
 @pytest.mark.parametrize("size", [1, 4, 7, 1000])
@@ -138,9 +129,6 @@ def test_indices_beyond_the_selection_are_refused(store):
             selection.batches(size)
 
 
-# ---------------------------------------------------------------- by what they are of
-
-
 @pytest.mark.parametrize(
     ("asked", "keep"),
     [
@@ -152,11 +140,9 @@ def test_indices_beyond_the_selection_are_refused(store):
         ({"layer": slice(1, None)}, lambda row: row[1] == 3),
         ({"layer": slice(None, None, 2)}, lambda row: row[1] == 0),
         ({"layer": range(2, 10**15)}, lambda row: row[1] == 3),
-        ({"layer": range(50, 60)}, lambda row: False),
         ({"request": []}, lambda row: False),
         ({"token": range(31, 0, -20)}, lambda row: row[3] in (1, 3)),
         ({"token": range(2, 1 << 31)}, lambda row: row[3] > 0),
-        ({"token": range(0)}, lambda row: False),
         ({"request": "r1"}, lambda row: row[2] == "r1"),
         ({"request": ("r5", "r2")}, lambda row: row[2] in ("r5", "r2")),
         ({"tag": "y"}, lambda row: prompt(row) % 2 == 1),
@@ -174,22 +160,17 @@ def test_what_is_asked_for_by_name_is_chosen(store, asked, keep):
     [
         ({"site": "mlp_out"}, "site: no rows in this store have 'mlp_out'; known: 'resid_post'"),
         ({"site": "resid_pots"}, "'resid_pots' .did you mean `resid_post`"),
-        ({"site": 3}, "site: expected `str` or a list of them, got `int`"),
         ({"layer": 1}, "layer: no rows in this store have 1; known: 0, 3"),
         ({"layer": -1}, "layer: no rows in this store have -1"),
         ({"layer": slice(-2, None)}, "layer: expected a slice with bounds from 0"),
         ({"layer": slice(0, 3, 0)}, "layer: expected a slice with a step other than 0"),
-        ({"layer": slice(0, 3, "1")}, "layer: expected a slice with a step other than 0"),
         ({"layer": "0"}, "layer: expected `int` within .*, or a list or range of them, got `str`"),
         ({"token": 2**70}, "token: expected `int` within .*, got an integer of 71 bits"),
-        ({"token": range(2**70)}, "token: expected `int` within .*, got an integer of 71 bits"),
         (
             {"request": ["r1", "r9"]},
             "request: no rows in this store have 'r9'; known: 'r0', 'r1'",
         ),
         ({"tag": "z"}, "tag: no rows in this store have 'z'"),
-        ({"child": 7}, "child: no rows in this store have 7"),
-        ({"model": "other"}, "model: no rows in this store have 'other'"),
         ({"token": "x"}, "token: expected `int` within .*, or a list or range of them, got `str`"),
         ({"position": "last"}, "position: 'last' cannot be determined"),
         ({"position": Text("x")}, "position: Text.'x'. cannot be determined"),
@@ -200,14 +181,6 @@ def test_what_is_asked_for_by_name_is_chosen(store, asked, keep):
 def test_what_is_not_there_is_refused_by_name(store, asked, problem):
     with pytest.raises(StoreError, match=problem):
         store.select(**asked)
-
-
-def test_positions_that_are_malformed_are_refused_as_everywhere(store):
-    with pytest.raises(SpecError, match="empty for every prompt"):
-        store.select(position=slice(3, 2))
-
-
-# ---------------------------------------------------------------- by position and token
 
 
 @pytest.mark.parametrize(
@@ -285,9 +258,6 @@ def test_any_filter_chooses_what_it_says_of_any_store(tmp_path_factory, data):
     assert values == [100.0 * row[2] + row[3] for row in wanted]
 
 
-# ---------------------------------------------------------------- several kinds
-
-
 def test_rows_of_different_kinds_do_not_go_into_one_tensor(tmp_path):
     write(tmp_path, [entry("a")])
     wide = header(hidden_size=16, model="acme/wide")
@@ -314,9 +284,6 @@ def test_models_of_one_kind_go_together(tmp_path):
     assert len(open_store(tmp_path).select(site="resid_pre")) == 6
 
 
-# ---------------------------------------------------------------- the store
-
-
 def test_a_store_says_what_is_in_it(store, tmp_path):
     assert store.sites == ("resid_pre", "resid_post")
     assert store.layers == (0, 3)
@@ -334,13 +301,22 @@ def test_a_store_says_what_is_in_it(store, tmp_path):
     assert repr(store.shards[0]).endswith("3 requests)")
 
 
-def test_requests_and_children_that_are_not_there_are_refused_by_name(store):
+def test_requests_and_children_that_are_not_there_are_refused_by_name_and_a_close_one_is_hinted_at(
+    store, monkeypatch
+):
     with pytest.raises(StoreError, match=r"store\d+: there is no request 'r7'"):
         store.get("r7")
     with pytest.raises(StoreError, match="there is no completion 0 of request 'r1'"):
         store.get("r1")
     with pytest.raises(StoreError, match="there is no completion 0 of request 'r0' in elsewhere"):
         store.get("r0", shard="elsewhere")
+    wrong = f"{store.requests[0].request}x"
+    with pytest.raises(StoreError, match="did you mean"):
+        store.get(wrong)
+    monkeypatch.setattr("midstream.validation._HINTED", 1)
+    with pytest.raises(StoreError, match="there is no request") as error:
+        store.get(wrong)
+    assert "did you mean" not in str(error.value)
 
 
 def test_a_request_that_was_stored_twice_is_listed_twice_and_found_by_its_shard(tmp_path):
@@ -392,17 +368,3 @@ def test_rows_that_are_not_read_are_not_looked_at(tmp_path):
     assert len(selection.take(range(200)).values) == 200
     with pytest.raises(StoreError, match="damaged: g0.resid_pre.0"):
         _ = selection.take([0, 250]).values
-
-
-def test_hidden_sizes_are_those_of_the_header(store):
-    assert next(store.select().batches(1)).values.shape == (1, HIDDEN)
-
-
-def test_a_close_name_is_hinted_at_and_not_looked_for_among_too_many(store, monkeypatch):
-    wrong = f"{store.requests[0].request}x"
-    with pytest.raises(StoreError, match="did you mean"):
-        store.get(wrong)
-    monkeypatch.setattr("midstream.validation._HINTED", 1)
-    with pytest.raises(StoreError, match="there is no request") as error:
-        store.get(wrong)
-    assert "did you mean" not in str(error.value)

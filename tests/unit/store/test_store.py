@@ -39,16 +39,18 @@ def test_every_codec_and_dtype_reads_as_its_codec_decodes(tmp_path, codec, dtype
     assert same(batch.values, decoded)
 
 
-def test_a_directory_without_shards_is_an_empty_store(tmp_path):
+def test_a_directory_without_shards_is_an_empty_store_and_one_that_is_not_there_is_refused(
+    tmp_path,
+):
     store = open_store(tmp_path)
     assert len(store) == 0
     assert store.requests == ()
     assert repr(store) == f"Store({str(tmp_path)!r}, empty)"
-
-
-def test_a_directory_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(StoreError, match="nowhere: no such store: the directory does not exist"):
         open_store(tmp_path / "nowhere")
+    for since in (None, 5):
+        with pytest.raises(StoreError, match="since: expected the name of a shard"):
+            open_store(tmp_path, since)
 
 
 def test_shards_that_come_later_are_seen_after_refresh(tmp_path):
@@ -76,9 +78,7 @@ def test_values_belong_to_the_caller(tmp_path):
     ("given", "problem"),
     [
         ({"request": 5}, "request: expected `str`, got `int`"),
-        ({"request": ["a"]}, "request: expected `str`, got `list`"),
         ({"request": "a", "child": "0"}, "child: expected `int`, got `str`"),
-        ({"request": "a", "child": [0]}, "child: expected `int`, got `list`"),
         ({"request": "a", "shard": 1}, "shard: expected the name of a shard, got `int`"),
     ],
 )
@@ -86,9 +86,3 @@ def test_what_is_no_id_is_refused_by_name(tmp_path, given, problem):
     for find in (open_store(tmp_path).find, open_store(tmp_path).get):
         with pytest.raises(StoreError, match=problem):
             find(**given)
-
-
-def test_since_is_the_name_of_a_shard(tmp_path):
-    for since in (None, 5):
-        with pytest.raises(StoreError, match="since: expected the name of a shard"):
-            open_store(tmp_path, since)

@@ -32,9 +32,6 @@ def headers(root):
     return [shard.header for shard in open_store(root).shards]
 
 
-# ---------------------------------------------------------------- round trip
-
-
 @pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=64,seed=3", "topk8:k=4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_each_tap_reads_as_the_codec_decodes_rows_of_its_width(tmp_path, codec, dtype):
@@ -52,16 +49,6 @@ def test_each_tap_reads_as_the_codec_decodes_rows_of_its_width(tmp_path, codec, 
         (batch,) = store.select(site=tap[0], layer=tap[1]).batches(10)
         assert same(batch.encoded, encoded)
         assert same(batch.values, decoded)
-
-
-def test_rows_of_full8_are_within_half_a_step_of_the_vectors(tmp_path):
-    head = wide(codec="full8", dtype="float32")
-    write(tmp_path, [entry("a", rows=4, taps=BOTH, head=head)], head)
-    for nth, tap in enumerate(BOTH):
-        values = vectors(nth, 4, head, tap)
-        step = (values.amax(1) - values.amin(1)) / 255
-        error = (open_store(tmp_path).get("a")[tap] - values).abs().amax(1)
-        assert (error <= step * 0.501).all()
 
 
 SITES = st.sampled_from(["resid_pre", "attn_out", "mlp_out", "resid_post"])
@@ -98,9 +85,6 @@ def test_any_widths_come_back(tmp_path_factory, codec, widths, hidden, rows):
             assert same(found[tap], wanted)
 
 
-# ---------------------------------------------------------------- bytes
-
-
 def test_a_shard_without_another_width_is_that_of_a_model_without_one():
     rows = [entry("a", taps=[STREAM])]
     for widths in ({}, WIDTHS, {STREAM: HIDDEN}):
@@ -129,15 +113,12 @@ def test_the_bytes_of_version_2_never_change():
     assert digest == GOLDEN, "shards that are out there would not be read any more"
 
 
-def test_the_rows_of_an_entry_must_be_as_wide_as_their_tap(tmp_path):
+def test_rows_and_codecs_that_do_not_fit_the_width_of_a_tap_are_refused(tmp_path):
     with (
         Writer(tmp_path, wide(dtype="float32")) as writer,
         pytest.raises(StoreError, match=r"attn_out', 1\].data: expected shape \[3, 48\]"),
     ):
         writer.add(entry("a", taps=BOTH, head=header(dtype="float32")))
-
-
-def test_a_codec_that_is_too_wide_for_a_tap_is_refused_with_its_name(tmp_path):
     head = wide(codec="topk8:k=6", widths={WIDE: 4})
     made = entry("a", taps=[STREAM], head=head)
     other = Entry(request="b", prompt_tokens=2, taps={WIDE: made.taps[STREAM]})
@@ -155,8 +136,6 @@ def test_a_codec_that_is_too_wide_for_a_tap_is_refused_with_its_name(tmp_path):
         ({("attn_oat", 1): 3}, "widths: expected .site, layer. of a site of `embed`"),
         ({("attn_out", -1): 3}, "widths: layer: expected 0 to 65535"),
         ({WIDE: 0}, r"widths: attn_out\.1: expected 1 to 1048576, got 0"),
-        ({WIDE: 12.0}, r"widths: attn_out\.1: expected `int`, got `float`"),
-        ({WIDE: True}, r"widths: attn_out\.1: expected `int`, got `bool`"),
     ],
 )
 def test_widths_that_cannot_be_are_refused(widths, problem):
@@ -164,7 +143,7 @@ def test_widths_that_cannot_be_are_refused(widths, problem):
         header(widths=widths)
 
 
-def forged(**about) -> bytes:
+def forged(**about):
     described, parts = take_apart(shard_bytes([entry("a", taps=BOTH, head=wide())], wide()))
     described["__metadata__"] |= about
     return put_together(described, parts)
@@ -178,13 +157,11 @@ def forged(**about) -> bytes:
         ({"widths": "{}"}, "tensor 'g0.attn_out.1': expected"),
         ({"widths": '{"attn_out.1":13}'}, "tensor 'g0.attn_out.1': expected"),
         ({"widths": '{"attn_out.1":12,"resid_post.1":8}'}, "not in canonical form"),
-        ({"widths": '{"attn_out.1": 12}'}, "not in canonical form"),
         ({"widths": '{"attn_out.1":12,"mlp_out.1":3}'}, "mlp_out.1 is no site and layer of the"),
         ({"widths": '{"attn_out.1":12,"attn_out.1":12}'}, "duplicate JSON field"),
         ({"widths": '{"attn_out.01":12}'}, "expected names such as attn_out.1"),
         ({"widths": '{"attn_oat.1":12}'}, "of a site of"),
         ({"widths": '{"attn_out.99999":12}'}, "widths: layer: expected 0 to 65535"),
-        ({"widths": '{"attn_out.1":"12"}'}, "expected `int`, got `str`"),
         ({"widths": '{"attn_out.1":1e99}'}, "expected `int`, got `float`"),
         ({"widths": '{"attn_out.1":99999999999}'}, "expected 1 to 1048576"),
         ({"widths": "[12]"}, "expected a JSON object as text"),
@@ -224,9 +201,6 @@ def test_any_text_as_widths_is_read_or_refused(tmp_path_factory):
     check()
 
 
-# ---------------------------------------------------------------- selections
-
-
 def test_rows_of_two_widths_are_not_read_together(tmp_path):
     write(tmp_path, [entry("a", taps=BOTH, head=wide())], wide())
     rows = open_store(tmp_path).select()
@@ -239,9 +213,6 @@ def test_rows_of_two_widths_are_not_read_together(tmp_path):
     one = open_store(tmp_path).select(site="attn_out")
     assert one.width() == 12
     assert [len(batch["values"][0]) for batch in RowDataset(one, 3)] == [12]
-
-
-# ---------------------------------------------------------------- maintenance
 
 
 def test_merged_shards_keep_the_widths_of_all_their_taps(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import resource
 import stat
 import threading
 
@@ -15,14 +14,10 @@ from unit.store.making import HIDDEN, TAPS, entry, header, ids, rows_of, same, v
 
 from midstream import StoreError, open_store
 from midstream.store import Entry, TapRows, Writer, verify
-from midstream.store.format.layout import BLOCK
 
 
 def files(root):
     return sorted(path.name for path in root.iterdir())
-
-
-# ---------------------------------------------------------------- shards
 
 
 def test_nothing_is_there_before_flush_and_one_shard_after(tmp_path):
@@ -34,12 +29,6 @@ def test_nothing_is_there_before_flush_and_one_shard_after(tmp_path):
     assert files(tmp_path / "deep" / "store") == [written.name]
     assert written.parent == tmp_path / "deep" / "store"
     assert ids(written.parent) == [("a", 0), ("b", 0)]
-
-
-def test_a_flush_of_nothing_writes_nothing(tmp_path):
-    with Writer(tmp_path, header()) as writer:
-        assert writer.flush() is None
-    assert files(tmp_path) == []
 
 
 def test_shards_are_no_longer_than_asked_but_for_a_single_entry(tmp_path):
@@ -114,15 +103,6 @@ def test_metadata_tags_and_children_come_back(tmp_path):
     assert first.taps == TAPS
 
 
-def test_a_shard_of_many_blocks_is_summed_as_it_is_read(tmp_path):
-    head = header(hidden_size=1024)
-    write(tmp_path, [entry(str(i), rows=200 + i, head=head, seed=i) for i in range(20)], head)
-    (shard,) = open_store(tmp_path).shards
-    assert shard.size > 300 * BLOCK
-    assert verify(tmp_path).ok
-    assert same(open_store(tmp_path).get("7")[TAPS[1]], vectors(8, 207, head))
-
-
 def test_many_groups_make_a_shard_full(tmp_path, monkeypatch):
     monkeypatch.setattr("midstream.store.format.shard_builder._MANY_TENSORS", 20)
     taps = [("resid_post", layer) for layer in range(10)]
@@ -130,22 +110,16 @@ def test_many_groups_make_a_shard_full(tmp_path, monkeypatch):
     assert [len(shard.lines) for shard in open_store(tmp_path).shards] == [5, 5]
 
 
-# ---------------------------------------------------------------- refusals
-
-
 GOOD = entry("a").taps[TAPS[0]]
 WRONG = [
     ({"request": ""}, "request: expected 1 to 1024 characters, got 0"),
-    ({"request": "a" * 1025}, "got 1025"),
     ({"request": 7}, "request: expected `str`, got `int`"),
     ({"request": "\ud800"}, "contains a lone surrogate"),
     ({"child": -1}, "'a': child: expected 0 to 2147483647, got -1"),
-    ({"child": True}, "child: expected `int`, got `bool`"),
     ({"tag": None}, "tag: expected `str`, got `None`"),
     ({"prompt_tokens": -1}, "prompt_tokens: expected 0 to"),
     ({"metadata": [1]}, "metadata: expected a dict, got `list`"),
     ({"metadata": {"x": float("nan")}}, "metadata: Out of range float values"),
-    ({"metadata": {"x": {1}}}, "metadata: .*not JSON serializable"),
     (
         {"metadata": {1: 0, "1": 0}},
         "(?<!metadata: )metadata: (?!metadata).*duplicate JSON field '1'",
@@ -155,10 +129,8 @@ WRONG = [
         {"metadata": {"x": "y" * (17 << 20)}},
         "(?<!metadata: )metadata of 17825801 bytes; the limit is",
     ),
-    ({"taps": [GOOD]}, "taps: expected a dict, got `list`"),
     ({"taps": {"resid_post": GOOD}}, r"expected \(site, layer\) as keys, got \"'resid_post'\""),
     ({"taps": {("resid_pots", 1): GOOD}}, "unknown site 'resid_pots'.*did you mean `resid_post`"),
-    ({"taps": {("resid_post", -1): GOOD}}, "layer: expected 0 to 65535, got -1"),
     ({"taps": {("resid_post", 1): "rows"}}, r"taps\['resid_post', 1\]: expected `TapRows`"),
     ({"taps": {("resid_post", 1): GOOD, ("post_block", 1): GOOD}}, "given twice, by two names"),
 ]
@@ -177,13 +149,10 @@ def test_a_malformed_entry_is_refused_by_name_and_not_taken(tmp_path, fields, pr
     ("field", "value", "problem"),
     [
         ("data", GOOD.data[:2], r"data: expected shape \[3, 16\], got \[2, 16\]"),
-        ("data", GOOD.data[:, :5], r"data: expected shape \[3, 16\], got \[3, 5\]"),
         ("data", GOOD.data.view(torch.int16), "data: expected torch.uint8, got torch.int16"),
         ("data", GOOD.data.numpy(), "data: expected a tensor, got `ndarray`"),
         ("data", GOOD.data.to("meta"), "data: expected a tensor on the host, got one on meta"),
         ("positions", torch.arange(3.0), "positions: expected torch.int64, got torch.float32"),
-        ("positions", torch.zeros(3, 1).long(), r"expected shape \['n'\], got \[3, 1\]"),
-        ("positions", torch.tensor([0, 2, 2]), "expected ascending positions"),
         ("positions", torch.tensor([0, 2, 1]), "expected ascending positions"),
         ("positions", torch.tensor([-1, 0, 1]), "expected ascending positions from 0"),
         ("positions", torch.tensor([0, 1, 1 << 26]), "from 0 to 67108863"),
@@ -206,12 +175,10 @@ def test_malformed_rows_are_refused_by_the_name_of_their_tap(tmp_path, field, va
     ("fields", "problem"),
     [
         ({"model": None}, "model: expected `str`, got `None`"),
-        ({"hidden_size": 0}, "hidden_size: expected 1 to 1048576, got 0"),
         ({"dtype": "float64"}, "dtype: expected one of .*, got 'float64'"),
         ({"codec": "raw9"}, "codec: expected one of"),
         ({"codec": "rp8"}, "codec: expected the full spec 'rp8:k=512,seed=0', got 'rp8'"),
         ({"codec": "topk8:k=64"}, "codec.k: expected at most 8"),
-        ({"codec": None}, "codec: expected a spec, `str`, got `None`"),
     ],
 )
 def test_a_malformed_header_is_refused_by_name(fields, problem):
@@ -228,30 +195,26 @@ def test_a_completion_is_added_to_a_shard_once(tmp_path):
     assert ids(tmp_path) == [("a", 0), ("a", 1)]
 
 
-def test_what_is_not_an_entry_or_a_path_is_refused(tmp_path):
+def test_what_is_no_entry_path_or_directory_is_refused(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match="expected `Entry`, got `dict`"):
         Writer(tmp_path, header()).add({})
     with pytest.raises(StoreError, match="expected a path or URL, got `int`"):
         Writer(7, header())
     with pytest.raises(StoreError, match="shard_bytes: expected at least 1, got 0"):
         Writer(tmp_path, header(), shard_bytes=0)
-
-
-def test_a_file_where_the_directory_should_be_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="file: expected a directory"):
         Writer(tmp_path / "file", header())
     with pytest.raises(StoreError, match="file: Not a directory"):
         open_store(tmp_path / "file")
-
-
-def test_a_directory_that_cannot_be_written_to_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(StoreError, match="the directory is not writable"):
         Writer(tmp_path, header())
 
 
-def test_a_closed_writer_takes_nothing(tmp_path):
+def test_a_closed_writer_takes_nothing(
+    tmp_path,
+):
     writer = Writer(tmp_path, header())
     writer.add(entry("a"))
     writer.close()
@@ -260,9 +223,6 @@ def test_a_closed_writer_takes_nothing(tmp_path):
         with pytest.raises(StoreError, match="the writer is closed"):
             call()
     assert ids(tmp_path) == [("a", 0)]
-
-
-# ---------------------------------------------------------------- failures
 
 
 def failing(name, number, after=0):
@@ -305,21 +265,6 @@ def test_a_shard_that_cannot_be_written_is_held_and_written_later(
     assert verify(tmp_path).ok
 
 
-def test_a_file_size_that_the_system_refuses_is_a_store_error(tmp_path):
-    writer = Writer(tmp_path, header())
-    writer.add(entry("a", rows=500))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
-    try:
-        with pytest.raises(StoreError, match="File too large"):
-            writer.flush()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert files(tmp_path) == []
-    writer.flush()
-    assert same(open_store(tmp_path).get("a")[TAPS[0]], vectors(0, 500, header()))
-
-
 def test_a_full_disk_stops_add_before_it_takes_more(tmp_path, monkeypatch):
     writer = Writer(tmp_path, header(), shard_bytes=1000)
     writer.add(entry("a", rows=20))
@@ -344,18 +289,6 @@ def test_a_file_system_without_fsync_for_directories_will_do(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", fsync)
     write(tmp_path, [entry("a")])
     assert ids(tmp_path) == [("a", 0)]
-
-
-def test_a_directory_deleted_under_the_writer_is_an_error_until_it_is_back(tmp_path):
-    root = tmp_path / "store"
-    writer = Writer(root, header())
-    root.rmdir()
-    writer.add(entry("a"))
-    with pytest.raises(StoreError, match="No such file or directory"):
-        writer.flush()
-    root.mkdir()
-    writer.flush()
-    assert ids(root) == [("a", 0)]
 
 
 def test_an_interrupted_flush_leaves_nothing_and_can_be_repeated(tmp_path, monkeypatch):
@@ -395,9 +328,6 @@ def test_what_was_added_is_written_when_the_block_ends_with_an_error(tmp_path):
     assert ids(tmp_path) == [("a", 0)]
 
 
-# ---------------------------------------------------------------- several
-
-
 def test_threads_share_a_writer(tmp_path):
     with Writer(tmp_path, header(), shard_bytes=3000) as writer:
 
@@ -412,23 +342,6 @@ def test_threads_share_a_writer(tmp_path):
             thread.join()
     assert ids(tmp_path) == sorted((f"{n}-{i}", 0) for n in range(4) for i in range(25))
     assert verify(tmp_path).ok
-
-
-def test_a_forked_process_may_not_use_its_parents_writer(tmp_path):
-    writer = Writer(tmp_path, header())
-    writer.add(entry("a"))
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            with pytest.raises(StoreError, match="the writer belongs to another process"):
-                writer.close()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    writer.close()
-    assert ids(tmp_path) == [("a", 0)]
 
 
 def write_some(root, number):

@@ -13,21 +13,23 @@ from hypothesis import strategies as st
 from support.open_files import open_files
 from support.stored import SEGMENT, check_idle, make_arena
 
-from midstream.transport.arena import Arena
 from midstream.transport.reader import MappedArena
 
 
-def take(arena: Arena, nbytes: int):
+def take(arena, nbytes):
     extent = arena.take(nbytes)
     assert extent is not None
     return extent
 
 
-def mapped(arena: Arena) -> MappedArena:
-    return MappedArena(arena.leases.address)
+def reader_of(arena, *segments):
+    """A reader that has learnt of segments."""
+    reader = MappedArena(arena.leases.address)
+    reader.update(arena.describe(segments), [])
+    return reader
 
 
-def leased(arena: Arena, reader: MappedArena, segments: list[int]) -> dict[int, torch.Tensor]:
+def leased(arena, reader, segments):
     """Tensors over segments that the reader has learnt of."""
     arrays = reader.lease(arena.lease(segments), segments)
     return {segment: torch.from_numpy(array) for segment, array in arrays.items()}
@@ -107,16 +109,13 @@ def test_a_folder_that_is_not_there_is_told_of(tmp_path):
         arena.take(SEGMENT)
 
 
-def test_beyond_the_budget_what_comes_is_dropped_until_there_is_room():
+def test_beyond_the_budget_what_comes_is_dropped_until_there_is_room_for_it():
     arena = make_arena(2 * SEGMENT, "drop")
     first, _ = take(arena, SEGMENT), take(arena, SEGMENT)
     assert arena.take(SEGMENT) is None
     assert arena.take(1) is None
     arena.release([first.segment])
     assert take(arena, SEGMENT).segment == first.segment
-
-
-def test_what_is_too_large_leaves_room_for_less():
     arena = make_arena(SEGMENT, "drop")
     first = take(arena, SEGMENT // 2)
     assert arena.take(SEGMENT) is None
@@ -140,7 +139,7 @@ def test_free_segments_that_are_too_small_make_room_for_a_large_one():
 def test_whatever_is_held_keeps_its_bytes(seed, overflow):
     draw = random.Random(seed)
     arena = make_arena(3 * SEGMENT, overflow)
-    reader = mapped(arena)
+    reader = reader_of(arena)
     held: list[tuple[int, object]] = []  # (value, extent or the reader's tensors)
     for value in range(60):
         extent = take(arena, draw.choice([1, 100, 1000, SEGMENT, 2 * SEGMENT + 5]))
@@ -174,15 +173,11 @@ def test_whatever_is_held_keeps_its_bytes(seed, overflow):
     assert reader.held == 0
 
 
-# ---------------------------------------------------------------- readers
-
-
 def test_a_lease_ends_once_when_the_last_tensor_that_shares_its_memory_is_gone():
     arena = make_arena()
     extent = take(arena, 400)
     extent.memory.copy_(torch.arange(400) % 251)
-    reader = mapped(arena)
-    reader.update(arena.describe([extent.segment]), [])
+    reader = reader_of(arena, extent.segment)
     tensors = leased(arena, reader, [extent.segment])
     whole = tensors[extent.segment]
     assert whole.data_ptr() != extent.memory.data_ptr(), "it is mapped a second time"
@@ -205,8 +200,7 @@ def test_a_lease_over_several_segments_ends_with_the_last():
     arena = make_arena()
     extents = [take(arena, SEGMENT) for _ in range(3)]
     segments = [extent.segment for extent in extents]
-    reader = mapped(arena)
-    reader.update(arena.describe(segments), [])
+    reader = reader_of(arena, *segments)
     tensors = leased(arena, reader, segments)
     for segment in segments:
         arena.sweep()
@@ -218,8 +212,7 @@ def test_a_lease_over_several_segments_ends_with_the_last():
 def test_what_a_reader_writes_is_its_own_and_later_rows_are_not_touched():
     arena = make_arena()
     extent = take(arena, 100)
-    reader = mapped(arena)
-    reader.update(arena.describe([extent.segment]), [])
+    reader = reader_of(arena, extent.segment)
     tensors = leased(arena, reader, [extent.segment])
     tensors[extent.segment][:100].fill_(9)
     tensors.clear()
@@ -237,8 +230,7 @@ def test_memory_of_a_segment_that_is_gone_stays_until_its_last_tensor():
     take(arena, SEGMENT)
     spilled = take(arena, SEGMENT)
     spilled.memory.fill_(5)
-    reader = mapped(arena)
-    reader.update(arena.describe([spilled.segment]), [])
+    reader = reader_of(arena, spilled.segment)
     tensors = leased(arena, reader, [spilled.segment])
     copy = tensors[spilled.segment][:]
     del tensors

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,7 @@ READ, END = b"r", b"e"
 
 
 @pytest.fixture
-def held() -> SimpleNamespace:
+def held():
     """A reader's tensor of sevens, which fills a segment."""
     arena = make_arena()
     extent = arena.take(SEGMENT)
@@ -33,7 +32,7 @@ def held() -> SimpleNamespace:
     return SimpleNamespace(arena=arena, reader=reader, tensor=tensor, segment=extent.segment)
 
 
-def forked(run: Callable[[], None]) -> int:
+def forked(run):
     """Run a function in a forked child; return the child's id."""
     pid = os.fork()
     if not pid:
@@ -46,11 +45,11 @@ def forked(run: Callable[[], None]) -> int:
     return pid
 
 
-def joined(pid: int) -> int:
+def joined(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def overwritten(held: SimpleNamespace) -> bool:
+def overwritten(held):
     """Write other rows, and return whether they are where the first ones were."""
     extent = held.arena.take(SEGMENT)
     extent.memory.fill_(9)
@@ -60,11 +59,11 @@ def overwritten(held: SimpleNamespace) -> bool:
 class Reading:
     """A forked child that reads a tensor when it is asked to, until it is ended."""
 
-    def __init__(self, held: SimpleNamespace) -> None:
+    def __init__(self, held):
         asked, self._ask = os.pipe()
         self._answers, answer = os.pipe()
 
-        def run() -> None:
+        def run():
             # So that it also ends with this process, if a test fails before `end`.
             os.close(self._ask)
             while os.read(asked, 1) == READ:
@@ -72,17 +71,17 @@ class Reading:
 
         self.pid = forked(run)
 
-    def read(self) -> list[int]:
+    def read(self):
         os.write(self._ask, READ)
         return list(os.read(self._answers, 2))
 
-    def end(self) -> None:
+    def end(self):
         os.write(self._ask, END)
         assert joined(self.pid) == 0
 
 
 def test_a_lease_stays_when_a_forked_child_frees_its_tensors(held):
-    def run() -> None:
+    def run():
         del held.tensor
 
     assert joined(forked(run)) == 0
@@ -120,7 +119,7 @@ def test_a_killed_child_keeps_no_lease(held):
 def test_a_childs_child_reads_its_rows_after_both_have_ended(held):
     go, said = os.pipe(), os.pipe()
 
-    def inner() -> None:
+    def inner():
         os.read(go[0], 1)
         os.write(said[1], bytes([int(held.tensor.max())]))
 

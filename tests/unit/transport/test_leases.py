@@ -11,11 +11,11 @@ from midstream.transport.leases import DONE, Leases
 class SetMeanwhile(np.ndarray):
     """Flags that another process sets while NumPy counts them."""
 
-    def nonzero(self) -> tuple[np.ndarray, ...]:
+    def nonzero(self):
         raise RuntimeError("number of non-zero array elements changed during function execution.")
 
 
-def test_a_flag_that_is_set_while_flags_are_read_ends_its_lease_and_not_the_engine() -> None:
+def test_a_flag_that_is_set_while_flags_are_read_ends_its_lease_and_not_the_engine():
     leases = Leases()
     numbers = [leases.give([nth]) for nth in range(5)]
     leases._flags = leases._flags.view(SetMeanwhile)

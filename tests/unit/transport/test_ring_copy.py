@@ -16,7 +16,7 @@ from midstream.codecs import Full8, Raw, RowEncoding, parse_codec
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 from midstream.transport import ring_copy
 from midstream.transport.arena import Arena, ArenaSettings
-from midstream.transport.base import Parcel, Shipment
+from midstream.transport.base import Parcel
 from midstream.transport.ring_copy import (
     CpuTransport,
     CudaShipment,
@@ -28,7 +28,11 @@ from midstream.transport.ring_copy import (
 
 # Elements of a row that are too many bytes for the model's own stream.
 WIDE = ring_copy._SMALL // 4 + 1
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_cuda(test):
+    needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(needs_cuda(test))
 
 
 def ring(rows=8, width=3, device="cpu"):
@@ -43,24 +47,20 @@ def scores(rows=4, device="cpu"):
     return torch.arange(rows * 2, dtype=torch.float32, device=device).view(rows, 2)
 
 
-def encoding(codec, width: int) -> RowEncoding:
+def encoding(codec, width):
     """Rows of a ring whose unit is a vector."""
     return RowEncoding.of(codec, (width,), width)
 
 
-def raw(first: int, num_rows: int, width: int = 3) -> list[Parcel]:
+def raw(first, num_rows, width=3):
     return [Parcel(first, num_rows, encoding(Raw(), width))]
 
 
-def rows_of(shipment: Shipment, nth: int = 0, dtype=torch.float32, width: int = 3):
+def rows_of(shipment, nth=0, dtype=torch.float32, width=3):
     shipment.wait()
     extent = shipment.extents[nth]
     assert extent is not None
     return extent.memory.view(dtype).view(-1, width)
-
-
-def test_a_ring_on_the_cpu_gets_the_transport_of_the_cpu():
-    assert isinstance(host_transport(ring(), make_arena()), CpuTransport)
 
 
 def test_rows_that_are_encoded_already_are_shipped_as_they_are():
@@ -76,7 +76,7 @@ def test_rows_that_are_encoded_already_are_shipped_as_they_are():
     assert torch.equal(rows_of(shipment, 1), ring()[4:6])
 
 
-def test_a_shipment_has_the_rows_and_the_tally_of_its_step():
+def test_a_shipment_has_the_rows_of_its_step_and_its_tally_although_nothing_was_captured():
     transport = host_transport(ring(), make_arena())
     assert transport.capacity == 8
     shipment = transport.ship(raw(transport.reserve(5), 5), tally(), scores())
@@ -84,6 +84,14 @@ def test_a_shipment_has_the_rows_and_the_tally_of_its_step():
     assert torch.equal(rows_of(shipment), ring()[:5])
     assert torch.equal(shipment.tally(), tally())
     assert torch.equal(shipment.scores(), scores())
+    shipment = transport.ship([], tally(), scores(0))
+    assert shipment.extents == ()
+    assert torch.equal(shipment.tally(), tally())
+    assert shipment.scores().shape == (0, 2)
+    transport = host_transport(ring().bfloat16(), make_arena())
+    shipment = transport.ship(raw(0, 2), tally(), scores(0))
+    assert torch.equal(rows_of(shipment, dtype=torch.bfloat16), ring().bfloat16()[:2])
+    assert isinstance(host_transport(ring(), make_arena()), CpuTransport)
 
 
 def test_what_was_shipped_does_not_change_with_the_next_step():
@@ -141,20 +149,6 @@ def test_a_copy_is_of_what_was_there_when_it_was_sent():
     assert copy.values().tolist() == [0, 1, 2, 3]
 
 
-def test_a_step_that_captures_nothing_still_ships_its_tally():
-    transport = host_transport(ring(), make_arena())
-    shipment = transport.ship([], tally(), scores(0))
-    assert shipment.extents == ()
-    assert torch.equal(shipment.tally(), tally())
-    assert shipment.scores().shape == (0, 2)
-
-
-def test_rows_keep_the_rings_dtype():
-    transport = host_transport(ring().bfloat16(), make_arena())
-    shipment = transport.ship(raw(0, 2), tally(), scores(0))
-    assert torch.equal(rows_of(shipment, dtype=torch.bfloat16), ring().bfloat16()[:2])
-
-
 def test_a_step_may_fill_the_ring_but_no_more():
     transport = host_transport(ring(), make_arena())
     assert transport.reserve(8) == 0
@@ -162,21 +156,11 @@ def test_a_step_may_fill_the_ring_but_no_more():
         transport.reserve(9)
 
 
-# ---------------------------------------------------------------- CUDA
-
-
-def pinned_arena() -> Arena:
+def pinned_arena():
     return Arena(ArenaSettings(64 << 20, 1 << 20, "block", Path("/tmp")), pin=True)
 
 
-@needs_cuda
-@pytest.mark.gpu
-def test_a_ring_on_cuda_gets_the_transport_of_cuda():
-    assert isinstance(host_transport(ring(device="cuda"), pinned_arena()), CudaTransport)
-
-
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 def test_rows_arrive_in_pinned_memory_as_they_were_when_shipped():
     source, counts, read = ring(device="cuda"), tally(device="cuda"), scores(device="cuda")
     transport = host_transport(source, pinned_arena())
@@ -189,10 +173,16 @@ def test_rows_arrive_in_pinned_memory_as_they_were_when_shipped():
     assert shipment.ready()
     assert rows_of(shipment).is_pinned()
     assert shipment.scores().is_pinned()
+    transport = host_transport(ring(device="cuda"), pinned_arena())
+    counts = tally(device="cuda")
+    shipment = transport.ship([], counts, scores(0, device="cuda"))
+    assert shipment.extents == ()
+    assert shipment.scores().shape == (0, 2)
+    assert torch.equal(shipment.tally(), tally())
+    assert isinstance(host_transport(ring(device="cuda"), pinned_arena()), CudaTransport)
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 @pytest.mark.parametrize("rows", [1, 3, 900])
 def test_from_cuda_few_and_many_rows_of_several_parcels_arrive(rows):
     """Rows of 12 bytes."""
@@ -209,8 +199,7 @@ def test_from_cuda_few_and_many_rows_of_several_parcels_arrive(rows):
         shipment.free_tally()
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 @pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=64", "topk8:k=16"])
 def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing(codec):
     rows, width, steps = 64, 4096, 200
@@ -235,8 +224,7 @@ def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing(codec):
         assert torch.equal(found, wanted), f"step {step} was overwritten"
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 def test_what_is_beyond_the_memory_arrives_in_files_from_cuda(tmp_path):
     arena = Arena(ArenaSettings(1 << 20, 1 << 20, "spill", tmp_path), pin=True)
     source = torch.arange(1 << 18, dtype=torch.float32, device="cuda").view(-1, 1024)
@@ -249,8 +237,7 @@ def test_what_is_beyond_the_memory_arrives_in_files_from_cuda(tmp_path):
         assert torch.equal(rows_of(shipment, width=1024), source.cpu())
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 def test_another_process_reads_what_arrived_from_cuda_without_a_copy():
     arena = pinned_arena()
     source = torch.arange(1 << 16, dtype=torch.float32, device="cuda").view(-1, 64)
@@ -269,19 +256,7 @@ def test_another_process_reads_what_arrived_from_cuda_without_a_copy():
     subprocess.run([sys.executable, "-c", script, *map(str, numbers)], check=True)
 
 
-@needs_cuda
-@pytest.mark.gpu
-def test_a_step_without_captures_ships_its_tally_from_cuda():
-    transport = host_transport(ring(device="cuda"), pinned_arena())
-    counts = tally(device="cuda")
-    shipment = transport.ship([], counts, scores(0, device="cuda"))
-    assert shipment.extents == ()
-    assert shipment.scores().shape == (0, 2)
-    assert torch.equal(shipment.tally(), tally())
-
-
-@needs_cuda
-@pytest.mark.gpu
+@on_cuda
 def test_on_cuda_a_copy_arrives_before_what_is_queued_after_it():
     positions = torch.arange(4, device="cuda")
     copy = host_transport(ring(device="cuda"), pinned_arena()).copy(positions)
@@ -328,7 +303,7 @@ class Stream:
 
 
 @pytest.fixture
-def model_stream(monkeypatch) -> Stream:
+def model_stream(monkeypatch):
     """The stream of a model, on a driver that is none."""
     stream = Stream()
     monkeypatch.setattr(Event, "made", [])

@@ -113,7 +113,7 @@ def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
 
 def api_process(parallel: Any) -> tuple[int, int]:
     """Return the number of API servers, and which this process is: −1: the one that starts them."""
-    return parallel._api_process_count, parallel._api_process_rank  # noqa: SLF001
+    return parallel._api_process_count, parallel._api_process_rank
 
 
 def replicas_of(vllm_config: Any) -> int:

@@ -53,7 +53,7 @@ class WorkerSession:
         if reductions is None:
             reductions = Reductions(0, 1, buffers.ring.device)
         self._reductions = reductions
-        self._checksum = links.checksum
+        self.checksum = links.checksum
         self._codecs = CodecTable(buffers)
         self._tables = ProgramTable(buffers)
         slots = SlotTable(rules.max_model_len, rules.on_nonfinite)
@@ -102,8 +102,8 @@ class WorkerSession:
         plan = self._planner.plan(batch)
         recorder.counts.steps += 1
         recorder.counts.planner_ns += time.perf_counter_ns() - began
-        if self._checksum is not None:
-            self._checksum.add_step(batch, plan, self._tables)
+        if self.checksum is not None:
+            self.checksum.add_step(batch, plan, self._tables)
         if self._local is not None:
             self._local.prepare(plan, batch)
         if self.bias is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,13 +10,23 @@ from fastapi import FastAPI
 from midstream.config.config import KEY
 from midstream.plan.control.control_laws import Threshold
 from midstream.plan.control.controller import POLICIES
-from midstream.plan.operations import OPS
+from midstream.plan.operations import KINDS_BY_OP, OPS
+from midstream.plan.probe import Probe
+from midstream.plan.readouts import KINDS, Capture
 from midstream.results.readouts import RESULTS
 from midstream.server.request_field import RETURNS
 from midstream.server.server import PATHS
 
 _REQUEST, _RESPONSE = "MidstreamRequest", "MidstreamAnswer"
 _COMPONENTS = "#/components/schemas/"
+_TYPES = {"str": "string", "bool": "boolean", "int": "integer"}
+_LAYERS = {
+    "anyOf": [
+        {"const": "all"},
+        {"type": "integer"},
+        {"type": "array", "items": {"type": "integer"}},
+    ]
+}
 
 
 def add_fields(app: FastAPI) -> None:
@@ -53,13 +64,6 @@ def _request_schema() -> dict[str, Any]:
         schema = {"type": "object", "properties": properties}
         return {"description": what, "anyOf": [schema, {"type": "array", "items": schema}]}
 
-    layers = {
-        "anyOf": [
-            {"const": "all"},
-            {"type": "integer"},
-            {"type": "array", "items": {"type": "integer"}},
-        ]
-    }
     controller: dict[str, Any] = {
         Threshold.word: {"type": "object"},
         "declared": {"type": "string"},
@@ -67,7 +71,10 @@ def _request_schema() -> dict[str, Any]:
         "on_error": {"enum": list(POLICIES)},
         "edits": {"type": "object"},
     }
-    edits = one_or_more("Edits, applied in order.", op={"enum": list(OPS)}, layer={}, positions={})
+    marks = {kind.key: {"const": True} for kind in KINDS.values() if kind.is_form({kind.key: True})}
+    captures = {**marks, **_arguments(Capture, *KINDS.values()), "layers": _LAYERS}
+    operations = {"op": {"enum": list(OPS)}, **_arguments(*KINDS_BY_OP.values())}
+    edits = one_or_more("Edits, applied in order.", **operations)
     return {
         "title": _REQUEST,
         "description": "What to capture, edit and probe, and how to return captured rows.",
@@ -76,34 +83,11 @@ def _request_schema() -> dict[str, Any]:
         "properties": {
             "capture": one_or_more(
                 "Captures. Alternatively an object of capture requests by name of the sink.",
-                layers=layers,
-                sites={},
-                positions={},
-                codec={"type": "string"},
-                sink={"type": "string"},
-                tag={"type": "string"},
-                stream={"type": "boolean"},
-                heads={},
-                queries={},
-                reduce={},
-                max_rows={"type": "integer"},
-                reuse={"type": "boolean"},
-                top={"type": "integer"},
-                tokens={},
-                kind={"type": "string"},
+                **captures,
             ),
             "edits": edits,
             "steer": {**edits, "description": "Edits; `op` defaults to `steer`."},
-            "probes": one_or_more(
-                "Probes: one score per token.",
-                direction={},
-                mlp={},
-                attention={},
-                layer={},
-                head={},
-                name={"type": "string"},
-                act={},
-            ),
+            "probes": one_or_more("Probes: one score per token.", **_arguments(Probe)),
             "controller": {
                 "description": "Changes the edits by the scores: a declared name, or an object.",
                 "anyOf": [{"type": "string"}, {"type": "object", "properties": controller}],
@@ -121,6 +105,18 @@ def _request_schema() -> dict[str, Any]:
                 "activations": "inline",
             }
         ],
+    }
+
+
+def _arguments(*kinds: type) -> dict[str, dict[str, str]]:
+    """Return the schemas of the arguments of constructors, by name; with the type that all give."""
+    words: dict[str, set[str]] = {}
+    for kind in kinds:
+        for name, parameter in inspect.signature(kind).parameters.items():
+            words.setdefault(name.rstrip("_"), set()).add(_TYPES.get(parameter.annotation, ""))
+    return {
+        name: {"type": word} if (word := "".join(types)) in _TYPES.values() else {}
+        for name, types in words.items()
     }
 
 

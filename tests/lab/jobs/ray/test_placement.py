@@ -21,7 +21,7 @@ ONE_CPU = [{"CPU": 2.0}]
 GPUS = [{"CPU": 64.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 8.0}, {"CPU": 16.0}]
 
 
-def settle(spread: Placement, machines, **engine_args) -> tuple[int, float, float]:
+def settle(spread, machines, **engine_args):
     found = spread.resolve(job(Path("."), engine_args=engine_args), machines)
     return found.engines, found.cpus, found.gpus
 
@@ -70,11 +70,8 @@ def test_what_a_cluster_has_no_room_for_is_refused_by_name(spread, engine_args, 
         ({"address": ""}, "ray.address"),
         ({"address": "ray://head:10001"}, "ray.address"),
         ({"engines": 0}, "ray.engines"),
-        ({"engines": 1.5}, "ray.engines"),
         ({"cpus": -1}, "ray.cpus"),
-        ({"cpus": None}, "ray.cpus"),
         ({"gpus": "1"}, "ray.gpus"),
-        ({"cpus": float("nan")}, "ray.cpus"),
     ],
 )
 def test_malformed_fields_are_refused_by_name(fields, path):
@@ -128,7 +125,7 @@ def test_what_is_raised_elsewhere_comes_back_as_what_midstream_raises():
     assert str(foreign) == "KeyError: 'x'"
 
 
-def test_a_ray_that_is_too_old_is_refused_by_name(monkeypatch):
+def test_a_ray_that_is_too_old_or_missing_is_refused_by_name(monkeypatch):
     import ray
 
     from midstream.lab.jobs.ray.cluster import import_ray
@@ -137,9 +134,6 @@ def test_a_ray_that_is_too_old_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(ray, "__version__", "2.54.1")
     with pytest.raises(UnsupportedError, match=r"Ray 2\.55 or later, and this is 2\.54\.1"):
         import_ray()
-
-
-def test_it_is_said_what_to_install_where_ray_is_not(monkeypatch):
     from midstream.lab.jobs.ray.cluster import import_ray
 
     monkeypatch.setitem(sys.modules, "ray", None)

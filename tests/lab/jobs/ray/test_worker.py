@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from lab.jobs.checking import check_rows, lines_in
 from lab.jobs.fakes import WIDE_ORIGIN, FakeEngine, job, prompts
 
 from midstream import StoreError
-from midstream.lab.jobs.ray.chunks import ChunkAttempt, Lines
+from midstream.lab.jobs.ray.chunks import ChunkAttempt
 from midstream.lab.jobs.ray.worker import Worker
 from midstream.lab.jobs.records import Record
 from midstream.lab.jobs.request_ids import Identity
@@ -30,34 +28,34 @@ class Waiting(FakeEngine):
         return super().step()
 
 
-def lines_of(asked, texts: Sequence[str], first: int = 1) -> Lines:
+def lines_of(asked, texts, first=1):
     identity = Identity(asked)
     records = [Record(line, text) for line, text in enumerate(texts, first)]
     return tuple((identity.id(record), record) for record in records)
 
 
-def texts(count: int) -> list[str]:
+def texts(count):
     return [each["text"] for each in prompts(count)]
 
 
 class Told:
     """What a worker says of itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.alone: list[tuple[int, int | None]] = []
         self.broken: list[BaseException] = []
 
-    def worker(self, asked, start=FakeEngine) -> Worker:
+    def worker(self, asked, start=FakeEngine):
         found = Worker(asked, start, lambda *what: self.alone.append(what), self.broken.append)
         found.wait()
         return found
 
 
-def sorted_lines(outcome) -> list[int]:
+def sorted_lines(outcome):
     return sorted(each.line for each in outcome.captured)
 
 
-def test_chunks_that_come_together_end_each_with_all_their_lines_in_the_store(tmp_path: Path):
+def test_chunks_that_come_together_end_each_with_all_their_lines_in_the_store(tmp_path):
     asked = job(tmp_path)
     worker = Told().worker(asked)
     every = lines_of(asked, texts(90))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from support.serving_fake import TOKENS, WIDTH, completion, outputs_of, refused, scope_of, serving
+from lab.server.routes.test_sweep import Connection
+from support.serving_fake import TOKENS, WIDTH, completion, outputs_of, refused, serving
 
 from midstream import Directions, SpecError
 from midstream.lab.fit.json_form import to_json
@@ -215,20 +215,11 @@ async def test_a_client_that_disconnects_ends_its_fit(fitting):
         await never.wait()
 
     site.engine.pause = held
-    body = json.dumps({**BODY, "name": "x"}).encode()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive():
-        if messages:
-            return messages.pop()
-        await begun.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        pass
-
-    scope = {**scope_of(), "path": PATH, "raw_path": PATH.encode()}
-    await asyncio.wait_for(site.app(scope, receive, send), 10)
+    client = Connection({**BODY, "name": "x"}, PATH)
+    answer = client.start(site.app)
+    await begun.wait()
+    client.gone.set()
+    await asyncio.wait_for(answer, 10)
     assert not site.engine.states
     assert not site.engine.vectors.list()
     assert site.server.sweeps.sweeps == 0

@@ -45,9 +45,6 @@ async def until(holds):
     raise AssertionError("it never came to hold")
 
 
-# ------------------------------------------------------------------ answers
-
-
 async def test_a_stream_has_start_every_cell_result_and_done():
     async with serving() as (site, client):
         answer = await client.post(PATH, json=BODY)
@@ -178,37 +175,23 @@ async def test_a_model_is_the_served_one_or_an_adapter():
         assert error["param"] == "model"
 
 
-# ------------------------------------------------------------------ refusals
-
-
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"prompt": None}, "prompt"),
         ({"prompt": ...}, "prompt"),
-        ({"source": ...}, "source"),
         ({"source": {"captured": "no"}}, "source.captured"),
         ({"source": {"name": "no"}}, "source"),
-        ({"source": 3}, "source"),
         ({"metric": ...}, "metric"),
-        ({"metric": "len"}, "metric"),
         ({"metric": {"function": "os.system"}}, "metric"),
         ({"metric": {"logit_diff": ["x", "xx"]}}, "metric.logit_diff[1]"),
-        ({"metric": {"logit_diff": ["x", "x"]}}, "metric.logit_diff[1]"),
         ({"layers": 9}, "layers"),
-        ({"sites": "resid_pre"}, "sites"),
-        ({"sites": "final_norm"}, "sites"),
         ({"positions": [7]}, "positions"),
-        ({"positions": "generated"}, "positions"),
-        ({"align": "middle"}, "align"),
         ({"source": "longer"}, "align"),
         ({"repeats": -1}, "repeats"),
-        ({"alpha": "much"}, "alpha"),
         ({"model": 3}, "model"),
         ({"stream": "yes"}, "stream"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": ""}}, "chat_template_kwargs.chat_template"),
-        ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
         ({"add_generation_prompt": 1}, "add_generation_prompt"),
         ({"midstream": {}}, "midstream"),
         ({"layerz": [1]}, "layerz"),
@@ -245,12 +228,6 @@ async def test_bodies_are_limited_and_read_strictly():
         await refused(client.post(PATH, content=text, headers=kind), 413, "values")
 
 
-async def test_a_server_that_is_not_ready_answers_503():
-    async with serving() as (site, client):
-        site.server._llm = None
-        await refused(client.post(PATH, json=BODY), 503, "not ready")
-
-
 async def test_sweeps_beyond_the_limit_are_503_and_can_come_later():
     async with serving(running_sweeps=1) as (site, client):
         go = asyncio.Event()
@@ -273,9 +250,6 @@ async def test_a_page_of_another_name_gets_no_sweep_and_a_steered_server_names_i
         site.engine.steering.set(base={"op": "steer", "vector": [1.0, 0.0, 0.0], "layer": 1})
         answer = await client.post(PATH, json=BODY)
         assert answer.headers["x-midstream-steering"].startswith("epoch=1")
-
-
-# ------------------------------------------------------------------ failures
 
 
 class Faulty:
@@ -342,81 +316,68 @@ async def test_a_change_of_server_wide_steering_meanwhile_is_409():
     assert events_of(answer.content)[-2][1]["error"]["code"] == 409
 
 
+class Connection:
+    """A client that sends a body and leaves when `gone` is set; `slow`: seconds of each `send`."""
+
+    def __init__(self, body, path=PATH, slow=0.0):
+        self.gone, self.sent, self._slow = asyncio.Event(), [], slow
+        data = json.dumps(body).encode()
+        self._messages = [{"type": "http.request", "body": data, "more_body": False}]
+        self.scope = {**scope_of(str(len(data))), "path": path, "raw_path": path.encode()}
+
+    async def receive(self):
+        if self._messages:
+            return self._messages.pop()
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        await asyncio.sleep(self._slow)
+        self.sent.append(message)
+
+    def start(self, app):
+        return asyncio.ensure_future(app(self.scope, self.receive, self.send))
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_disconnects_ends_the_remaining_cells(stream):
     async with serving() as (site, _):
-        gone = asyncio.Event()
-        sent = []
-        body = json.dumps({**BODY, "stream": stream}).encode()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            sent.append(message)
-
         site.engine.limit_seats(4)  # one run at a time
-        scope = {**scope_of(str(len(body))), "path": PATH, "raw_path": PATH.encode()}
         site.engine.pause = lambda: asyncio.sleep(0.002)
-        answer = asyncio.ensure_future(site.app(scope, receive, send))
+        client = Connection({**BODY, "stream": stream})
+        answer = client.start(site.app)
         await until(lambda: len(site.engine.calls) >= 6)
-        gone.set()
+        client.gone.set()
         await asyncio.wait_for(answer, 5)
         assert 6 <= len(site.engine.calls) < 20
         assert site.engine.running == site.server.sweeps.running == site.server.sweeps.sweeps == 0
-        assert bool(sent) == stream
+        assert bool(client.sent) == stream
         metrics = site.server.metrics
         assert metrics._counters["sweeps"].labels("aborted")._value.get() >= 1
 
 
 async def test_a_client_that_reads_nothing_loses_its_sweep():
     async with serving(stall_seconds=0.3) as (site, _):
-        body = json.dumps(BODY).encode()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            if not messages:
-                await asyncio.sleep(60)
-            return messages.pop()
-
-        async def send(message):
-            await asyncio.sleep(60)
-
-        scope = {**scope_of(str(len(body))), "path": PATH, "raw_path": PATH.encode()}
-        await asyncio.wait_for(site.app(scope, receive, send), 10)
+        await asyncio.wait_for(Connection(BODY, slow=60).start(site.app), 10)
         assert site.engine.running == site.server.sweeps.sweeps == 0
 
 
 async def test_a_server_that_stops_ends_the_stream_with_503():
     async with serving() as (site, _):
-        go, sent = asyncio.Event(), []
-        body = json.dumps(BODY).encode()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            if not messages:
-                await asyncio.sleep(60)
-            return messages.pop()
-
-        async def send(message):
-            sent.append(message)
+        go = asyncio.Event()
 
         async def pause():
             if len(site.engine.calls) > 6:
                 await go.wait()
 
         site.engine.pause = pause
-        scope = {**scope_of(str(len(body))), "path": PATH, "raw_path": PATH.encode()}
-        answer = asyncio.ensure_future(site.app(scope, receive, send))
-        await until(lambda: len(site.engine.calls) > 6 and len(sent) > 1)
+        client = Connection(BODY)
+        answer = client.start(site.app)
+        await until(lambda: len(site.engine.calls) > 6 and len(client.sent) > 1)
         answer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await answer
-        events = events_of(b"".join(one.get("body", b"") for one in sent))
+        events = events_of(b"".join(message.get("body", b"") for message in client.sent))
         assert events[-2][1]["error"]["code"] == 503
         assert events[-1] == ("[DONE]", None)
         assert site.engine.running == 0

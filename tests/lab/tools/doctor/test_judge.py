@@ -5,10 +5,7 @@ tap at the wrong place, and ones of a model that is itself another.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import transformers as hf
@@ -41,24 +38,24 @@ TABLE = SiteTable.of(ModelShape(2, 64, TAPS))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("copy")
     save_copy(small_config(hf.LlamaConfig(), Size(2)), found, 3)
     return found
 
 
-def looked(folder: Path) -> Reference:
+def looked(folder):
     found = Reference(folder)
     found.find_sites(trying.prompts(found.vocabulary, 0)[-1])
     return found
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
+def reference(folder):
     return looked(folder)
 
 
-def answer(model: Reference, case: Case) -> Any:
+def answer(model, case):
     """What a vLLM with this model would give back."""
     changes = {}
     if case.edit is not None:
@@ -80,13 +77,7 @@ def answer(model: Reference, case: Case) -> Any:
     )
 
 
-def judged(
-    reference: Reference,
-    asked: tuple[list[Case], list[Case]],
-    answers: list[Any],
-    spoil: Callable[[Any], None] = lambda output: None,
-    dtype: str = "float32",
-) -> Judgement:
+def judged(reference, asked, answers, spoil=lambda output: None, dtype="float32"):
     """The verdict on these answers, each of them spoilt first."""
     plain, edited = asked
     outputs = [
@@ -100,17 +91,17 @@ def judged(
 
 
 @pytest.fixture(scope="module")
-def asked(reference: Reference) -> tuple[list[Case], list[Case]]:
+def asked(reference):
     return trying.plain_cases(reference, 0), trying.operation_cases(reference, 0)
 
 
 @pytest.fixture(scope="module")
-def right(reference: Reference, asked: tuple[list[Case], list[Case]]) -> list[Any]:
+def right(reference, asked):
     return [answer(reference, case) for case in [*asked[0], *asked[1]]]
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Reference:
+def model(folder):
     """Attention and MLPs compute something else; all else is the same."""
     found = looked(folder)
     for layer in found.layers:
@@ -120,17 +111,17 @@ def model(folder: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def another(model: Reference, asked: tuple[list[Case], list[Case]]) -> list[Any]:
+def another(model, asked):
     return [answer(model, case) for case in [*asked[0], *asked[1]]]
 
 
-def undone(case: Case) -> Case:
+def undone(case):
     """The same without its edit."""
     return Case(**{**vars(case), "edit": None})
 
 
-def halve(tap: tuple[str, int]) -> Callable[[Any], None]:
-    def spoil(output: Any) -> None:
+def halve(tap):
+    def spoil(output):
         output.activations[tap] = 0.5 * output.activations[tap]
 
     return spoil
@@ -170,14 +161,6 @@ def test_a_model_that_is_another_is_not_comparable(reference, asked, another):
     assert re.match(r"vLLM itself differs from transformers by \d\.\de", found.reason)
 
 
-def test_a_layer_class_whose_branch_is_scaled_is_not_comparable(folder, reference, asked):
-    scaled = looked(folder)
-    for layer in scaled.layers:
-        layer.mlp.down_proj.weight.data *= 0.3
-    found = judged(reference, asked, [answer(scaled, case) for case in [*asked[0], *asked[1]]])
-    assert found.outcome == INCOMPARABLE
-
-
 def test_an_edit_that_does_too_little_to_verify_in_bfloat16_is_not_compared(
     reference, asked, right
 ):
@@ -196,7 +179,7 @@ def test_a_site_that_is_read_wrongly_is_wrong_in_bfloat16_too(reference, asked, 
     assert [(one.site, one.layer) for one in found.sites if one.outcome == WRONG] == [tap]
 
 
-def judgement(outcome: str, **sites: str) -> Judgement:
+def judgement(outcome, **sites):
     """A judgement with these outcomes of sites of layer 0."""
     found = [
         SiteFound(site, 0, said, 0.5 if said == WRONG else None) for site, said in sites.items()
@@ -223,7 +206,7 @@ def test_where_vllm_itself_differs_only_what_matches_transformers_is_shown():
 def test_outputs_that_are_no_numbers_are_not_blamed_on_the_taps(reference, asked, right):
     nothing = SimpleNamespace(logprob=float("nan"))
 
-    def spoil(output: Any) -> None:
+    def spoil(output):
         (one,) = output.outputs
         steps = [dict.fromkeys(step, nothing) for step in one.logprobs]
         output.outputs = [SimpleNamespace(token_ids=one.token_ids, logprobs=steps)]

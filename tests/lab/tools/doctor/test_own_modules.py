@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from midstream import Replace, Steer
 from midstream.lab.tools.doctor import formulas
 from midstream.lab.tools.doctor.compare import row_error
 from midstream.lab.tools.doctor.module_hooks import BOTH, FIRST, NoOwnModules
-from midstream.lab.tools.doctor.own_modules import ATTENTION, MLPS, OwnModules
+from midstream.lab.tools.doctor.own_modules import OwnModules
 from midstream.sites import OUTER
 
 WIDTH, VOCABULARY, COUNT = 16, 11, 2
@@ -24,16 +23,16 @@ VECTOR = torch.linspace(-1, 2, WIDTH).square()
 class Mix(nn.Module):
     """A branch, in attention's or the MLP's place."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.tanh(x @ self.weight) + x.cumsum(dim=0) / 10
 
 
 class Norm(nn.Module):
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+    def forward(self, x, residual=None):
         total = x if residual is None else x + residual
         normed = nn.functional.layer_norm(total, (WIDTH,))
         return normed if residual is None else (normed, total)
@@ -42,11 +41,11 @@ class Norm(nn.Module):
 class Fused(nn.Module):
     """As vLLM's Llama: the halves of the stream are summed in the norms."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm_1, self.self_attn, self.norm_2, self.mlp = Norm(), Mix(), Norm(), Mix()
 
-    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Any:
+    def forward(self, positions, hidden, residual):
         if residual is None:
             residual = hidden
             hidden = self.norm_1(hidden)
@@ -59,7 +58,7 @@ class Fused(nn.Module):
 class Dead(Fused):
     """As vLLM's Cohere: side by side, and the second half is not read."""
 
-    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Any:
+    def forward(self, positions, hidden, residual):
         normed = self.norm_1(hidden)
         return hidden + self.self_attn(normed) + self.mlp(normed), hidden
 
@@ -67,13 +66,13 @@ class Dead(Fused):
 class Scaled(Fused):
     """As vLLM's Granite: what a branch gives is not what the stream gets."""
 
-    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Any:
+    def forward(self, positions, hidden, residual):
         hidden = hidden + 0.2 * self.self_attn(self.norm_1(hidden))
         return hidden + 0.2 * self.mlp(self.norm_2(hidden)), None
 
 
 class LogitsProcessor(nn.Module):
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return rows[:, :VOCABULARY]
 
 
@@ -82,13 +81,13 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class Model(nn.Module):
-    def __init__(self, kind: type[Fused]) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.embedding = VocabParallelEmbedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList([kind() for _ in range(COUNT)])
         self.norm, self.logits_processor = Norm(), LogitsProcessor()
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         hidden, residual = self.embedding(ids), None
         for layer in self.layers:
             hidden, residual = layer(ids, hidden, residual)
@@ -100,24 +99,24 @@ class Model(nn.Module):
 class Engine:
     """Runs `model` for plain requests, and `tapped` for those with captures."""
 
-    def __init__(self, model: Model, tapped: Model) -> None:
+    def __init__(self, model, tapped):
         self.model, self.tapped = model, tapped
         text = SimpleNamespace(vocab_size=VOCABULARY)
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
         self.info = SimpleNamespace(shape=SimpleNamespace(num_layers=COUNT, hidden_size=WIDTH))
 
-    def apply_model(self, function: Any) -> list[Any]:
+    def apply_model(self, function):
         return [function(self.model)]
 
     @torch.no_grad()
-    def generate(self, prompts: Any, sampling: Any, use_tqdm: bool, **plan: Any) -> list[Any]:
+    def generate(self, prompts, sampling, use_tqdm, **plan):
         model = self.tapped if plan else self.model
         rows = model(torch.tensor(prompts[0]["prompt_token_ids"]))
         token = int(model.logits_processor(rows[-1:]).argmax())
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token])])]
 
 
-def reference(kind: type[Fused]) -> OwnModules:
+def reference(kind):
     torch.manual_seed(2)
     made = OwnModules(Engine(Model(kind), Model(kind)))
     made.find_sites(PROMPT)
@@ -180,7 +179,3 @@ def test_an_engine_in_another_process_is_none_to_compare_with():
     engine.model = Model(Fused)
     with pytest.raises(NoOwnModules, match="do not run in this process"):
         own.find_sites(PROMPT)
-
-
-def test_attention_and_mlp_have_names_of_their_own():
-    assert not {*ATTENTION} & {*MLPS}

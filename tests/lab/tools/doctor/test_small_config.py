@@ -27,62 +27,43 @@ def test_widths_heads_and_vocabulary_are_small_and_the_rest_stays():
     assert found["vocab_size"] == VOCABULARY
     assert found["tie_word_embeddings"] is False
     assert found["rms_norm_eps"] == 1e-6
-
-
-def test_the_given_configuration_is_left_as_it_was():
-    given = {**LLAMA, "layer_types": [FULL] * 32}
-    before = copy.deepcopy(given)
-    shrink(given, Size())
-    assert given == before
-
-
-def test_ids_of_special_tokens_are_in_the_vocabulary():
-    found = shrink({**LLAMA, "eos_token_id": [31998, 31999], "pad_token_id": 31999}, Size())
-    assert all(token < VOCABULARY for token in [*found["eos_token_id"], found["pad_token_id"]])
-
-
-def test_heads_that_are_not_grouped_stay_so():
+    found = shrink(LLAMA, Size(hidden=256))
+    assert found["num_attention_heads"] * found["head_dim"] == 256
+    assert found["head_dim"] == HEAD_DIM
     found = shrink({**LLAMA, "num_key_value_heads": 32}, Size())
     assert found["num_key_value_heads"] == found["num_attention_heads"]
-
-
-def test_experts_are_few_and_more_than_are_chosen():
-    found = shrink(
-        {**LLAMA, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8}, Size()
-    )
-    assert found["n_routed_experts"] == EXPERTS > found["num_experts_per_tok"]
-    assert found["n_group"] == 1
-
-
-def test_heads_of_latent_attention_keep_their_widths():
-    found = shrink(
-        {**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-         "v_head_dim": 128, "head_dim": 64}, Size()
-    )  # fmt: skip
-    assert found["kv_lora_rank"] + found["qk_rope_head_dim"] == 576
-    assert found["head_dim"] == 64
-
-
-def test_quantisation_and_what_names_code_are_left_out():
+    found = shrink({**LLAMA, "eos_token_id": [31998, 31999], "pad_token_id": 31999}, Size())
+    assert all(token < VOCABULARY for token in [*found["eos_token_id"], found["pad_token_id"]])
     found = shrink(
         {**LLAMA, "quantization_config": {"bits": 4}, "auto_map": {"AutoModel": "x.Y"}}, Size()
     )
     assert not {"quantization_config", "auto_map"} & set(found)
 
 
-def test_mambas_heads_share_out_its_width():
+def test_the_given_configuration_is_left_as_it_was_and_one_without_layers_refused():
+    given = {**LLAMA, "layer_types": [FULL] * 32}
+    before = copy.deepcopy(given)
+    shrink(given, Size())
+    assert given == before
+    with pytest.raises(ValueError, match="no number of layers.*num_hidden_layers"):
+        shrink({"hidden_size": 64}, Size())
+
+
+def test_experts_are_few_and_heads_of_latent_attention_and_mamba_fit_their_widths():
+    found = shrink(
+        {**LLAMA, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8}, Size()
+    )
+    assert found["n_routed_experts"] == EXPERTS > found["num_experts_per_tok"]
+    assert found["n_group"] == 1
+    found = shrink(
+        {**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+         "v_head_dim": 128, "head_dim": 64}, Size()
+    )  # fmt: skip
+    assert found["kv_lora_rank"] + found["qk_rope_head_dim"] == 576
+    assert found["head_dim"] == 64
     given = {**LLAMA, "mamba_expand": 2, "mamba_n_heads": 128, "mamba_d_head": 64}
     found = shrink(given, Size())
     assert found["mamba_n_heads"] * found["mamba_d_head"] == 2 * found["hidden_size"]
-
-
-def test_a_wider_copy_has_more_heads_of_the_same_width():
-    found = shrink(LLAMA, Size(hidden=256))
-    assert found["num_attention_heads"] * found["head_dim"] == 256
-    assert found["head_dim"] == HEAD_DIM
-
-
-# ---------------------------------------------------------------- which layers
 
 
 @pytest.mark.parametrize(
@@ -117,8 +98,3 @@ def test_lists_by_layer_and_lists_of_layers_follow_the_layers_that_are_kept():
     assert config["full_attn_idxs"] == [2]
     assert config["hybrid_override_pattern"] == "MM*"
     assert config["per_layer_config"] == {"2": {"head_dim": 256}}
-
-
-def test_a_configuration_that_says_nowhere_how_many_layers_it_has_is_refused():
-    with pytest.raises(ValueError, match="no number of layers.*num_hidden_layers"):
-        shrink({"hidden_size": 64}, Size())

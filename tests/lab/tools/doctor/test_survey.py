@@ -14,7 +14,7 @@ MODELS = FOUND["models"]
 OUTCOMES = {"ok", "not comparable", "refused", "not compared", "cannot be built"}
 
 
-def registry(name: str) -> list[str]:
+def registry(name):
     """The architectures in one of the registry's tables, as its source has them."""
     tree = ast.parse((package_path("vllm") / "model_executor/models/registry.py").read_text())
     for node in tree.body:
@@ -31,12 +31,9 @@ def test_every_decoder_only_text_architecture_of_vllm_has_an_outcome():
     assert missing == set()
 
 
-def test_at_least_sixty_are_ok_and_none_is_wrong():
+def test_at_least_sixty_are_ok_and_each_outcome_has_what_it_stands_on():
     assert {one["outcome"] for one in MODELS.values()} <= OUTCOMES
     assert sum(one["outcome"] == "ok" for one in MODELS.values()) >= 60
-
-
-def test_each_outcome_has_what_it_stands_on():
     assert MODELS
     for name, model in MODELS.items():
         if model["outcome"] != "ok":

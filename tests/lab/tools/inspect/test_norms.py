@@ -28,7 +28,7 @@ def make(root, requests=30, rows=4):
     return open_store(root)
 
 
-def norms_at(tap: int, requests=30, rows=4) -> np.ndarray:
+def norms_at(tap, requests=30, rows=4):
     """[requests, rows]: what `make` stored at a tap, by its index."""
     head = header()
     return np.stack(
@@ -36,7 +36,7 @@ def norms_at(tap: int, requests=30, rows=4) -> np.ndarray:
     )
 
 
-def test_norms_by_layer_are_those_of_the_rows(tmp_path):
+def test_norms_by_layer_and_by_position_are_those_of_the_rows(tmp_path):
     found = NormSample.of(make(tmp_path / "acts"))
     assert [spread.name for spread in found.by_layer] == ["resid_pre", "resid_post"]
     before, after = found.by_layer
@@ -47,6 +47,12 @@ def test_norms_by_layer_are_those_of_the_rows(tmp_path):
         expected = np.percentile(norms_at(tap), PERCENTILES)
         np.testing.assert_allclose(percentiles, expected, rtol=1e-6)
     assert found.rows == 4 * 120
+    assert found.site == "resid_post"
+    assert [spread.name for spread in found.by_position] == ["layer 0", "layer 3", "layer 5"]
+    for tap, spread in zip((1, 2, 3), found.by_position, strict=True):
+        assert spread.x.tolist() == [0, 1, 2, 3]
+        expected = np.percentile(norms_at(tap), PERCENTILES, axis=0).T
+        np.testing.assert_allclose(spread.percentiles, expected, rtol=1e-6)
 
 
 def test_norms_of_a_request_are_those_of_its_rows_alone(tmp_path):
@@ -63,16 +69,6 @@ def test_norms_of_a_request_are_those_of_its_rows_alone(tmp_path):
     np.testing.assert_allclose(found.by_position[0].percentiles[:, 2], norms_at(1)[7], rtol=1e-6)
     draw(found, tmp_path / "norms.svg")
     assert "16 rows of request r7" in (tmp_path / "norms.svg").read_text()
-
-
-def test_norms_by_position_are_those_of_the_first_the_middle_and_the_last_layer(tmp_path):
-    found = NormSample.of(make(tmp_path / "acts"))
-    assert found.site == "resid_post"
-    assert [spread.name for spread in found.by_position] == ["layer 0", "layer 3", "layer 5"]
-    for tap, spread in zip((1, 2, 3), found.by_position, strict=True):
-        assert spread.x.tolist() == [0, 1, 2, 3]
-        expected = np.percentile(norms_at(tap), PERCENTILES, axis=0).T
-        np.testing.assert_allclose(spread.percentiles, expected, rtol=1e-6)
 
 
 def test_no_more_is_read_than_is_seen_and_the_same_each_time(tmp_path, monkeypatch):
@@ -114,26 +110,13 @@ def test_rows_of_several_codecs_are_not_put_into_one_picture(tmp_path):
         NormSample.of(open_store(tmp_path / "acts"))
 
 
-# ---------------------------------------------------------------- the picture
-
-
-def test_an_svg_has_the_names_of_what_is_drawn_as_text(tmp_path):
+def test_pictures_have_the_names_of_what_is_drawn_and_their_size(tmp_path):
     path = tmp_path / "norms.svg"
     draw(NormSample.of(make(tmp_path / "acts")), path)
     root = ElementTree.fromstring(path.read_text())
     words = {each.text for each in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"by layer", "by position, resid_post", "resid_pre", "resid_post", "layer 3"} <= words
     assert "Norms of 480 rows, codec raw" in words
-
-
-def test_the_same_store_gives_the_same_svg(tmp_path):
-    found = NormSample.of(make(tmp_path / "acts"))
-    for name in ("a.svg", "b.svg"):
-        draw(found, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-def test_a_png_has_its_size_and_something_on_it(tmp_path):
     image = pytest.importorskip("PIL.Image")
     path = tmp_path / "norms.png"
     draw(NormSample.of(make(tmp_path / "acts")), path)
@@ -142,12 +125,9 @@ def test_a_png_has_its_size_and_something_on_it(tmp_path):
         assert len(opened.getcolors(1 << 20)) > 100
 
 
-def test_another_kind_of_picture_is_rejected(tmp_path):
+def test_a_picture_of_another_kind_and_one_without_matplotlib_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UnsupportedError, match=r"ends in \.png or \.svg"):
         check_supported(tmp_path / "a.gif")
-
-
-def test_without_matplotlib_the_error_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UnsupportedError, match=r'pip install "midstream\[inspect\]"'):

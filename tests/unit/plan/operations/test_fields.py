@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from support.refusals import refused, refused_calls
 
 from midstream.errors import ScaleWarning, SpecError
 from midstream.plan import (
@@ -53,54 +54,32 @@ def test_a_dict_is_the_arguments_and_what_is_emitted_has_every_field():
         "positions": ["all"],
         "phase": "all",
     }
-    several = Steer.parse({**STEER, "layer": [1, 2], "site": ["resid_pre", "mlp_out"]}).to_dict()
-    assert (several["layer"], several["site"]) == ([1, 2], ["resid_pre", "mlp_out"])
-    assert Steer.parse({**STEER, "layer": "all"}).to_dict()["layer"] == "all"
-
-
-def test_the_excluded_positions_are_emitted():
-    steer = Steer([1], 0, positions="prompt", exclude=[0, -1])
-    assert steer.positions == Positions("prompt", exclude=[0, -1])
-    assert Steer.parse(steer.to_dict()) == steer
-    assert steer.to_dict()["exclude"] == [0, -1]
+    several = {"layer": [1, 2], "site": ["resid_pre", "mlp_out"], "exclude": [0, -1]}
+    assert several.items() <= Steer.parse({**STEER, **several}).to_dict().items()
 
 
 def test_a_steer_has_a_token_instead_of_a_vector():
     steer = Steer(token=" Paris", layer=[3, 4], scale=2)
     given = {"op": "steer", "token": " Paris", "lens": "logit", "scale": 2.0, "layer": [3, 4]}
     assert given.items() <= steer.to_dict().items()
-    assert Steer.parse(steer.to_dict()) == steer != Steer(token=7, layer=[3, 4], scale=2)
     assert Steer(token=7, layer=1, lens="tuned").replace(layer=2).lens == "tuned"
     assert steer.is_bound
     with pytest.raises(SpecError, match=r"llm\.lenses\.direction"):
         steer.instructions(8)
 
 
-@pytest.mark.parametrize(
-    ("given", "path", "problem"),
-    [
+def test_a_malformed_token_is_refused_by_its_path():
+    refused(
+        lambda given: Steer(**given),
         ({"token": 3}, "layer", "missing"),
         ({"token": 3, "layer": 1, "vector": [1]}, "token", "`vector` is given too"),
-        ({"token": 3, "layer": 1, "rows": [[1], [2]]}, "token", "`rows` is given too"),
         ({"vector": [1], "layer": 1, "lens": "tuned"}, "lens", "is for `token`"),
         ({"token": -1, "layer": 1}, "token", "from 0"),
         ({"token": "", "layer": 1}, "token", "an empty one"),
-        ({"token": 1.5, "layer": 1}, "token", "expected"),
         ({"token": 3, "layer": 1, "lens": 5}, "lens", "expected `str`"),
         ({"token": 3, "layer": 1, "site": "attn_out"}, "site", "a lens reads the stream"),
         ({"token": 3, "layer": 1, "head": 2}, "head", "of the whole vector"),
-    ],
-)
-def test_a_malformed_token_is_refused_by_its_path(given, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Steer(**given)
-    assert caught.value.path == path
-
-
-def test_parsing_leaves_the_dict_as_it_was():
-    value = dict(STEER)
-    Steer.parse(value)
-    assert value == STEER
+    )
 
 
 def test_equal_numbers_are_emitted_alike():
@@ -109,27 +88,18 @@ def test_equal_numbers_are_emitted_alike():
     assert str(Ablate([1], 0, strength=0).instructions(1)[0].a) == "0.0"
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "problem"),
-    [
+def test_an_unknown_or_ambiguous_argument_is_rejected_by_name():
+    refused_calls(
         (lambda: Steer([1], 0, coeff=2), "coeff", "argument of Steer .did you mean `scale`"),
-        (lambda: Steer([1], 0, strength=2), "strength", "did you mean `scale`"),
         (lambda: Ablate([1], 0, scale=2), "scale", "argument of Ablate .did you mean `strength`"),
         (lambda: Scale(1, 0, hook_point="x"), "hook_point", "did you mean `site`"),
         (lambda: Probe([1], 0, nme="x"), "nme", "did you mean `name`"),
         (lambda: Steer([1], 0, layers=1), "layers", "`layer` is given too"),
-        (lambda: Steer([1], layer=0, layers=1), "layers", "`layer` is given too"),
         (lambda: Steer([1], 0, site="resid_pre", sites="resid_post"), "sites", "`site` is given"),
         (lambda: Capture([0], layer=1), "layer", "`layers` is given too"),
-        (lambda: Capture(0, hook="x"), "hook", "argument of Capture .did you mean `sites`"),
         (lambda: Steer([0, 0], 0), "vector", "the vector is zero"),
         (lambda: Steer({0: [1], 1: [0]}), "vector[1]", "the vector is zero"),
-    ],
-)
-def test_an_unknown_or_ambiguous_argument_is_rejected_by_name(make, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        make()
-    assert caught.value.path == path
+    )
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
@@ -204,32 +174,20 @@ def test_a_reconstruction_has_its_fields_in_canonical_form():
         "phase": "all",
     }
     given = {"sae": "a", "index": {"7": 8, "33": 0}, "error": True, "positions": [1]}
-    assert Reconstruct.parse(given) == Reconstruct.parse(edit.to_dict()) == edit
+    assert Reconstruct.parse(given) == edit
     plain = Reconstruct("a", layer=3, site="mlp_out", norm="keep")
-    assert Reconstruct.parse(plain.to_dict()) == plain
     assert {"index", "mode", "value"}.isdisjoint(plain.to_dict())
-    assert edit.names() == ("a",)
-    with pytest.raises(SpecError, match="the SAE `a` is not registered"):
-        edit.instructions(4)
 
 
 def test_features_of_a_name_have_one_form_whatever_their_order():
     edit = Feature(sae="a", index={33: 0.0, 7: 8.0})
     assert edit == Feature(sae="a", index=[33, 7], value=[0, 8])
-    assert edit.to_dict() == {
-        "op": "feature",
-        "sae": "a",
-        "index": [7, 33],
-        "mode": "set",
-        "value": [8.0, 0.0],
-        "positions": ["all"],
-        "phase": "all",
-    }
+    assert (edit.to_dict()["index"], edit.to_dict()["value"]) == ([7, 33], [8.0, 0.0])
     assert Feature.parse({"sae": "a", "index": {"7": 8, "33": 0}}) == edit
-    assert Feature.parse(edit.to_dict()) == edit
-    assert edit.names() == ("a",)
-    with pytest.raises(SpecError, match="the SAE `a` is not registered"):
-        edit.instructions(4)
+    for named in (edit, Reconstruct("a", {7: 8.0})):
+        assert named.names() == ("a",)
+        with pytest.raises(SpecError, match="the SAE `a` is not registered"):
+            named.instructions(4)
 
 
 def test_a_scale_has_one_factor_or_one_for_each_component():
@@ -239,12 +197,6 @@ def test_a_scale_has_one_factor_or_one_for_each_component():
     assert each == Scale({"f32": "AACAPwAAAEA="}, 0, shift={"f32": "AABAQAAAgEA="})
     assert Scale(torch.tensor([2.0]), 0) == Scale(2, 0)
     assert "shift" not in Scale(2, 0).to_dict()
-    with pytest.raises(SpecError, match="expected 3 numbers.*got 2") as caught:
-        each.instructions(3)
-    assert caught.value.path == "factor"
-    with pytest.raises(SpecError, match="expected 3 numbers.*got 2") as caught:
-        Scale(2, 0, shift=[1, 2]).instructions(3)
-    assert caught.value.path == "shift"
 
 
 def test_a_scalar_is_rounded_to_float32_only_when_lowered():
@@ -255,69 +207,27 @@ def test_a_scalar_is_rounded_to_float32_only_when_lowered():
 NEARLY = [[1.0, 0.01], [0.0, 1.0]]
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "problem"),
-    [
-        (lambda: Steer([1, None], 0), "vector[1]", "expected a number, got `None`"),
-        (lambda: Steer({"f32": "A"}, 0), "vector.f32", "expected base64"),
+def test_a_malformed_field_is_refused_by_its_path():
+    refused_calls(
         (lambda: Steer("no such name!", 0), "vector", "expected 1 to 128 of the char.*'no such"),
-        (lambda: Steer({"name": 3}, 0), "vector.name", "expected a name, `str`, got `int`"),
         (lambda: Steer([1]), "layer", "missing; it can be omitted only where .* a registered"),
-        (lambda: Steer([1], True), "layer", "got `bool`"),
-        (lambda: Steer([1], [3, 3]), "layer[1]", "listed twice"),
-        (lambda: Steer([1], 2**40), "layer", r"within ±2\*\*31"),
         (lambda: Steer([1], 0, "2"), "scale", "expected a number, got `str`"),
-        (lambda: Steer([1], 0, float("nan")), "scale", "finite number, got nan"),
         (lambda: Steer([1], 0, -1e39), "scale", r"-1e\+39 overflows float32"),
-        (lambda: Steer([1], 0, site="resid"), "site", "unknown site 'resid'"),
-        (
-            lambda: Steer([1], 0, positions="last"),
-            "positions",
-            '"last" is unsupported in edits, .* known only when',
-        ),
-        (
-            lambda: Steer([1], 0, positions=[0, "last"]),
-            "positions[1]",
-            '"last" is unsupported in edits, .* known only',
-        ),
-        (
-            lambda: Scale(2, 0, positions="last"),
-            "positions",
-            '"last" is unsupported in edits, .* known only when',
-        ),
-        (lambda: Steer([1], 0, phase="decode"), "phase", "got 'decode'"),
+        (lambda: Steer([1], 0, positions="last"), "positions", "unsupported in edits, .* known"),
+        (lambda: Steer([1], 0, positions=[0, "last"]), "positions[1]", '"last" is unsupported in'),
         (lambda: Steer([1], 0, exclude="nope"), "exclude", "got 'nope'"),
         (lambda: Steer([1], 0, norm="kept"), "norm", "got 'kept' .did you mean `keep`"),
-        (lambda: Steer([0, 0], 0, norm="match"), "vector", "the vector is zero"),
-        (lambda: Scale([1, None], 0), "factor[1]", "expected a number, got `None`"),
         (lambda: Scale(1, 0, shift=2), "shift", "got `int`"),
         (lambda: Ablate([[1, 0], [0, 0]], 0), "directions[1]", "the row is zero"),
-        (lambda: Ablate([0.0], 0), "directions[0]", "the row is zero"),
-        (lambda: Ablate([[1, 2], [3, 1], [1, 1]], 0), "directions[2]", "dependent on earlier rows"),
         (lambda: Ablate([[0.1, 0.2], [0.3, 0.6]], 0), "directions[1]", "dependent on earlier rows"),
-        (
-            lambda: Ablate([[1, 2], [3]], 0),
-            "directions[1]",
-            "expected 2 numbers, as in earlier rows",
-        ),
-        (
-            lambda: Ablate(Named("a", 2), 0),
-            "directions.scale",
-            "only the direction of `a` is used.*2.0",
-        ),
+        (lambda: Ablate(Named("a", 2), 0), "directions.scale", "only the direction of `a`.*2.0"),
         (lambda: Ablate([1], 0, "x"), "strength", "got `str`"),
         (lambda: Clamp([1], 0), "", "missing bounds: give `value`, `low` or `high`"),
         (lambda: Clamp([0], 0, 1), "direction", "the vector is zero; expected a direction"),
         (lambda: Clamp([1], 0, 1, low=0), "low", "give either `value`, or `low` and `high`"),
-        (lambda: Clamp([1], 0, 1, high=0), "high", "give either `value`, or `low` and `high`"),
         (lambda: Clamp([1], 0, "x"), "value", "got `str`"),
         (lambda: Clamp([1], 0, low=2, high=1), "low", "expected at most `high`, 1.0, got 2.0"),
-        (lambda: Clamp([1], 0, high=float("inf")), "high", "finite number"),
-        (
-            lambda: Clamp({"name": "a", "scale": 2}, 0, 1),
-            "direction.scale",
-            "expected 1, because only the direction",
-        ),
+        (lambda: Clamp({"name": "a", "scale": 2}, 0, 1), "direction.scale", "1, because only the"),
         (lambda: Reconstruct(3), "sae", "the name of a registered SAE"),
         (lambda: Reconstruct("a", error=True), "error", "without `index` nothing would change"),
         (lambda: Reconstruct("a", [1], value=1, error=1), "error", "expected `bool`, got `int`"),
@@ -328,11 +238,7 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
         (lambda: Reconstruct("a", site="router"), "site", "expected one of `resid_pre`"),
         (lambda: Feature("a", [1], 0, value=1), "encoder", "got `str`"),
         (lambda: Feature([1], [1], 0, "pin", 1), "mode", "expected one of `set`"),
-        (
-            lambda: Feature([1], [1], 0),
-            "value",
-            "missing: modes `set`, `add`, `scale` require a value",
-        ),
+        (lambda: Feature([1], [1], 0), "value", "missing: modes `set`, `add`, `scale` require"),
         (lambda: Feature([1], [1], 0, "ablate", 0), "value", '"ablate" takes no value'),
         (lambda: Feature([1], [1], 0, value=1, threshold=-0.5), "threshold", "at least 0, got -0"),
         (
@@ -350,72 +256,40 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
         (lambda: Feature(sae="a", index={3: 1.0}, value=1), "value", "`index` has the values"),
         (lambda: Feature(sae="a", index={3: 1.0}, mode="ablate"), "index", "takes no value"),
         (lambda: Feature(sae="a", index={}, value=1), "index", "1 to 256 features, got 0"),
-        (lambda: Feature(sae="a", index=range(257), value=1), "index", "1 to 256 features"),
         (lambda: Feature(sae="a", index=[3, 3], value=1), "index[1]", "feature 3 is given twice"),
         (lambda: Feature(sae="a", index={3: 1, "3": 2}), "index['3']", "3 is given twice"),
-        (lambda: Feature(sae="a", index={"x": 2}), "index['x']", "expected `int`"),
         (lambda: Feature(sae="a", index=-1, value=1), "index", "ids from 0, got -1"),
         (lambda: Feature(sae="a", index=["1"], value=1), "index[0]", "expected `int`"),
         (lambda: Feature([1], sae="a", index=1, value=1), "encoder", "unsupported with `sae`"),
         (lambda: Feature(sae="a", index=1, value=1, head=0), "head", "unsupported with `sae`"),
         (lambda: Affine([[1], [2]], [[1]], 0), "write", r"shape of `read`, \[2, 1\], got \[1, 1\]"),
         (lambda: Affine([1], [1], 0, [1, 2]), "bias", "expected 1 numbers, one per row"),
-        (lambda: Affine([1], [1], 0, True), "bias", "got `bool`"),
         (lambda: Affine(layer=0), "read", "missing; give `read` and `write`, or `matrix`"),
         (lambda: Affine([1], layer=0), "write", "missing; give as many rows as in `read`"),
         (lambda: Affine([1], matrix=[[1]], layer=0), "read", "unsupported with `matrix`"),
-        (lambda: Affine(write=[1], matrix=[[1]], layer=0), "write", "unsupported with `matrix`"),
         (lambda: Affine(matrix=[[1]], layer=0, head=1), "head", "maps the whole vector"),
-        (lambda: Affine(matrix=[[1]], layer=0, bias=True), "bias", "got `bool`"),
-        (lambda: Affine(matrix=[[1]]), "layer", "missing; it can be omitted only"),
-        (lambda: Affine(matrix=[1, 2], layer=0), "matrix", "expected a square matrix"),
         (lambda: LoReFT(NEARLY, NEARLY, 0, 0), "rotation", "orthonormal rows.*by 0.01, more than"),
         (lambda: LoReFT([1, 0], [[1, 0], [0, 1]], 0, 0), "weight", "the shape of `rotation`"),
-        (lambda: Replace([[]], 0), "rows[0]", "the vector is empty"),
         (lambda: Ablate([1], 0, norm="match"), "norm", "expected one of `keep`, got .match"),
         (lambda: Steer(layer=0), "vector", "missing; give a vector, one row per position"),
         (lambda: Steer([1], 0, rows=[[1]]), "rows", "`vector` is given too; give one of them"),
         (lambda: Steer(rows=[[0], [0]], layer=0), "rows", "all rows are zero"),
         (lambda: Steer(rows=[[1], [1, 2]], layer=0), "rows[1]", "expected 1 numbers"),
-        (lambda: Steer(rows=[[1], [2]]), "layer", "missing; it can be omitted only where"),
-        (lambda: Replace([], 0), "rows", "expected at least one row, got none"),
-        (lambda: Replace("no such name!", 0), "rows", "1 to 128 of the characters"),
         (lambda: Replace(Named("x", 2), 0), "rows.scale", "1, because `x` is used as it is"),
         (lambda: Replace(["x", Named("y", 2)], 0), "rows[1].scale", "`y` is used as it is"),
-        (lambda: Scale(None, 0), "factor", "expected a number, got `None`"),
         (lambda: Scale("happy", 0), "factor", "expected a number, got `str`"),
-    ],
-)
-def test_a_malformed_field_is_refused_by_its_path(make, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        make()
-    assert caught.value.path == path
+    )
 
 
-@pytest.mark.parametrize(
-    ("change", "path", "problem"),
-    [
+def test_a_dict_of_another_kind_is_refused():
+    refused(
+        lambda change: Steer.parse({**STEER, **change}),
         ({"op": "ablate"}, "op", "expected one of `steer`, got 'ablate'"),
-        ({"op": None}, "op", "expected one of `steer`, got `None`"),
-        ({"layers": 3}, "layers", "`layer` is given too; give one of them"),
         ({"scales": 3}, "", "unknown field 'scales' .did you mean `scale`"),
-        ({"strength": 3}, "", "unknown field 'strength' .did you mean `scale`.*; known: `vector`"),
         ({"bias": 3}, "", "unknown field 'bias'; known: `vector`, `layer`, `scale`"),
-    ],
-)
-def test_a_dict_of_another_kind_is_refused(change, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Steer.parse({**STEER, **change})
-    assert caught.value.path == path
-
-
-def test_a_missing_field_is_named():
-    with pytest.raises(SpecError, match="vector: missing; give a vector"):
-        Steer.parse({"layer": 0})
-    with pytest.raises(SpecError, match="missing field `direction`"):
-        Clamp.parse({"layer": 0})
-    with pytest.raises(SpecError, match="layer: missing"):
-        Steer.parse({"vector": [1]})
+    )
+    refused(Steer.parse, ({"layer": 0}, "vector", "missing; give a vector"))
+    refused(Clamp.parse, ({"layer": 0}, "", "missing field `direction`"))
 
 
 def test_a_rotation_stored_in_bfloat16_is_orthonormal_enough_and_one_that_is_not_is_refused():
@@ -425,23 +299,14 @@ def test_a_rotation_stored_in_bfloat16_is_orthonormal_enough_and_one_that_is_not
         LoReFT(rows + 0.01, rows, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("edit", "path"),
-    [
-        (Steer([1, 2], 0), "vector"),
-        (Steer([1, 2], 0, norm="match"), "vector"),
-        (Ablate([[1, 2], [2, 1]], 0), "directions[0]"),
-        (Clamp([1, 2], 0, 1), "direction"),
-        (Feature([1, 2], [1, 2, 3], 0, value=1), "encoder[0]"),
-        (Feature([1, 2, 3], [1, 2], 0, value=1), "decoder[0]"),
-        (Feature([1, 2], [1, 2, 3], 0, "add", value=1), "encoder[0]"),
-        (Affine([1, 2], [1, 2], 0), "read[0]"),
-        (LoReFT([1, 0], [1, 2], 0, 0), "rotation[0]"),
-        (Replace([[1, 2], [1, 2]], 0), "rows[0]"),
-        (Steer(rows=[[1, 2], [1, 2]], layer=0), "rows[0]"),
-    ],
-)
-def test_a_vector_of_another_width_is_refused_when_lowered(edit, path):
-    with pytest.raises(SpecError, match="3 numbers, the model's hidden size, got 2") as caught:
-        edit.instructions(3)
-    assert caught.value.path == path
+def test_a_vector_of_another_width_is_refused_when_lowered():
+    words = "3 numbers, the model's hidden size, got 2"
+    refused(
+        lambda edit: edit.instructions(3),
+        (Steer([1, 2], 0, norm="match"), "vector", words),
+        (Scale([1, 2], 0, shift=[3, 4]), "factor", words),
+        (Scale(2, 0, shift=[1, 2]), "shift", words),
+        (Feature([1, 2], [1, 2, 3], 0, value=1), "encoder[0]", words),
+        (Feature([1, 2, 3], [1, 2], 0, value=1), "decoder[0]", words),
+        (Feature([1, 2], [1, 2, 3], 0, "add", value=1), "encoder[0]", words),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.refusals import refused
 
 from midstream.errors import SpecError
 from midstream.ops.layout import HELD, Flags, Op
@@ -49,9 +50,9 @@ def test_what_is_given_is_emitted_and_read_again():
     assert Gate(STEER, V, sharpness=2.0, smooth=0.5).smooth == 0.5
 
 
-@pytest.mark.parametrize(
-    ("given", "path", "problem"),
-    [
+def test_a_malformed_argument_is_rejected_by_its_name():
+    refused(
+        lambda given: Gate.parse({"edit": STEER.to_dict(), "probe": V, "threshold": 1.0, **given}),
         ({"hold": "always"}, "hold", 'expected "rest", or a number of tokens from 1, got \'alw'),
         ({"hold": "conversation:a"}, "hold", "expected .* got 'conversation:a'"),
         ({"hold": 0}, "hold", "a number of tokens from 1, got 0"),
@@ -65,12 +66,7 @@ def test_what_is_given_is_emitted_and_read_again():
         ({"hold": 2, "sharpness": 1.0}, "hold", "omit `sharpness`, or use `smooth` alone"),
         ({"release": 0, "sharpness": 1.0}, "release", "open to a degree"),
         ({"holds": 2}, "", "did you mean `hold`"),
-    ],
-)
-def test_a_malformed_argument_is_rejected_by_its_name(given, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Gate.parse({"edit": STEER.to_dict(), "probe": V, "threshold": 1.0, **given})
-    assert caught.value.path == path
+    )
 
 
 def test_a_gate_reads_a_scan_at_its_tap_for_the_tokens_of_its_edit():

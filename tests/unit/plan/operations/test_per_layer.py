@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.refusals import refused_calls
 
 from midstream import Ablate, Gate, Plan, Steer
-from midstream.errors import SpecError
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.shape import ModelShape
@@ -34,13 +34,8 @@ def bound(*edits):
     ],
 )
 def test_steer_with_a_vector_per_layer_is_one_steer_per_layer(steer):
-    wanted = (
-        Steer(V, 1, 2.0, phase="prompt"),
-        Steer(W, 3, 2.0, phase="prompt"),
-    )
+    wanted = (Steer(V, 1, 2.0, phase="prompt"), Steer(W, 3, 2.0, phase="prompt"))
     assert bound(steer) == wanted
-    assert Steer.parse(steer.to_dict()) == steer
-    assert Plan.parse(Plan(edits=(steer,)).to_json()).edits == (steer,)
     steps = resolve(Plan(edits=bound(steer)), SHAPE, Prompt(2), 1)
     assert steps == resolve(Plan(edits=wanted), SHAPE, Prompt(2), 1)
 
@@ -77,26 +72,17 @@ def test_a_plan_counts_the_parts_of_an_edit_as_that_edit():
     assert plan.origins == (0, 1, 1, 2)
 
 
-def test_a_gate_around_a_vector_per_layer_is_one_gate_per_layer():
-    assert bound(Gate(Steer({1: V, 3: W}), V)) == (
-        Gate(Steer(V, 1), V),
-        Gate(Steer(W, 3), V),
-    )
-
-
-@pytest.mark.parametrize(
-    "ablate", [Ablate({1: V, 3: W}), Ablate([V, W], layer=[1, 3], subspace=False)]
-)
-def test_ablate_with_a_direction_per_layer_is_one_ablate_per_layer(ablate):
-    assert bound(ablate) == (Ablate(V, 1), Ablate(W, 3))
-    assert Ablate.parse(ablate.to_dict()) == ablate
+def test_a_gate_or_an_ablate_per_layer_is_one_of_each_layer():
+    gated = Gate(Steer({1: V, 3: W}), V)
+    assert bound(gated) == (Gate(Steer(V, 1), V), Gate(Steer(W, 3), V))
+    for ablate in (Ablate({1: V, 3: W}), Ablate([V, W], layer=[1, 3], subspace=False)):
+        assert bound(ablate) == (Ablate(V, 1), Ablate(W, 3))
 
 
 def test_a_subspace_is_removed_at_each_layer_where_the_caller_says_so():
     both = Ablate([V, W], layer="all", subspace=True)
     assert bound(both) == (both,)
     assert len(both.instructions(3)) == 2
-    assert Ablate.parse(both.to_dict()) == both
     # At one layer there is only one reading.
     assert bound(Ablate([V, W], 1)) == (Ablate([V, W], 1),)
     assert "subspace" not in Ablate([V, W], 1).to_dict()
@@ -109,15 +95,10 @@ def test_names_at_several_layers_have_one_reading():
     assert plan.edits == (Ablate([V, W], layer=[0, 1], subspace=True),)
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "problem"),
-    [
+def test_a_matrix_that_can_be_read_two_ways_is_rejected():
+    refused_calls(
         (lambda: Ablate([V, W], "all"), "directions", "2 directions at all layers .*subspace=True"),
-        (
-            lambda: Ablate([V, W], [1, 2]),
-            "directions",
-            "at 2 layers .*subspace=False to",
-        ),
+        (lambda: Ablate([V, W], [1, 2]), "directions", "at 2 layers .*subspace=False to"),
         (lambda: Ablate([V, W], "all", subspace=False), "layer", r"such as layer=range\(2\)"),
         (lambda: Ablate([V, W], [1, 2, 3], subspace=False), "directions", "2 rows for 3 layers"),
         (lambda: Ablate({1: V, 3: W}, subspace=True), "subspace", "one direction per layer"),
@@ -130,9 +111,4 @@ def test_names_at_several_layers_have_one_reading():
         (lambda: Steer({1: V, 3: [1.0]}), "vector[3]", "expected 3 numbers, as at the first layer"),
         (lambda: Steer({1: V, 3: "x"}), "vector[3]", "got `str`"),
         (lambda: Steer({1: V, 1.5: W}), "vector", "field names must be `str`"),
-    ],
-)
-def test_a_matrix_that_can_be_read_two_ways_is_rejected(make, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        make()
-    assert caught.value.path == path
+    )

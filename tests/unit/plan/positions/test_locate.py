@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.plan.position_strategies import prompt_of
+from support.refusals import refused
 
 from midstream.errors import SpecError
 from midstream.plan.positions.items import Image, Media, Role, Text
@@ -42,21 +42,15 @@ def test_occurrences_of_a_text_are_counted_from_either_end():
     assert _words(Text("cat", 1)) == _words(Text("cat", -1)) == ((4, 5),)
 
 
-@pytest.mark.parametrize(
-    ("item", "problem"),
-    [
-        (Text("dog"), "the prompt does not contain 'dog'$"),
-        (Text("Cat"), "the prompt does not contain 'Cat'$"),
-        (Text("sat"), "but not at token boundaries; the tokens there: "
-                      "' cat' ' sat,' ' cat'$"),
-        (Text("cat", 2), "occurrence 2 is out of range: .* has 2 of 'cat', expected 0 to 1"),
-        (Text("cat", -3), "occurrence -3 is out of range"),
-    ],
-)  # fmt: skip
-def test_a_text_that_is_not_there_is_explained(item, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        _words([0, item])
-    assert caught.value.path == "positions[1]"
+def test_a_text_that_is_not_there_is_explained():
+    refused(
+        lambda item: _words([0, item]),
+        (Text("dog"), "positions[1]", "the prompt does not contain 'dog'$"),
+        (Text("Cat"), "positions[1]", "the prompt does not contain 'Cat'$"),
+        (Text("sat"), "positions[1]", "the tokens there: ' cat' ' sat,' ' cat'$"),
+        (Text("cat", 2), "positions[1]", "2 is out of range: .* has 2 of 'cat', expected 0 to 1"),
+        (Text("cat", -3), "positions[1]", "occurrence -3 is out of range"),
+    )
 
 
 def test_a_role_is_the_content_of_its_last_message_or_of_others():
@@ -66,24 +60,17 @@ def test_a_role_is_the_content_of_its_last_message_or_of_others():
     assert _chat([Role("system"), Role("user", "all")]) == ((1, 3), (4, 6), (8, 9))
 
 
-@pytest.mark.parametrize(
-    ("item", "problem"),
-    [
-        (Role("usr"), "no message of role 'usr'; its roles: 'system', 'user', 'assistant', 'tool'"),
-        (
-            Role("user", 2),
-            "message 2 is out of range: the chat has 2 of role 'user', expected 0 to 1",
-        ),
-        (Role("user", -3), "message -3 is out of range"),
-        (Role("assistant"), "the message has no content in the prompt"),
-        (Role("assistant", "all"), "the message has no content in the prompt"),
-        (Role("tool"), "the tokens of message 4 are unknown: its content has a part of type"),
-    ],
-)
-def test_a_message_that_is_not_there_is_explained(item, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        _chat(item)
-    assert caught.value.path == "positions"
+def test_a_message_that_is_not_there_is_explained():
+    roles = "no message of role 'usr'; its roles: 'system', 'user', 'assistant', 'tool'"
+    refused(
+        _chat,
+        (Role("usr"), "positions", roles),
+        (Role("user", 2), "positions", "2 is out of range: the chat has 2 of role 'user'"),
+        (Role("user", -3), "positions", "message -3 is out of range"),
+        (Role("assistant"), "positions", "the message has no content in the prompt"),
+        (Role("assistant", "all"), "positions", "the message has no content in the prompt"),
+        (Role("tool"), "positions", "of message 4 are unknown: its content has a part of type"),
+    )
 
 
 def _media(item):
@@ -100,19 +87,14 @@ def test_media_are_counted_by_kind_and_are_where_their_embeddings_are():
     assert where.ranges == ((0, 1), (3, 4), (5, 9), (11, 12))
 
 
-@pytest.mark.parametrize(
-    ("item", "problem"),
-    [
-        (Image(2), "image 2 is out of range: .* has 2 of this kind, expected 0 to 1 .or −2 to −1"),
-        (Image(-3), "image -3 is out of range"),
-        (Media("all", "video"), "the prompt has no video; it has audio, image$"),
-        (Media(1, "audio"), "audio 1 is out of range"),
-    ],
-)
-def test_media_that_are_not_there_are_explained(item, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        _media([0, item])
-    assert caught.value.path == "positions[1]"
+def test_media_that_are_not_there_are_explained():
+    refused(
+        lambda item: _media([0, item]),
+        (Image(2), "positions[1]", "image 2 is out of range: .* expected 0 to 1 .or −2 to −1"),
+        (Image(-3), "positions[1]", "image -3 is out of range"),
+        (Media("all", "video"), "positions[1]", "the prompt has no video; it has audio, image$"),
+        (Media(1, "audio"), "positions[1]", "audio 1 is out of range"),
+    )
 
 
 def test_tokens_of_media_count_for_the_budget():
@@ -154,7 +136,3 @@ def test_a_prompt_that_contradicts_itself_is_refused():
         Prompt(3, (1, 2))
     with pytest.raises(SpecError, match="the text has 5 tokens, but the prompt has 4"):
         select(Positions(Text("cat")), Prompt(4, text=WORDS), 4)
-
-
-def test_the_prompts_of_these_tests_spell_what_they_say():
-    assert prompt_of([0, 1, 4]).text_map.text == "a aab "

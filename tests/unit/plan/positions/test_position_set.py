@@ -11,29 +11,20 @@ from midstream.plan.positions.ranges import merge
 IDS = (7, 7, 7, 5, 6, 5, 8)
 
 
-def test_ranges_are_cut_at_the_requests_end():
-    assert Where(((0, 2), (5, None))).final(7, IDS) == ((0, 2), (5, 7))
-    assert Where(((0, 2), (5, None))).final(4, IDS) == ((0, 2),)
-
-
-def test_a_match_selects_tokens_of_its_ranges_by_their_ids():
-    where = Where((), (Match(((3, 5), (6, None)), (5, 8)),))
-    assert where.final(7, IDS) == ((3, 4), (6, 7))
-    assert where.final(6, IDS) == ((3, 4),)
-
-
-def test_a_match_of_other_ids_selects_the_rest_of_its_ranges():
-    where = Where(((0, 1),), (Match(((3, None),), (5, 8), others=True),))
-    assert where.final(7, IDS) == ((0, 1), (4, 5))
-
-
-def test_the_final_row_is_selected_from_where_it_may_lie():
-    assert Where((), last_from=4).final(7, IDS) == ((6, 7),)
-    assert Where((), last_from=4).final(5, IDS) == ((4, 5),)
-    assert Where((), last_from=4).final(4, IDS) == ()
-
-
-def test_tokens_are_not_looked_at_where_ids_do_not_matter():
+def test_a_set_is_cut_at_the_requests_end_and_matches_tokens_by_their_ids():
+    span, by_id = ((0, 2), (5, None)), (Match(((3, 5), (6, None)), (5, 8)),)
+    rest = (Match(((3, None),), (5, 8), others=True),)
+    for where, length, ranges in (
+        (Where(span), 7, ((0, 2), (5, 7))),
+        (Where(span), 4, ((0, 2),)),
+        (Where((), by_id), 7, ((3, 4), (6, 7))),
+        (Where((), by_id), 6, ((3, 4),)),
+        (Where(((0, 1),), rest), 7, ((0, 1), (4, 5))),
+        (Where((), last_from=4), 7, ((6, 7),)),
+        (Where((), last_from=4), 5, ((4, 5),)),
+        (Where((), last_from=4), 4, ()),
+    ):
+        assert where.final(length, IDS) == ranges
     assert Where(((0, None),)).final(7, ()) == ((0, 7),)
 
 

@@ -33,9 +33,8 @@ def asked(name: str, positions: object, length: int = 10) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize(
-    ("positions", "length", "index", "problem"),
-    [
+def test_a_list_that_rows_would_not_follow_is_rejected(name):
+    for positions, length, index, problem in (
         ([5, 2], 10, 1, "position 2 is before 5, which is listed first"),
         ([0, -1, -2], 10, 2, "position -2 is before -1"),
         (["last_prompt", -2], 10, 1, "position -2 is before 'last_prompt'"),
@@ -44,26 +43,21 @@ def asked(name: str, positions: object, length: int = 10) -> None:
         ([3, -1], 4, 1, "position -1 is the same as 3, which is listed too"),
         ([0, -1], 1, 1, "position -1 is the same as 0"),
         ([11, -1], 10, 1, "position -1 is before 11"),
-    ],
-)
-def test_a_list_that_rows_would_not_follow_is_rejected(name, positions, length, index, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        asked(name, positions, length)
-    field = "queries" if name == "Attention" else "positions"
-    assert caught.value.path.endswith(f"{field}[{index}]")
+    ):
+        with pytest.raises(SpecError, match=problem) as caught:
+            asked(name, positions, length)
+        field = "queries" if name == "Attention" else "positions"
+        assert caught.value.path.endswith(f"{field}[{index}]")
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize(
-    "positions",
-    [
+def test_lists_that_ascend_and_unions_of_other_items_are_kept(name):
+    for positions in (
         [2, 5], [0, -1], [-3, -1, 11], [3, "last_prompt"], 4, "all", range(2, 5),
         [Text("x", 5), Text("x", 1)], [slice(4, 6), 1], [Window(0, 2), 1], ["generated", "prompt"],
         [slice(0, 4), 3],
-    ],
-)  # fmt: skip
-def test_lists_that_ascend_and_unions_of_other_items_are_kept(name, positions):
-    asked(name, positions)
+    ):  # fmt: skip
+        asked(name, positions)
 
 
 @pytest.mark.parametrize("name", ["Capture", "Probe"])

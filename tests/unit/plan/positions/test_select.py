@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
+from support.refusals import refused, refused_calls
 from unit.plan.position_strategies import (
     capture_positions,
     prompt_of,
@@ -108,57 +109,45 @@ def test_only_what_needs_the_prompt_depends_on_more_than_its_length(positions, p
         assert bare == attempt(prompt)
 
 
-@pytest.mark.parametrize(
-    ("include", "phase", "ranges", "last_from"),
-    [
+def ten(include, phase="all", max_tokens=5):
+    """What is selected of ten tokens of a prompt, and of those generated."""
+    return select(Positions(include, phase), Prompt(10), max_tokens)
+
+
+def test_ten_prompt_tokens_and_at_most_five_generated():
+    for include, phase, ranges, last_from in (
         ("all", "all", ((0, None),), None),
         ("all", "prompt", ((0, 10),), None),
-        ("all", "generated", ((10, None),), None),
-        ("prompt", "all", ((0, 10),), None),
         ("generated", "all", ((10, None),), None),
         ("last_prompt", "all", ((9, 10),), None),
-        (-1, "all", ((9, 10),), None),
         (-10, "all", ((0, 1),), None),
         (13, "all", ((13, 14),), None),
-        ("last", "all", (), 9),
         ("last", "generated", (), 10),
-        (["last", 0], "all", ((0, 1),), 9),
         (["last", "generated"], "generated", ((10, None),), None),
         (["last", "generated"], "all", ((10, None),), 9),
-        (["generated", "prompt"], "all", ((0, None),), None),
-        (slice(2, 5), "all", ((2, 5),), None),
-        (slice(-3, None), "all", ((7, None),), None),
         (slice(-3, None), "prompt", ((7, 10),), None),
         (slice(-30, -8), "all", ((0, 2),), None),
-        (slice(8, 12), "generated", ((10, 12),), None),
         (slice(8, 1000), "all", ((8, 1000),), None),
         (slice(0, None, 4), "all", ((0, 1), (4, 5), (8, 9), (12, 13)), None),
-        (slice(0, None, 4), "prompt", ((0, 1), (4, 5), (8, 9)), None),
         (slice(0, None, 4), "generated", ((12, 13),), None),
-        (slice(0, 3, 2), "all", ((0, 1), (2, 3)), None),
         ([0, 1, 2, 7], "all", ((0, 3), (7, 8)), None),
-        (Window(-5, 0), "all", ((5, 10),), None),
         (Window(0, 10), "all", ((10, 20),), None),
-        (Window(-2, 2), "all", ((8, 12),), None),
         (Window(-2, 2), "generated", ((10, 12),), None),
         (Window(-99, -8), "all", ((0, 2),), None),
-        (Window(1, None), "all", ((11, None),), None),
         (Window(-4, None, 3), "all", ((6, 7), (9, 10), (12, 13)), None),
-    ],
-)
-def test_ten_prompt_tokens_and_at_most_five_generated(include, phase, ranges, last_from):
-    assert select(Positions(include, phase), Prompt(10), 5) == Where(ranges, (), last_from)
+    ):
+        assert ten(include, phase) == Where(ranges, (), last_from), (include, phase)
+    assert ten(9, max_tokens=1) == Where(((9, 10),))
+    assert ten(["prompt", "generated"], max_tokens=1).final(10, ()) == ((0, 10),)
 
 
 # Token ids 0 "a", 1 " a", 2 "b", 3 " ".
 FOUR = prompt_of([0, 2, 0, 1])
 
 
-@pytest.mark.parametrize(
-    ("positions", "where"),
-    [
+def test_token_ids_and_what_is_left_out():
+    for positions, where in (
         (Positions(TokenIds(0)), Where(((0, 1), (2, 3)), (Match(((4, None),), (0,)),))),
-        (Positions(TokenIds([0, 1]), "prompt"), Where(((0, 1), (2, 4)))),
         (Positions(TokenIds(7), "generated"), Where((), (Match(((4, None),), (7,)),))),
         (Positions([TokenIds(0), "generated"]), Where(((0, 1), (2, 3), (4, None)))),
         (
@@ -169,28 +158,21 @@ FOUR = prompt_of([0, 2, 0, 1])
             Positions([TokenIds([0, 5, 6]), Window(0, 2)], exclude=[TokenIds([2, 6]), 7]),
             Where(
                 ((0, 1), (2, 3)),
-                (
-                    Match(((4, 6),), (2, 6), others=True),
-                    Match(((6, 7), (8, None)), (0, 5)),
-                ),
+                (Match(((4, 6),), (2, 6), others=True), Match(((6, 7), (8, None)), (0, 5))),
             ),
         ),
         (Positions(TokenIds([0, 2]), "prompt", TokenIds(2)), Where(((0, 1), (2, 3)))),
-        (Positions(TokenIds(0), exclude=[TokenIds(0), TokenIds(1)]), None),
-        (Positions("all", exclude="prompt"), Where(((4, None),))),
-        (Positions("prompt", exclude=[0, "last_prompt"]), Where(((1, 3),))),
         (Positions("all", exclude=[slice(50, 60), Text("zz"), 99]), Where(((0, None),))),
         (Positions("prompt", exclude=Role("user")), Where(((0, 4),))),
-        (Positions(["prompt", "generated"], exclude=["prompt", "generated"]), None),
-        (Positions("prompt", exclude=TokenIds([0, 1, 2])), None),
-    ],
-)
-def test_token_ids_and_what_is_left_out(positions, where):
-    if where is None:
-        with pytest.raises(SpecError, match="nothing is selected.*and `exclude` removes all"):
-            select(positions, FOUR, 9)
-    else:
-        assert select(positions, FOUR, 9) == where
+    ):
+        assert select(positions, FOUR, 9) == where, positions
+    removed = "nothing is selected.*and `exclude` removes all"
+    refused(
+        lambda positions: select(positions, FOUR, 9),
+        (Positions(TokenIds(0), exclude=[TokenIds(0), TokenIds(1)]), removed),
+        (Positions(["prompt", "generated"], exclude=["prompt", "generated"]), removed),
+        (Positions("prompt", exclude=TokenIds([0, 1, 2])), removed),
+    )
 
 
 def test_where_nothing_is_generated_no_token_is_left_to_be_matched():
@@ -206,77 +188,43 @@ def test_what_is_asked_for_does_not_depend_on_max_tokens():
 
 
 def test_a_span_with_a_step_needs_an_end_only_where_there_is_none():
-    with pytest.raises(
-        SpecError, match="the span 0::2 needs a stop.*max_tokens is not set"
-    ) as caught:
-        select(Positions([0, slice(None, None, 2)]), Prompt(4), None)
-    assert caught.value.path == "positions[1]"
-    with pytest.raises(SpecError, match=r"Window\(0, None, 2\) needs a stop") as caught:
-        select(Positions("all", exclude=[1, Window(0, None, 2)]), Prompt(4), None)
-    assert caught.value.path == "exclude[1]"
+    endless = "the span 0::2 needs a stop.*max_tokens is not set"
+    refused(
+        lambda positions: select(positions, Prompt(4), None),
+        (Positions([0, slice(None, None, 2)]), "positions[1]", endless),
+        (Positions("all", exclude=[1, Window(0, None, 2)]), "exclude[1]", "needs a stop"),
+    )
     for positions in (Positions(slice(0, 5, 2)), Positions(slice(None, None, 2), "prompt")):
         assert select(positions, Prompt(4), None)
 
 
-@pytest.mark.parametrize(
-    ("include", "phase", "max_tokens", "path", "problem"),
-    [
-        (14, "all", 5, "positions", f"position 14 is out of range.*from -10 to 13; {LAST_SAMPLED}"),
-        (15, "all", 5, "positions", "prompt has 10 tokens and max_tokens is 5.*from -10 to 13$"),
-        ([0, -11], "all", 5, "positions[1]", "position -11 is out of range.*from -10 to 13$"),
-        (-11, "all", None, "positions", "prompt has 10 tokens, so positions go from -10 up"),
-        (slice(14, None), "all", 5, "positions", "the span 14: selects nothing: the prompt has 10"),
-        ([0, slice(50, 60)], "all", 5, "positions[1]", "the span 50:60 selects nothing"),
-        (slice(-3, 7), "all", 5, "positions", "the span -3:7 selects nothing"),
-        (slice(20, -1), "all", None, "positions", "the span 20:-1 selects nothing"),
-        (slice(0, -10), "all", 5, "positions", "the span 0:-10 selects nothing"),
-        (Window(-20, -10), "all", 5, "positions", r"Window\(-20, -10\) selects nothing"),
-        (Window(0, 4), "all", 1, "positions", rf"Window\(0, 4\) selects nothing.*{LAST_SAMPLED}"),
-        (
-            "generated",
-            "all",
-            1,
-            "positions",
-            f"nothing is selected.*max_tokens is 1; {LAST_SAMPLED}",
-        ),
-        ("all", "generated", 1, "positions", f'only tokens of phase "generated".*; {LAST_SAMPLED}'),
-        (
-            "last",
-            "generated",
-            1,
-            "positions",
-            f'only tokens of phase "generated".*; {LAST_SAMPLED}',
-        ),
-        (
-            [3, slice(2, 9)],
-            "generated",
-            5,
-            "positions",
-            'nothing.*only tokens of phase "generated"',
-        ),
-        (
-            slice(10, 12),
-            "prompt",
-            5,
-            "positions",
-            'nothing.*only tokens of phase "prompt"',
-        ),
-        (slice(0, 2**31, 2), "all", None, "positions", "1073741824 separate positions.*65536"),
-        (TokenIds(1), "all", 5, "positions", 'no token ids.*phase="generated"'),
-        ([0, Text("a")], "all", 5, "positions[1]", "no text to search"),
-        (Role("user"), "all", 5, "positions", r"chat messages; use chat\(\) instead"),
-    ],
-)
-def test_what_selects_nothing_is_refused_and_explained(include, phase, max_tokens, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        select(Positions(include, phase), Prompt(10), max_tokens)
-    assert caught.value.path == path
-
-
-def test_what_is_left_out_must_be_known_as_well():
-    with pytest.raises(SpecError, match="use chat") as caught:
-        select(Positions("all", exclude=[0, Role("user")]), Prompt(10), 5)
-    assert caught.value.path == "exclude[1]"
+def test_what_selects_nothing_is_refused_and_explained():
+    generated = f'only tokens of phase "generated".*; {LAST_SAMPLED}'
+    refused_calls(
+        (lambda: ten(14), "positions", f"14 is out of range.*from -10 to 13; {LAST_SAMPLED}"),
+        (lambda: ten(15), "positions", "has 10 tokens and max_tokens is 5.*from -10 to 13$"),
+        (lambda: ten([0, -11]), "positions[1]", "-11 is out of range.*from -10 to 13$"),
+        (lambda: ten(-11, "all", None), "positions", "10 tokens, so positions go from -10 up"),
+        (lambda: ten(slice(14, None)), "positions", "the span 14: selects nothing"),
+        (lambda: ten([0, slice(50, 60)]), "positions[1]", "the span 50:60 selects nothing"),
+        (lambda: ten(slice(-3, 7)), "positions", "the span -3:7 selects nothing"),
+        (lambda: ten(slice(0, -10)), "positions", "the span 0:-10 selects nothing"),
+        (lambda: ten(Window(-20, -10)), "positions", r"Window\(-20, -10\) selects nothing"),
+        (lambda: ten(Window(0, 4), "all", 1), "positions", f"selects nothing.*{LAST_SAMPLED}"),
+        (lambda: ten("generated", "all", 1), "positions", f"max_tokens is 1; {LAST_SAMPLED}"),
+        (lambda: ten("all", "generated", 1), "positions", generated),
+        (lambda: ten("last", "generated", 1), "positions", generated),
+        (lambda: ten([3, slice(2, 9)], "generated"), "positions", 'only tokens of phase "gener'),
+        (lambda: ten(slice(10, 12), "prompt"), "positions", 'only tokens of phase "prompt"'),
+        (lambda: ten(slice(0, 2**31, 2), "all", None), "positions", "1073741824 separate.*65536"),
+        (lambda: ten(TokenIds(1)), "positions", 'no token ids.*phase="generated"'),
+        (lambda: ten([0, Text("a")]), "positions[1]", "no text to search"),
+        (lambda: ten(Role("user")), "positions", r"chat messages; use chat\(\) instead"),
+    )
+    refused(
+        lambda exclude: select(Positions("all", exclude=exclude), Prompt(10), 5),
+        ([0, Role("user")], "exclude[1]", "use chat"),
+    )
 
 
 def test_more_ranges_than_a_plan_has_room_for_are_refused():
@@ -285,12 +233,6 @@ def test_more_ranges_than_a_plan_has_room_for_are_refused():
         select(Positions(TokenIds(0), "prompt"), Prompt(len(ids), ids), 5)
     where = select(Positions(TokenIds(0), "prompt"), Prompt(len(ids) - 2, ids[2:]), 5)
     assert where.num_ranges == MAX_RANGES
-
-
-def test_the_last_position_that_has_a_row_is_allowed():
-    assert select(Positions(13), Prompt(10), 5) == Where(((13, 14),))
-    assert select(Positions(9), Prompt(10), 1) == Where(((9, 10),))
-    assert select(Positions(["prompt", "generated"]), Prompt(10), 1).final(10, ()) == ((0, 10),)
 
 
 def test_ranges_of_spans_with_a_step_are_counted_over_all_selections_of_a_plan():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 from support.plans import KINDS, VECTORS, add, plan_of, probe, random_plan, rows
 from support.programs import all_steps
+from support.refusals import refused
 from unit.plan.strategies import plans_by_length, reads_or_refuses, spoilt
 
 from midstream.errors import SpecError
@@ -244,9 +245,9 @@ def test_a_named_vector_is_sent_as_its_digest_and_read_from_what_the_reader_has(
 # ---------------------------------------------------------------- nothing else is read
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
+def test_bytes_that_are_no_plan_are_refused():
+    refused(
+        from_bytes,
         (b"", "truncated"),
         (_packed()[:50], "truncated"),
         (_packed()[:-1], "truncated"),
@@ -260,11 +261,7 @@ def test_a_named_vector_is_sent_as_its_digest_and_read_from_what_the_reader_has(
         (b"\x81\xa6format\xb0midstream plan \xff", "codec can't decode"),
         ("MSP3", "expected `bytes`, got `str`"),
         (None, "expected `bytes`, got `None`"),
-    ],
-)
-def test_bytes_that_are_no_plan_are_refused(data, problem):
-    with pytest.raises(SpecError, match=problem):
-        from_bytes(data)
+    )
 
 
 def _with(path, value):

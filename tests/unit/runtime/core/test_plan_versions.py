@@ -65,44 +65,30 @@ def scheduler_of(*requests):
 
 
 @pytest.mark.parametrize(
-    ("state", "position"),
+    ("state", "is_async", "position"),
     [
-        ({"num_computed_tokens": 6}, 6),
-        # Scheduled ahead of its tokens.
-        ({"num_computed_tokens": 16}, 16),
-        # Preempted: it computes all but the last again.
-        ({"num_computed_tokens": 0, "num_preemptions": 1}, 13),
-        # Its last steps were in flight then.
-        ({"num_computed_tokens": 0, "num_preemptions": 1, "num_in_flight_tokens": 2}, 15),
-        (
-            {
-                "num_computed_tokens": 4,
-                "num_preemptions": 1,
-                "num_in_flight_tokens": 4,
-                "num_stale_output_tokens": 0,
-            },
-            13,
-        ),
-        ({"num_computed_tokens": 20, "num_preemptions": 1}, 20),
+        # (computed, preemptions, in flight, late ones, placeholders), as far as they are known
+        ((6,), False, 6),
+        ((16,), False, 16),  # scheduled ahead of its tokens
+        ((0, 1), False, 13),  # preempted: it computes all but the last again
+        ((0, 1, 2), False, 15),  # its last steps were in flight then
+        ((4, 1, 4, 0), False, 13),
+        ((20, 1), False, 20),
+        # Before 0.28 vLLM has no count of late ones; it knows how many a request has yet to get.
+        ((4, 1, 4, None, 1), False, 17),
+        ((4, 1, 4, None, 1), True, 14),
     ],
 )
-def test_a_version_begins_where_nothing_was_scheduled(state, position):
-    request = Request()
-    vars(request).update(state)
-    assert next_position(scheduler_of(request), request) == position
-
-
-def test_tokens_that_a_preempted_request_computes_again_are_not_late_ones():
-    """Before 0.28 vLLM has no count of late ones. With asynchronous scheduling it knows how many
-    tokens a request has yet to get.
-    """
-    request = Request()
-    more = {"num_computed_tokens": 4, "num_in_flight_tokens": 4, "num_output_placeholders": 1}
-    vars(request).update(more, num_preemptions=1)
+def test_a_version_begins_where_nothing_was_scheduled(state, is_async, position):
+    request, names = Request(), (
+        "num_computed_tokens", "num_preemptions", "num_in_flight_tokens",
+        "num_stale_output_tokens", "num_output_placeholders",
+    )  # fmt: skip
+    known = dict(zip(names, state, strict=False))
+    vars(request).update({name: count for name, count in known.items() if count is not None})
     scheduler = scheduler_of(request)
-    assert next_position(scheduler, request) == 17
-    scheduler.scheduler_config.async_scheduling = True
-    assert next_position(scheduler, request) == 14
+    scheduler.scheduler_config.async_scheduling = is_async
+    assert next_position(scheduler, request) == position
 
 
 def test_blocks_are_hashed_again_from_where_a_version_begins():

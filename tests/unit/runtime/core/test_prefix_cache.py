@@ -31,9 +31,6 @@ def _request(start=None, read=None):
     return SimpleNamespace(request_id="r", sampling_params=params)
 
 
-# ---------------------------------------------------------------- keys
-
-
 def test_a_request_that_asks_for_nothing_keeps_vllms_own_keys():
     for request in (_request(), SimpleNamespace(sampling_params=None)):
         assert extra_keys(lambda *_: (None, 7), request, 0, 4, 0) == (None, 7)
@@ -66,26 +63,6 @@ def test_what_did_not_come_through_the_front_door_is_refused():
         keys_of(request)
 
 
-# ---------------------------------------------------------------- hits
-
-
-@pytest.mark.parametrize(("read", "most"), [(None, 99), (0, 0), (17, 17), (200, 99)])
-def test_a_hit_stays_below_the_first_position_that_must_be_computed(read, most):
-    class Coordinator:
-        def find_longest_cache_hit(self, hashes, max_cache_hit_length):
-            return hashes, max_cache_hit_length
-
-    manager = SimpleNamespace(coordinator=Coordinator())
-
-    def original(manager, request):
-        return manager.coordinator.find_longest_cache_hit("hashes", 99)
-
-    request = _request(start=3, read=read)
-    assert computed_blocks(original, manager, request) == ("hashes", most)
-    # The next request's hit is its own.
-    assert computed_blocks(original, manager, _request(start=3)) == ("hashes", 99)
-
-
 def test_the_cap_is_gone_after_a_look_up_that_failed():
     class Coordinator:
         def find_longest_cache_hit(self, hashes, most):
@@ -97,9 +74,6 @@ def test_the_cap_is_gone_after_a_look_up_that_failed():
             lambda m, r: m.coordinator.find_longest_cache_hit((), 9), manager, _request(read=2)
         )
     assert "find_longest_cache_hit" not in vars(manager.coordinator)
-
-
-# ---------------------------------------------------------------- failures
 
 
 class _Scheduler:
@@ -154,37 +128,25 @@ def test_a_failed_request_ends_and_whoever_has_read_its_wrong_kv():
     assert scheduler.evicted == {1, 3, 5, 7}
 
 
-def test_what_was_right_before_it_failed_taints_nobody():
-    scheduler = _Scheduler(
-        bad=(_request(start=0), [1, 2, 3]),
-        early=(_request(start=0), [1, 2]),
-        late=(_request(start=0), [1, 2, 3]),
-    )
-    assert set(scheduler.end(bad=Failure(8, "x"))) == {"bad", "late"}
-
-
-def test_a_block_in_which_it_failed_is_wrong_as_a_whole():
-    scheduler = _Scheduler(bad=(_request(start=0), [1, 2]), early=(_request(start=0), [1, 2, 3]))
-    assert set(scheduler.end(bad=Failure(7, "x"))) == {"bad", "early"}
-
-
-def test_who_only_reads_taints_nobody():
-    scheduler = _Scheduler(bad=(_request(read=4), [1, 2]), other=(_request(), [1, 2]))
-    assert set(scheduler.end(bad=Failure(0, "x"))) == {"bad"}
-
-
-def test_blocks_that_left_the_window_are_nobodys():
-    scheduler = _Scheduler(bad=(_request(start=0), [0, 2]), other=(_request(start=0), [0, 3]))
-    assert set(scheduler.end(bad=Failure(0, "x"))) == {"bad"}
-
-
-def test_a_request_that_has_ended_already_is_no_matter():
-    scheduler = _Scheduler(other=(_request(start=0), [1]))
-    assert scheduler.end(gone=Failure(0, "x")) == {}
-    assert set(scheduler.requests) == {"other"}
-
-
-# ---------------------------------------------------------------- their way
+@pytest.mark.parametrize(
+    ("bad", "position", "others", "ended"),
+    [
+        # What was right before it failed taints nobody; the block in which it failed is wrong.
+        ((_request(0), [1, 2, 3]), 8, {"early": [1, 2], "late": [1, 2, 3]}, {"bad", "late"}),
+        ((_request(0), [1, 2]), 7, {"early": [1, 2, 3]}, {"bad", "early"}),
+        # Who only reads taints nobody.
+        ((_request(read=4), [1, 2]), 0, {"other": [1, 2]}, {"bad"}),
+        # Blocks that left the window are nobody's.
+        ((_request(0), [0, 2]), 0, {"other": [0, 3]}, {"bad"}),
+        # One that has ended already is no matter.
+        (None, 0, {"other": [1]}, set()),
+    ],
+)
+def test_others_end_exactly_if_they_have_a_block_that_is_wrong(bad, position, others, ended):
+    blocks = {name: (_request(0), ids) for name, ids in others.items()}
+    scheduler = _Scheduler(**blocks, **({} if bad is None else {"bad": bad}))
+    assert set(scheduler.end(bad=Failure(position, "x"))) == ended
+    assert set(scheduler.requests) == {*others} - ended
 
 
 def test_failures_leave_with_any_output_that_reaches_the_scheduler():

@@ -84,9 +84,6 @@ def test_an_engine_without_midstream_has_nothing_to_send():
     vector_updates.send_updates(SimpleNamespace())
 
 
-# ---------------------------------------------------------------- the whole way
-
-
 class Way:
     """Front end, engine core and worker, with queues between them that run when a test says so."""
 
@@ -208,15 +205,6 @@ def test_each_request_has_its_vectors_whatever_begins_and_ends_in_between(seed, 
     # Of the others no more is left than may be, and nothing is in use.
     assert SIZE * (len(stored) - 1) <= most_unused
     assert way.sent.in_use == 1
-
-
-def test_vectors_of_a_request_that_vllm_rejects_reach_the_workers_with_the_next():
-    way = Way(1 << 20)
-    for is_rejected in (True, False):
-        plan = plan_of([(("resid_post", 1), add(VECTORS[0]), ((0, 9),))])
-        way.send(plan, [VECTORS[0]], is_rejected)
-    way.drain()
-    assert set(way.worker.session.requests.plans.vectors) == {VECTORS[0].digest}
 
 
 @pytest.mark.parametrize("lost", [0, 1])

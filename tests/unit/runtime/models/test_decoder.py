@@ -172,26 +172,30 @@ def test_a_class_of_the_same_name_elsewhere_is_unknown(known):
         find(holding("model.layers", [other()]))
 
 
-def test_a_refused_class_is_refused_with_its_reason(known):
-    cls = known(Refusal("it carries several streams"))
-    with pytest.raises(UnsupportedError, match="layer 0 of .* cannot be tapped: it carries seve"):
-        find(holding("model.layers", [cls()]))
-
-
-def test_a_partial_sum_is_refused_under_tensor_parallelism_only(known):
-    cls = known(pair("norm", tp_partial=True))
-    model = holding("model.layers", [cls()])
-    assert len(find(model).layers) == 1
-    with pytest.raises(UnsupportedError, match=r"a partial sum .*; use tensor_parallel_size=1"):
-        find(model, tensor_parallel_size=2)
-
-
-def test_a_scaled_down_stream_is_refused_in_float16_only(known):
-    cls = known(LayerConvention(Returns.SINGLE, mid="norm", float16_scaled=True))
-    model = holding("model.layers", [cls()])
-    assert len(find(model).layers) == 1
-    with pytest.raises(UnsupportedError, match=r"scaled-down stream in float16.*dtype=bfloat16"):
-        find(model, float16=True)
+@pytest.mark.parametrize(
+    ("convention", "setting", "message"),
+    [
+        (Refusal("it carries several streams"), None, "layer 0 of .* tapped: it carries several"),
+        (
+            pair("norm", tp_partial=True),
+            {"tensor_parallel_size": 2},
+            r"a partial sum .*; use tensor_parallel_size=1",
+        ),
+        (
+            LayerConvention(Returns.SINGLE, mid="norm", float16_scaled=True),
+            {"float16": True},
+            r"scaled-down stream in float16.*dtype=bfloat16",
+        ),
+    ],
+)
+def test_what_cannot_be_tapped_is_refused_under_its_setting_only(
+    known, convention, setting, message
+):
+    model = holding("model.layers", [known(convention)()])
+    if setting is not None:
+        assert len(find(model).layers) == 1
+    with pytest.raises(UnsupportedError, match=message):
+        find(model, **(setting or {}))
 
 
 def test_sites_that_a_layer_lacks_are_listed_with_the_reason(known):

@@ -23,8 +23,6 @@ from midstream.runtime.models.inner_sites import (
     find_inner_sites,
 )
 
-# ------------------------------------------------------------------------- the rules
-
 
 class Linear(nn.Module):
     """A matrix as vLLM's, without numbers."""
@@ -39,20 +37,13 @@ class Linear(nn.Module):
         self.bias: nn.Parameter | None = None
 
 
-class Column(Linear):
-    pass
-
-
-class QKV(Column):
-    pass
-
-
-class Row(Linear):
-    pass
-
-
-class Replicated(Linear):
-    pass
+Column = type("Column", (Linear,), {})
+QKV = type("QKV", (Column,), {})
+Row, Replicated = type("Row", (Linear,), {}), type("Replicated", (Linear,), {})
+Latent, Rotary, SiluAndMul, MulAndSilu, SwigluOAIAndMul = (
+    type(name, (nn.Module,), {})
+    for name in ("Latent", "Rotary", "SiluAndMul", "MulAndSilu", "SwigluOAIAndMul")
+)
 
 
 class Attention(nn.Module):
@@ -72,30 +63,10 @@ class OtherAttention(Attention):
         return value
 
 
-class Latent(nn.Module):
-    pass
-
-
-class Rotary(nn.Module):
-    pass
-
-
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate: nn.Module | None = None
-
-
-class SiluAndMul(nn.Module):
-    pass
-
-
-class MulAndSilu(nn.Module):
-    pass
-
-
-class SwigluOAIAndMul(nn.Module):
-    pass
 
 
 class Mixer:
@@ -191,17 +162,6 @@ def test_a_plain_layer_has_all_but_a_router() -> None:
     assert found["mlp_act"] == InnerPlace("mlp.down_proj", "input", None, 0, 96, 0, "whole")
 
 
-def test_heads_have_the_width_of_one() -> None:
-    found = find_inner_sites(Layer())
-    widths = {
-        site: place.width // place.heads if place.heads else None
-        for site, place in found.items()
-        if isinstance(place, InnerPlace)
-    }
-    by_head = dict.fromkeys(("q", "k", "v", "rot_q", "rot_k", "z"), 8)
-    assert widths == {**by_head, **dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_act"))}
-
-
 @pytest.mark.parametrize(("replicas", "ranks"), [(1, "sliced"), (2, "replicated")])
 def test_heads_are_split_over_the_ranks(replicas: int, ranks: str) -> None:
     layer = Layer()
@@ -215,80 +175,11 @@ def test_heads_are_split_over_the_ranks(replicas: int, ranks: str) -> None:
     assert {places[site].ranks for site in ("q", "rot_q", "z", "mlp_pre", "mlp_act")} == {"sliced"}
 
 
-def test_the_order_of_the_pieces_is_that_of_the_code() -> None:
-    class Swapped(SelfAttention):
-        def forward(self, positions: Any, hidden_states: Any) -> Any:
-            qkv, _ = self.qkv_proj(hidden_states)
-            k, v, q = qkv.split([self.kv_size, self.kv_size, self.q_size], dim=-1)
-            attn_output = self.attn(q, key=k, value=v)
-            return self.o_proj(attn_output)[0]
-
-    found = find_inner_sites(Layer(Swapped()))
-    starts = [getattr(found[site], "start", None) for site in ("q", "k", "v")]
-    assert starts == [32, 0, 16]
-    assert reasons(found)["rot_q"] == "this layer has no rotary embedding; use q"
-
-
-def test_separate_projections_are_whole_outputs() -> None:
-    class Separate(SelfAttention):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = Column(64, 32), Column(64, 16), Column(64, 16)
-
-        def forward(self, positions: Any, hidden_states: Any) -> Any:
-            q, _ = self.q_proj(hidden_states)
-            k, _ = self.k_proj(hidden_states)
-            v, _ = self.v_proj(hidden_states)
-            return self.o_proj(self.attn(q, k, v))[0]
-
-    found = find_inner_sites(Layer(Separate()))
-    assert found["k"] == InnerPlace("self_attn.k_proj", "output", None, 0, 16, 2, "whole")
-
-
-def test_a_gated_attention_has_z_in_front_of_its_projection_and_no_q() -> None:
-    class Gated(SelfAttention):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv_proj = QKV(64, 96)
-
-        def forward(self, positions: Any, hidden_states: Any) -> Any:
-            qkv, _ = self.qkv_proj(hidden_states)
-            q, gate, k, v = self.split(qkv)
-            attn_output = self.attn(q, k, v)
-            attn_output = attn_output * torch.sigmoid(gate)
-            output, _ = self.o_proj(attn_output)
-            return output
-
-        def split(self, qkv: Any) -> Any:
-            return qkv
-
-    found = find_inner_sites(Layer(Gated()))
-    assert {site: reasons(found)[site] for site in ("q", "k", "v", "rot_q")} == dict.fromkeys(
-        ("q", "k", "v", "rot_q"), UNPROVEN
-    )
-    assert found["z"] == InnerPlace("self_attn.o_proj", "input", None, 0, 32, 4, "whole")
-
-
-def test_a_layer_that_shares_keys_and_values_has_only_q() -> None:
-    class Shared(SelfAttention):
-        is_shared = True
-
-        def forward(self, positions: Any, hidden_states: Any) -> Any:
-            qkv, _ = self.qkv_proj(hidden_states)
-            q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-            attn_output = self.attn(q, None, None) if self.is_shared else self.attn(q, k, v)
-            return self.o_proj(attn_output)[0]
-
-    found = find_inner_sites(Layer(Shared()))
-    assert isinstance(found["q"], InnerPlace)
-    assert isinstance(found["z"], InnerPlace)
-    assert {reasons(found)[site] for site in ("k", "v", "rot_k")} == {SHARED}
-
-
 def _with(forward: Any, **attributes: Any) -> nn.Module:
-    made = type("SelfAttention", (SelfAttention,), {"forward": forward})()
-    for name, value in attributes.items():
-        setattr(made, name, value)
+    of_class = {name: value for name, value in attributes.items() if isinstance(value, property)}
+    made = type("SelfAttention", (SelfAttention,), {"forward": forward, **of_class})()
+    for name in attributes.keys() - of_class.keys():
+        setattr(made, name, attributes[name])
     return made
 
 
@@ -325,9 +216,74 @@ def _looping(self: Any, positions: Any, hidden_states: Any) -> Any:
     return hidden_states
 
 
-@pytest.mark.parametrize("forward", [_bypassing, _transposing, _twice])
-def test_code_that_proves_nothing_gives_no_place(forward: Any) -> None:
-    assert attention_reason(_with(forward)) == UNPROVEN
+def _swapped(self: Any, positions: Any, hidden_states: Any) -> Any:
+    qkv, _ = self.qkv_proj(hidden_states)
+    k, v, q = qkv.split([self.kv_size, self.kv_size, self.q_size], dim=-1)
+    return self.o_proj(self.attn(q, key=k, value=v))[0]
+
+
+def _separate(self: Any, positions: Any, hidden_states: Any) -> Any:
+    q, _ = self.q_proj(hidden_states)
+    k, _ = self.k_proj(hidden_states)
+    v, _ = self.v_proj(hidden_states)
+    return self.o_proj(self.attn(q, k, v))[0]
+
+
+def _gated(self: Any, positions: Any, hidden_states: Any) -> Any:
+    q, gate, k, v = self.split(self.qkv_proj(hidden_states)[0])
+    attn_output = self.attn(q, k, v)
+    attn_output = attn_output * torch.sigmoid(gate)
+    return self.o_proj(attn_output)[0]
+
+
+def _sharing(self: Any, positions: Any, hidden_states: Any) -> Any:
+    qkv, _ = self.qkv_proj(hidden_states)
+    q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    return self.o_proj(self.attn(q, None, None) if self.is_shared else self.attn(q, k, v))[0]
+
+
+def _asking(self: Any, positions: Any, hidden_states: Any) -> Any:
+    qkv, _ = self.qkv_proj(hidden_states)
+    q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    if self.not_now:
+        q = self.rotary_emb(q)
+    return self.o_proj(self.attn(q, k, v))[0]
+
+
+def _without_a_value(self: Any) -> bool:
+    raise AssertionError("not now")
+
+
+def of_qkv(start: int, width: int, heads: int) -> InnerPlace:
+    return InnerPlace("self_attn.qkv_proj", "output", None, start, width, heads, "whole")
+
+
+KEY_OF_ITS_OWN = InnerPlace("self_attn.k_proj", "output", None, 0, 16, 2, "whole")
+BEHIND_A_GATE = InnerPlace("self_attn.o_proj", "input", None, 0, 32, 4, "whole")
+Q, K, V = of_qkv(0, 32, 4), of_qkv(32, 16, 2), of_qkv(48, 16, 2)
+MATRICES = {"q_proj": Column(64, 32), "k_proj": Column(64, 16), "v_proj": Column(64, 16)}
+
+
+@pytest.mark.parametrize(
+    ("forward", "has", "expected"),
+    [
+        (_swapped, {}, {"q": of_qkv(32, 32, 4), "k": of_qkv(0, 16, 2), "v": of_qkv(16, 16, 2)}),
+        (_swapped, {}, {"rot_q": Lack("this layer has no rotary embedding; use q")}),
+        (_separate, MATRICES, {"k": KEY_OF_ITS_OWN}),
+        (_gated, {"split": lambda qkv: qkv}, {"z": BEHIND_A_GATE}),
+        (_gated, {"split": lambda qkv: qkv}, dict.fromkeys("qkv", Lack(UNPROVEN))),
+        (_sharing, {"is_shared": True}, {"q": Q, "k": Lack(SHARED), "rot_k": Lack(SHARED)}),
+        (_asking, {"not_now": property(_without_a_value)}, {"k": K, "v": V}),
+        (_bypassing, {}, {"q": Lack(UNPROVEN)}),
+        (_transposing, {}, {"q": Lack(UNPROVEN)}),
+        (_twice, {}, {"q": Lack(UNPROVEN)}),
+    ],
+)
+def test_places_are_what_the_code_proves(
+    forward: Any, has: dict[str, Any], expected: dict[str, Found]
+) -> None:
+    found = find_inner_sites(Layer(_with(forward, **has)))
+    assert {site: found[site] for site in expected} == expected
 
 
 def test_code_that_cannot_be_read_gives_no_place() -> None:
@@ -370,22 +326,6 @@ def test_an_attention_of_another_kind_gives_no_place() -> None:
     assert attention_reason(attention) == NO_ATTENTION
     attention.attn, attention.other = Attention(), Attention()  # type: ignore[assignment]
     assert attention_reason(attention) == "it has several attentions"
-
-
-def test_a_property_without_a_value_decides_nothing() -> None:
-    class Asserting(SelfAttention):
-        @property
-        def shared(self) -> bool:
-            raise AssertionError("not now")
-
-        def forward(self, positions: Any, hidden_states: Any) -> Any:
-            qkv, _ = self.qkv_proj(hidden_states)
-            q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-            if self.shared:
-                q = self.rotary_emb(q)
-            return self.o_proj(self.attn(q, k, v))[0]
-
-    assert isinstance(find_inner_sites(Layer(Asserting()))["k"], InnerPlace)
 
 
 def test_a_layer_that_calls_a_method_of_its_attention_gives_no_place() -> None:
@@ -434,21 +374,21 @@ def test_channels_in_another_order_than_the_checkpoints_give_no_place() -> None:
     )
 
 
-@pytest.mark.parametrize(("activation", "starts"), [(SiluAndMul, (0, 96)), (MulAndSilu, (96, 0))])
-def test_the_activation_tells_the_gate(
-    activation: type[nn.Module], starts: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize(
+    ("activation", "expected"),
+    [
+        (SiluAndMul, (0, 96)),
+        (MulAndSilu, (96, 0)),
+        (SwigluOAIAndMul, ("its activation is SwigluOAIAndMul",) * 2),
+    ],
+)
+def test_the_activation_tells_the_gate(activation: Any, expected: tuple[Any, Any]) -> None:
     layer = Layer()
     layer.mlp.act_fn = activation()
     found = find_inner_sites(layer)
-    assert tuple(getattr(found[s], "start", 0) for s in ("mlp_pre", "mlp_pre_linear")) == starts
-
-
-def test_an_unknown_activation_leaves_only_the_neurons() -> None:
-    layer = Layer()
-    layer.mlp.act_fn = SwigluOAIAndMul()
-    found = find_inner_sites(layer)
-    assert reasons(found)["mlp_pre"] == "its activation is SwigluOAIAndMul"
+    places = [found[site] for site in ("mlp_pre", "mlp_pre_linear")]
+    told = [one.reason if isinstance(one, Lack) else one.start for one in places]
+    assert tuple(told) == expected
     assert isinstance(found["mlp_act"], InnerPlace)
 
 
@@ -482,14 +422,12 @@ def test_a_mixture_has_a_router_and_no_neurons() -> None:
     assert {reasons(found)[site] for site in ("mlp_pre", "mlp_pre_linear", "mlp_act")} == {EXPERTS}
 
 
-def test_a_router_that_the_block_does_not_call_gives_no_place() -> None:
+@pytest.mark.parametrize(
+    ("setting", "reason"), [("is_internal_router", UNPROVEN), ("is_sequence_parallel", SPLIT)]
+)
+def test_a_router_that_the_block_does_not_call_for_all_tokens_gives_no_place(
+    setting: str, reason: str
+) -> None:
     mixture = Mixture()
-    mixture.is_internal_router = True
-    assert reasons(find_inner_sites(Layer(mlp=mixture)))["router"] == UNPROVEN
-
-
-def test_a_router_of_some_of_the_tokens_gives_no_place() -> None:
-    mixture = Mixture()
-    mixture.is_sequence_parallel = True
-    reason = reasons(find_inner_sites(Layer(mlp=mixture)))["router"]
-    assert reason == SPLIT
+    setattr(mixture, setting, True)
+    assert find_inner_sites(Layer(mlp=mixture))["router"] == Lack(reason)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from midstream import SpecError, UnsupportedError, register_layer
-from midstream.layers import Input, Lack, Output, pair, single
+from midstream.layers import Input, Output, pair, single
 from midstream.runtime.models import registry
+from midstream.runtime.models.convention import Half, LayerConvention, Returns
 
 CONVENTION = pair("norm")
 
@@ -81,16 +82,16 @@ def test_what_is_no_layer_or_no_convention_is_refused(
         (lambda: single("norm", mlp=Output("norm")), "mlp_out: say which module"),
         (lambda: pair("mlp", mlp=Input("mlp")), "shared=True"),
         (lambda: single("norm", residual="residual"), "only a pair has a residual"),
+        (lambda: pair("norm", attn=Half.AT_EXIT), "two branches in one half"),
+        (lambda: pair("norm", mlp_out=Half.AT_MID), "is not there yet"),
+        (lambda: single("norm", attn=Half.AT_MID), "only a pair has halves"),
+        (lambda: LayerConvention(Returns.SINGLE, mid="norm", mlp_out=Half.AT_EXIT), "only a pair"),
+        (lambda: LayerConvention(Returns.PAIR, no_mid="none", attn_out=Half.AT_MID), "at a mid"),
     ],
 )
 def test_places_that_contradict_each_other_are_refused(make: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         make()
-
-
-def test_a_layer_without_attention_lacks_its_sites() -> None:
-    convention = pair("norm", attention=Lack("it mixes by convolution"))
-    assert convention.lack("attn_out") == convention.lack("attn_in") == "it mixes by convolution"
 
 
 def _register() -> None:

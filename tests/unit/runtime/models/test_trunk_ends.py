@@ -118,32 +118,6 @@ class InPlace(Trunk):
         return hidden_states.float()
 
 
-class ByNumber(Trunk):
-    """As GptOss, whose loop is over the layers' numbers."""
-
-    start_layer, end_layer = 0, 2
-
-    def forward(self, input_ids: Any, inputs_embeds: Any = None, tensors: Any = None) -> Any:
-        if first_rank():
-            hidden_states = self.embed_input_ids(input_ids)
-            residual = None
-        else:
-            hidden_states = tensors["hidden_states"]
-            residual = tensors["residual"]
-        others = self.collect([], hidden_states, residual)
-        for number in range(self.start_layer, self.end_layer):
-            layer = self.layers[number]
-            hidden_states, residual = layer(hidden_states, residual)
-            self.collect(others, hidden_states, residual)
-        if not first_rank():
-            return IntermediateTensors(hidden_states=hidden_states)
-        hidden_states, _ = self.norm(hidden_states, residual)
-        return hidden_states
-
-    def collect(self, others: Any, *states: Any) -> Any:
-        return [*others, *states]
-
-
 class CalledByNumber(Trunk):
     def forward(self, input_ids: Any) -> Any:
         hidden_states = self.embed_input_ids(input_ids)
@@ -197,9 +171,7 @@ def find(trunk: nn.Module, site: str, given: bool = False) -> Any:
     return find_end(site, model, layers, KNOWN, given)
 
 
-@pytest.mark.parametrize(
-    "trunk", [Trunk, Scaled, ScaledLater, Delegating, ByNumber, CalledByNumber]
-)
+@pytest.mark.parametrize("trunk", [Trunk, Scaled, ScaledLater, Delegating, CalledByNumber])
 @pytest.mark.parametrize("given", [False, True])
 def test_without_positions_the_first_layer_gets_the_embedding(trunk, given):
     one = trunk()

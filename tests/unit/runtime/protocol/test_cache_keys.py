@@ -14,7 +14,6 @@ from midstream.plan import (
     Between,
     Capture,
     Gate,
-    Match,
     ModelShape,
     Plan,
     Probe,
@@ -140,34 +139,6 @@ def test_what_are_no_keys_is_refused(value):
         msgspec.convert(value, CacheKeys)
 
 
-def test_blocks_before_the_first_edit_are_plain_and_it_begins_in_the_middle_of_one():
-    keys = cache_keys(_steer([(40, None)]))
-    assert keys.of_block(0, 32) is None
-    middle, after = keys.of_block(32, 64), keys.of_block(64, 96)
-    assert middle is not None
-    assert after is not None
-    assert middle != after
-    assert keys.of_block(96, 128) == after
-    # It begins elsewhere in the block: other KV.
-    assert cache_keys(_steer([(41, None)])).of_block(32, 64) != middle
-    assert cache_keys(_steer([(41, None)])).of_block(64, 96) == after
-
-
-def test_an_edit_of_the_prompt_is_the_same_in_a_longer_prompt():
-    short, long = cache_keys(_steer([(0, 70)])), cache_keys(_steer([(0, 100)]))
-    assert short.of_block(0, 32) == long.of_block(0, 32)
-    assert short.of_block(32, 64) == long.of_block(32, 64)
-    assert short.of_block(64, 96) != long.of_block(64, 96)
-
-
-def test_captures_and_named_probes_change_no_key():
-    edits = [(TAP, SMALL[0], 1.0, [(3, 9)])]
-    plain = cache_keys(plan_of(edits))
-    reading = cache_keys(plan_of(edits, [([TAP], [(5, None)])], [("p", LATER, [(4, 6)])]))
-    assert (reading.starts, reading.marks) == (plain.starts, plain.marks)
-    assert (plain.first_read, reading.first_read) == (None, 4)
-
-
 def test_what_a_gate_with_memory_reads_caps_hits_and_what_it_remembers_is_in_the_key():
     def keys(**memory):
         gate = Gate(Steer([1.0] * 3, 1, positions=slice(6, None)), [1.0] * 3, **memory)
@@ -185,13 +156,6 @@ def test_what_a_gate_reads_is_in_the_key():
         return cache_keys(plan_of([edit], probes=[("", TAP, where)])).of_block(0, 8)
 
     assert keys([(0, 8)]) != keys([(0, 7)])
-
-
-def test_token_ids_are_in_the_key():
-    def keys(ids, others=False):
-        return cache_keys(_steer(Where((), (Match(((4, None),), ids, others),)))).of_block(0, 8)
-
-    assert len({keys((1,)), keys((2,)), keys((1, 2)), keys((1,), True)}) == 4
 
 
 def test_the_order_of_edits_is_in_the_key_and_where_they_came_from_is_not():

@@ -139,9 +139,6 @@ def test_gates_and_codecs_of_parts_are_refused_and_other_taps_are_not_concerned(
         check_parts(packed, {TAP: 2})
 
 
-# ---------------------------------------------------------------- rows
-
-
 class Result:
     """A worker's rows of `TAP` at some positions, and of another tap that each rank has whole."""
 
@@ -159,13 +156,6 @@ class Result:
             rank, parts = self.worker.tensor_rank, self.worker.parts[0]
             found.append(ResultBlock([TAP], Raw(), mine, [encoded], rank, parts=parts))
         return found
-
-
-@pytest.mark.parametrize("kept", [[], [3]])
-def test_a_row_of_which_a_rank_dropped_its_part_is_no_row(kept):
-    whole, part = ([0, 1], np.ones((2, 6))), (kept, np.ones((len(kept), 6)))
-    results = [Result(0, 2, 2, [whole]), Result(1, 2, 2, [part] if kept else [])]
-    assert joined_blocks(results) == []
 
 
 @given(st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 3)]), st.integers(0, 2**32 - 1))

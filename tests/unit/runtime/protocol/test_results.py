@@ -80,21 +80,6 @@ def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
     assert travelled(header) == header
 
 
-def test_every_worker_gives_each_completion_a_part():
-    answers = []
-    for stage in range(2):
-        outbox = outbox_of()
-        sent = [
-            RequestState(f"{n}_x", "u", plan_of(), 0, [], problem=f"{stage}.{n}") for n in (1, 0)
-        ]
-        header = put_one(outbox, "u", sent, mapped=False)
-        answers.append(WorkerAnswer(worker_info(stage=stage), header, outbox.read("u", 0, 9)))
-    found = split(answers, 2)
-    assert [part.problem for part in found[0]] == ["0.0", "1.0"]
-    assert [part.problem for part in found[1]] == ["0.1", "1.1"]
-    assert [part.worker.stage for part in found[0]] == [0, 1]
-
-
 @pytest.mark.parametrize("name", ["x", "7_x", "no-number_x", "_"])
 def test_a_lone_completion_has_all_whatever_its_request_is_called(name):
     outbox = outbox_of()

@@ -148,24 +148,6 @@ def test_a_spoilt_message_is_read_or_refused(call, data):
     )
 
 
-@each_call
-@given(st.integers(0, 400), st.binary(max_size=4))
-@settings(max_examples=rounds(suite=40, nightly=320))
-def test_a_message_with_changed_bytes_is_read_or_refused(call, at, noise):
-    request, answer = call
-    for message, read in (
-        (request, rpc.read_request),
-        (answer, lambda value: rpc.read_answers(request, [value])[0]),
-    ):
-        data = bytearray(msgspec.msgpack.encode(pack(message)))
-        data[at % len(data) : at % len(data) + len(noise)] = noise
-        try:
-            value = msgspec.msgpack.decode(bytes(data))
-        except (msgspec.DecodeError, UnicodeDecodeError):  # vLLM itself refuses these
-            continue
-        _is_read_or_refused(read, value)
-
-
 def test_fields_of_a_description_are_found_by_name_as_before_they_were_attributes():
     info = worker_info(capture_limit=5)
     assert info["capture_limit"] == info.capture_limit == 5

@@ -2,89 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.fake_steps import Fake, FakeEngine
-from support.nightly import rounds
-from support.plans import VECTORS, plan_of
 from support.stored import worker_info
 
 from midstream.errors import MessageError
-from midstream.runtime.protocol.codec import pack
-from midstream.runtime.protocol.rpc import ReadScores, read_answers, read_request
-from midstream.runtime.protocol.scores import RequestScores, ScoreBlock, score_blocks
-from midstream.runtime.worker.endpoint import pack_scores
+from midstream.runtime.protocol.scores import RequestScores, score_blocks
 from midstream.runtime.worker.row_index import CapturedRowIndex
 
-PRE, POST = ("resid_pre", 1), ("resid_post", 1)
-EVERYWHERE = ((0, None),)
-SOME = plan_of(probes=[("a", PRE, ((2, 5), (7, 9))), ("b", POST, ((3, None),))])
-ALL = plan_of(probes=[("p", POST, EVERYWHERE)])
-SILENT = plan_of(edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)])
 WORKER = worker_info()
-
-
-def peek(engine: FakeEngine, spans: dict[str, tuple[int, int]]) -> dict[str, ScoreBlock]:
-    """There and back, as over the wire."""
-    request = read_request(pack(ReadScores(spans)))
-    answer = pack(pack_scores(engine.session.collection.read_scores(request.spans).values()))
-    [found] = read_answers(request, [answer])
-    return dict(score_blocks(WORKER, found.requests, found.data))
-
-
-def check(fake: Fake, span: tuple[int, int], seen: dict[str, ScoreBlock]) -> None:
-    expected = sorted(position for position in fake.scored if span[0] <= position < span[1])
-    if not expected:
-        assert fake.id not in seen
-        return
-    found = seen[fake.id]
-    assert found.worker is WORKER
-    assert found.positions.tolist() == expected
-    for (slot, position), score in fake.scores.items():
-        if position in expected:
-            assert found.values[expected.index(position), slot] == score
-
-
-@pytest.mark.parametrize("lag", [None, 2])
-@pytest.mark.parametrize("seed", range(rounds(suite=2, nightly=10)))
-def test_each_request_is_told_the_scores_of_the_span_it_asks_for(seed, lag):
-    draw = random.Random(seed)
-    engine = FakeEngine(seed, lag=lag)
-    fakes = [Fake(f"r{nth}", plan) for nth, plan in enumerate([SOME, ALL, SILENT, None, ALL, SOME])]
-    for fake in fakes:
-        engine.add(fake)
-    for _ in range(25):
-        batch = [(fake, draw.randint(1, 3)) for fake in fakes if draw.random() < 0.8]
-        engine.step(batch)
-        if draw.random() < 0.2:
-            preempted = draw.choice(fakes)
-            again = preempted.computed
-            preempted.computed = 0
-            engine.step([(preempted, again)])
-        spans = {}
-        for fake in draw.sample(fakes, 4):
-            start = draw.randint(0, fake.computed)
-            spans[fake.id] = (start, draw.randint(start, fake.computed))
-        seen = peek(engine, spans)
-        for fake in fakes:
-            if fake.id in spans:
-                check(fake, spans[fake.id], seen)
-            else:
-                assert fake.id not in seen
-    for fake in fakes:
-        engine.session.requests.finish([fake.id])
-        check(fake, (0, fake.computed), peek(engine, {fake.id: (0, fake.computed)}))
-        taken = engine.take(fake.id)
-        if fake.scored:
-            assert taken[0].scores[0].positions.tolist() == sorted(fake.scored)
-        assert peek(engine, {fake.id: (0, fake.computed)}) == {}
-    engine.session.check_integrity()
 
 
 @dataclass
@@ -120,32 +49,6 @@ def test_a_look_waits_for_the_steps_that_it_needs_and_no_other():
     assert ledger.read((0,), {7: (3, 5)}, 0) == {}
     assert ledger.read((0, 1), {7: (3, 5)}, 2) == {}
     assert len(ledger) == 6
-
-
-@settings(max_examples=rounds(suite=100, nightly=800))
-@given(
-    positions=st.lists(st.tuples(st.integers(7, 8), st.integers(0, 6)), max_size=20),
-    spans=st.fixed_dictionaries({}, optional={s: st.tuples(st.integers(0, 6), st.integers(0, 7))
-                                              for s in (7, 8, 9)}),
-)  # fmt: skip
-def test_of_a_position_that_was_computed_again_the_latest_row_is_found(positions, spans):
-    ledger = CapturedRowIndex()
-    latest: dict[tuple[int, int], float] = {}
-    for nth, (serial, position) in enumerate(positions):
-        note(ledger, position, float(nth), serial)
-        latest[serial, position] = float(nth)
-    expected = {
-        serial: {p: v for (whose, p), v in sorted(latest.items()) if whose == serial and a <= p < b}
-        for serial, (a, b) in spans.items()
-    }
-    expected = {serial: rows for serial, rows in expected.items() if rows}
-    count = sum(len(rows) for rows in expected.values())
-    found = ledger.read((0,), spans, count)
-    told = {
-        serial: dict(zip(block.positions.tolist(), block.values[:, 0, 0].tolist(), strict=True))
-        for serial, block in found.items()
-    }
-    assert told == expected
 
 
 @pytest.mark.parametrize("data", [b"", b"abc", bytes(15), bytes(17)])

@@ -79,17 +79,6 @@ def test_ranks_that_share_captures_differ_in_nothing_else(sharded):
 ROW = plan_of(captures=[([POST], ((2, 5),))])
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_both_ranks_run_the_tapped_model_where_one_of_them_captures(sharded):
-    ranks = two()
-    models = []
-    for rank in ranks:
-        fake = rank.add("a", replace(ROW, sharded=sharded))
-        models.append([rank.step((fake, count)) for count in (2, 3, 1)])
-    assert models == [[False, True, False]] * 2
-    check(*ranks)
-
-
 def test_a_rank_that_cannot_run_a_plan_runs_the_tapped_model_where_others_do(monkeypatch):
     """Until the request ends, which takes a step or two."""
     (first, second), models = two(), []
@@ -120,33 +109,18 @@ def test_a_rank_that_runs_another_model_is_found():
         check(first, second)
 
 
-def test_another_plan_is_found_even_before_a_row_of_it_is_computed():
+@pytest.mark.parametrize("differs", ["rows", "uid", "a plan without a row so far"])
+def test_another_batch_is_found(differs):
     first, second = two()
-    fakes = first.add("a"), second.add("a")
-    first.add("b", STEER)
-    second.add("b", OTHER)
-    first.step((fakes[0], 2))
-    second.step((fakes[1], 2))
+    for rank in (first, second):
+        is_other = rank is second
+        fake = rank.add("a", uid=f"u{is_other and differs == 'uid'}")
+        rank.add("b", OTHER if is_other and differs.startswith("a plan") else STEER)
+        rank.step((fake, 2 + (is_other and differs == "rows")))
     with pytest.raises(
         RankError,
         match=r"by step 1 worker 0\.0\.1 received other requests or batches than .*0\.0\.0",
     ):
-        check(first, second)
-
-
-def test_another_batch_is_found():
-    first, second = two()
-    for rank, count in ((first, 2), (second, 3)):
-        rank.step((rank.add("a"), count))
-    with pytest.raises(RankError, match="received other requests"):
-        check(first, second)
-
-
-def test_another_uid_is_found():
-    first, second = two()
-    first.step((first.add("a", uid="one"), 2))
-    second.step((second.add("a", uid="two"), 2))
-    with pytest.raises(RankError, match="received other requests"):
         check(first, second)
 
 

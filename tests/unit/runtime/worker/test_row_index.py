@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 
 from midstream.runtime.worker import row_index
-from midstream.runtime.worker.row_index import CapturedRowIndex, PendingPositions, Scores
-from midstream.transport.ring_copy import CpuCopy, CpuShipment
+from midstream.runtime.worker.row_index import CapturedRowIndex
 
 TALLY = torch.zeros(0, 4, dtype=torch.int32)
 KINDS = [(0,), (0, 2), (1, 3, 4)]
@@ -41,60 +40,11 @@ runs = st.tuples(
 )
 
 
-@settings(max_examples=rounds(suite=100, nightly=800))
-@given(
-    steps=st.lists(st.lists(runs, max_size=4), max_size=6),
-    takes=st.lists(st.sets(st.integers(0, 3), min_size=1), max_size=3),
-)
-def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, takes):
-    ledger, given_rows = CapturedRowIndex(), []
-    wanted: dict[tuple[int, tuple[int, ...]], dict[int, list[float]]] = {}
-    counter = 0.0
-    for step in steps:
-        arrays = {"serial": [], "position": [], "length": [], "first": [], "kind": []}
-        values: list[float] = []
-        for serial, position, length, taps in step:
-            arrays["serial"].append(serial)
-            arrays["position"].append(position)
-            arrays["length"].append(length)
-            arrays["first"].append(len(values))
-            arrays["kind"].append(ledger.kind(taps))
-            for nth in range(length):
-                record = []
-                for _ in taps:
-                    counter += 1
-                    record.append(counter)
-                values += record
-                wanted.setdefault((serial, taps), {})[position + nth] = record
-        rows = torch.tensor(values).view(-1, 1).repeat(1, 2)
-        given_rows.append(Given(rows))
-        ledger.record(
-            given_rows[-1],
-            **{k: np.array(v, np.int64) for k, v in arrays.items()},
-        )
-    for taken in [*takes, {0, 1, 2, 3}]:
-        found = ledger.take(sorted(taken))
-        assert set(found) == taken
-        for serial, blocks in found.items():
-            mine = {taps: rows for (owner, taps), rows in wanted.items() if owner == serial}
-            assert {block.taps for block in blocks} == set(mine)
-            for block in blocks:
-                rows = mine[block.taps]
-                assert block.positions.tolist() == sorted(rows)
-                assert block.values[:, :, 0].tolist() == [rows[p] for p in sorted(rows)]
-                assert block.values.shape == (len(rows), len(block.taps), 2)
-            for taps in mine:
-                del wanted[serial, taps]
-        ledger.free_taken()
-    assert not wanted
-    assert len(ledger) == 0, "shipments are held of which every row was taken"
-    assert [each.freed for each in given_rows] == [int(bool(step)) for step in steps]
-
-
 orders = st.one_of(
     st.tuples(st.just("step"), st.lists(runs, min_size=1, max_size=4)),
     st.tuples(st.just("take"), st.sets(st.integers(0, 3), min_size=1)),
     st.tuples(st.just("until"), st.dictionaries(st.integers(0, 3), st.integers(0, 12))),
+    st.tuples(st.just("until"), st.fixed_dictionaries(dict.fromkeys(range(4), st.integers(0, 12)))),
     st.tuples(
         st.just("read"),
         st.dictionaries(
@@ -111,7 +61,7 @@ def test_rows_that_are_taken_or_read_between_steps_are_the_latest_of_each_positi
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(row_index, "_COLUMNS", 2)
         changed.setattr(row_index, "_FEW", few)
-        ledger, sources, counter = CapturedRowIndex(), [], 0
+        ledger, sources, counter, oldest = CapturedRowIndex(), [], 0, 0
         left: dict[tuple[int, tuple[int, ...]], dict[int, list[float]]] = {}
         for what, given_ in asked:
             if what == "step":
@@ -144,7 +94,12 @@ def test_rows_that_are_taken_or_read_between_steps_are_the_latest_of_each_positi
                 for key in left
                 if key[0] in stops and (rows := within(left[key], 0, stops[key[0]]))
             }
-            found = ledger.take_until(stops, 0)[0] if what == "until" else ledger.take([*stops])
+            if what == "until":
+                found, remains = ledger.take_until(stops, oldest)
+                # Only where all were asked for does it say where to look next.
+                oldest = remains if len(stops) == 4 else oldest
+            else:
+                found = ledger.take([*stops])
             assert set(found) == set(stops)
             assert shown(found) == expected
             for key, rows in expected.items():
@@ -212,55 +167,8 @@ def shown(found):
     }
 
 
-def test_scores_are_kept_like_rows_one_for_each_token_of_a_step():
-    ledger = CapturedRowIndex()
-    kind = ledger.kind((0,))
-    for step in range(2):
-        scores = torch.arange(15.0).view(5, 3) + 100 * step
-        shipment = CpuShipment((), TALLY, scores)
-        # Request 7 has rows 1–3 of the step, request 8 its last.
-        arrays = [[7, 8], [3 * step, step], [3, 1], [1, 4], [kind, kind]]
-        ledger.record(Scores(shipment), *(np.array(each) for each in arrays))
-    (block,) = ledger.take([7])[7]
-    assert block.positions.tolist() == list(range(6))
-    assert block.values[:, 0].tolist() == [
-        [3.0 * row + column + 100 * step for column in range(3)]
-        for step in range(2)
-        for row in (1, 2, 3)
-    ]
-    assert ledger.take([7])[7] == []
-    (block,) = ledger.take([8])[8]
-    assert block.values[:, 0, 2].tolist() == [14.0, 114.0]
-    assert len(ledger) == 0
-
-
 def test_a_step_without_runs_is_not_kept():
     ledger = CapturedRowIndex()
     nothing = np.zeros(0, np.int64)
     ledger.record(Given(torch.zeros(0, 2)), *[nothing] * 5)
-    assert len(ledger) == 0
-
-
-def test_rows_whose_positions_come_later_are_those_of_the_positions_that_came():
-    ledger = CapturedRowIndex()
-    kind = ledger.kind((0,))
-    arriving = torch.zeros(6, dtype=torch.int64)
-    shipment = Given(torch.arange(6.0).view(6, 1))
-    # Request 7 has rows 0–1 of the step, request 8 rows 3–5.
-    runs = [np.array(each) for each in ([2, 3], [0, 2], [kind, kind])]
-    awaited = PendingPositions(CpuCopy(arriving), np.array([0, 3]))
-    ledger.record(shipment, np.array([7, 8]), awaited, *runs)
-    arriving += torch.tensor([4, 5, -1, 20, 21, 22])
-    block = ledger.read((0,), {8: (21, 30)}, 2)[8]
-    assert block.positions.tolist() == [21, 22]
-    assert block.values.flatten().tolist() == [3.0, 4.0]
-    (block,) = ledger.take([7])[7]
-    assert block.positions.tolist() == [4, 5]
-    assert block.values.flatten().tolist() == [0.0, 1.0]
-    # A later step computes one of them again.
-    again = Given(torch.tensor([[9.0]]))
-    ledger.record(again, *(np.array([each]) for each in (8, 21, 1, 0, kind)))
-    (block,) = ledger.take([8])[8]
-    assert block.positions.tolist() == [20, 21, 22]
-    assert block.values.flatten().tolist() == [2.0, 9.0, 4.0]
     assert len(ledger) == 0

@@ -1,10 +1,10 @@
-"""What stays armed from step to step, what probes read, and edits that depend on token ids."""
+"""What stays armed from step to step, scores that travel, and edits that depend on token ids."""
 
 from __future__ import annotations
 
 import pytest
-from support.fake_steps import Fake, FakeEngine, check_taken, scored, view_of
-from support.plans import KINDS, SMALL, VECTORS, add, gated, plan_of, probe, rows
+from support.fake_steps import Fake, FakeEngine, SlowTransport, check_taken, scored, view_of
+from support.plans import VECTORS, add, gated, plan_of, probe, rows
 
 from midstream.ops import layout
 from midstream.plan import Match, ResolvedPlan, ResolvedProbe, Steps, Where
@@ -17,7 +17,7 @@ EVERYWHERE = ((0, None),)
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 STEER = plan_of(edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)])
 READ = plan_of(captures=[([POST], EVERYWHERE)])
-SCORE = plan_of(probes=[("p", POST, EVERYWHERE)])
+SCORED = ("p", POST, EVERYWHERE)
 
 
 def ids(*wanted, start=0, others=False):
@@ -45,9 +45,6 @@ def uploads(monkeypatch):
     return sent
 
 
-# ---------------------------------------------------------------- armed, and for how long
-
-
 def test_edits_stay_armed_while_decode_steps_are_alike_and_nothing_is_sent(uploads):
     engine, one, two = FakeEngine(), Fake("1", STEER), Fake("2", STEER)
     engine.add(one)
@@ -73,17 +70,6 @@ def test_rows_by_position_are_sent_anew_in_every_step_of_theirs_and_only_there(u
     # Positions 0 and 1 are alike, as are 6 and later.
     assert len(uploads) == 1 + 4 + 1
     check_taken(engine.take("a"), [fake])
-
-
-def test_captures_stay_armed_while_decode_steps_are_alike_and_nothing_is_sent(uploads):
-    engine, reads, steers = FakeEngine(lag=9), Fake("r", READ), Fake("s", STEER)
-    engine.add(reads)
-    engine.add(steers)
-    for count in (3, 1, 1, 1):
-        run(engine, (reads, count), (steers, count))
-    assert uploads == [6, 2]
-    check_taken(engine.take("r"), [reads])
-    check_taken(engine.take("s"), [steers])
 
 
 def test_rows_are_in_the_part_of_the_ring_that_their_step_reserved_though_nothing_is_sent(uploads):
@@ -118,15 +104,6 @@ def test_what_every_forward_is_armed_for_is_neither_disarmed_nor_set_again(uploa
     assert filled == [0] * 4
 
 
-def test_a_step_in_which_nobody_asks_for_anything_disarms_what_was_armed():
-    engine, steers, plain = FakeEngine(), Fake("s", STEER), Fake("plain")
-    engine.add(steers)
-    run(engine, (steers, 4))
-    assert bool(engine.buffers.tokens.any())
-    run(engine, (plain, 2))
-    assert not bool(engine.buffers.tokens.any())
-
-
 def test_a_program_that_takes_the_place_of_another_is_armed_with_its_own_edits():
     # The same small integers, so nothing is sent: what they stand for has changed.
     engine = FakeEngine()
@@ -139,44 +116,6 @@ def test_a_program_that_takes_the_place_of_another_is_armed_with_its_own_edits()
     run(engine, (second, 2))
     check_taken(engine.take("1"), [first])
     check_taken(engine.take("2"), [second])
-
-
-# ---------------------------------------------------------------- scores
-
-
-@pytest.mark.parametrize("lag", [None, 3])
-def test_each_request_gets_the_scores_of_its_own_probes_at_its_own_positions(lag):
-    both = plan_of(probes=[("a", PRE, ((2, 5),)), ("b", POST, EVERYWHERE)])
-    engine = FakeEngine(lag=lag)
-    fakes = [Fake("x", both), Fake("y", SCORE), Fake("z", STEER), Fake("plain")]
-    for fake in fakes:
-        engine.add(fake)
-    for count in (3, 2, 1):
-        engine.step([(fake, count) for fake in fakes], pad=2)
-    for fake in fakes[:3]:
-        check_taken(engine.take(fake.id), [fake])
-    assert set(fakes[0].scored) == set(range(6))
-
-
-def test_a_probe_reads_the_stream_with_the_edits_of_its_tap():
-    for steps in KINDS:
-        plan = plan_of(edits=[(POST, steps, EVERYWHERE)], probes=[("p", POST, EVERYWHERE)])
-        engine, fake = FakeEngine(), Fake("a", plan)
-        engine.add(fake)
-        run(engine, (fake, 5))
-        check_taken(engine.take("a"), [fake])
-
-
-def test_scores_of_a_position_computed_twice_are_those_of_the_last_time():
-    engine, fake = FakeEngine(), Fake("a", SCORE)
-    engine.add(fake)
-    run(engine, (fake, 4))
-    before = dict(fake.scores)
-    fake.computed = 1
-    run(engine, (fake, 2))
-    changed = {key for key in before if before[key] != fake.scores[key]}
-    assert changed == {(0, 1), (0, 2)}
-    check_taken(engine.take("a"), [fake])
 
 
 def test_scores_that_only_a_gate_reads_stay_on_the_device():
@@ -194,52 +133,41 @@ def test_scores_that_only_a_gate_reads_stay_on_the_device():
     )
 
 
-def test_a_rank_that_does_not_capture_ships_no_scores():
-    engine, fake = FakeEngine(lag=0), Fake("a", SCORE)
+@pytest.fixture
+def shipped(monkeypatch):
+    """Rows of scores of each shipment."""
+    sent = []
+    real = SlowTransport.ship
+
+    def ship(self, parcels, tally, scores):
+        sent.append(scores.shape[0])
+        return real(self, parcels, tally, scores)
+
+    monkeypatch.setattr(SlowTransport, "ship", ship)
+    return sent
+
+
+def test_a_rank_that_does_not_capture_edits_all_the_same_and_ships_nothing(shipped):
+    plan = plan_of([(POST, VECTORS[0], 2.0, EVERYWHERE)], [([POST], EVERYWHERE)], [SCORED])
+    engine, fake = FakeEngine(lag=0), Fake("a", plan)
     engine.session = WorkerSession(engine.memory, StepRules(64), RankLinks(RankShare(1, 2)))
-    shipped = []
-    real = engine.transport.ship
-    engine.transport.ship = lambda parcels, tally, scores: (
-        shipped.append(scores.shape[0]) or real(parcels, tally, scores)
-    )
     engine.add(fake)
     run(engine, (fake, 4))
     request = engine.take("a")[0]
     assert shipped == [0]
-    assert request.scores == []
-    assert request.done.tolist() == [APPLIED_0 + 1] * 4
+    assert request.blocks == request.scores == []
+    assert request.problem == ""
+    assert request.done.tolist() == fake.done == [APPLIED_0 + 2] * 4
 
 
-def test_scores_travel_only_in_steps_that_have_some():
+def test_scores_travel_only_in_steps_that_have_some(shipped):
     engine = FakeEngine(lag=0)
     scores, steers = Fake("p", plan_of(probes=[("p", POST, ((0, 2),))])), Fake("s", STEER)
-    shipped = []
-    real = engine.transport.ship
-    engine.transport.ship = lambda parcels, tally, scores: (
-        shipped.append(scores.shape[0]) or real(parcels, tally, scores)
-    )
     for fake in (scores, steers):
         engine.add(fake)
     for _ in range(3):
-        engine.step([(scores, 1), (steers, 1)])
+        run(engine, (scores, 1), (steers, 1))
     assert shipped == [2, 2, 0]
-
-
-# ---------------------------------------------------------------- token ids
-
-
-@pytest.mark.parametrize("others", [False, True])
-def test_an_edit_by_token_id_is_carried_out_for_those_tokens_and_counted(others):
-    plan = plan_of(edits=[(POST, VECTORS[0], 1.0, ids(1, 3, start=4, others=others))], prompt_len=4)
-    engine, fake = FakeEngine(), Fake("a", plan)
-    engine.add(fake)
-    for count in (4, 10, 1, 1):
-        run(engine, (fake, count))
-    request = engine.take("a")[0]
-    hit = [(token in (1, 3)) != others for token in fake.tokens[4:16]]
-    assert len(set(hit)) == 2
-    assert request.done.tolist() == [0] * 4 + [APPLIED_0 + did for did in hit]
-    check_taken([request], [fake])
 
 
 def test_ids_are_asked_for_only_in_steps_that_have_an_edit_by_id():
@@ -251,24 +179,6 @@ def test_ids_are_asked_for_only_in_steps_that_have_an_edit_by_id():
     engine.session.after_forward()
     with pytest.raises(AssertionError, match="token ids were asked for"):
         engine.session.before_forward(view_of(["a"], [1], [4]))
-
-
-def test_edits_of_two_lists_and_of_none_at_one_tap_are_told_apart():
-    where = Where(((0, 4),), (Match(((4, 10),), (0, 1)), Match(((10, None),), (2,), True)))
-    plan = plan_of(
-        edits=[
-            (POST, VECTORS[0], 1.0, where),
-            (POST, VECTORS[1], 1.0, ids(5, start=4)),
-            (POST, gated(add(VECTORS[2])), ((6, None),)),
-        ],
-        captures=[([POST], ids(2, start=4))],
-        prompt_len=4,
-    )
-    engine, fake = FakeEngine(lag=1), Fake("a", plan)
-    engine.add(fake)
-    for count in (7, 5, 1, 1):
-        run(engine, (fake, count))
-    check_taken(engine.take("a"), [fake])
 
 
 def test_a_count_outside_of_what_ids_allow_is_found():
@@ -302,17 +212,3 @@ def test_more_edits_than_any_ids_allow_are_found():
     assert "position 5: expected 0 to 1 edits and 0 captured vectors, the device counted 2" in (
         engine.take("a")[0].problem
     )
-
-
-def test_a_gate_that_stays_closed_changes_nothing_and_counts_all_the_same():
-    plan = plan_of(edits=[(POST, gated(add(VECTORS[0]), b=1e9), EVERYWHERE)])
-    engine, fake = FakeEngine(), Fake("a", plan)
-    engine.add(fake)
-    run(engine, (fake, 4))
-    engine.buffers.params[0, layout.B] = 1e9
-    before, after = engine.forward(4)
-    for old, new in zip(before[POST], after[POST], strict=True):
-        assert old is None or (new == old).all()
-    request = engine.take("a")[0]
-    assert request.done.tolist() == [APPLIED_0 + 1] * 4
-    assert SMALL[1].size == before[POST][0].shape[1]

@@ -47,17 +47,6 @@ def test_the_newest_requests_lose_their_rows_and_the_others_none(lag):
     assert ended(engine, fakes) == [0, 0, 0, 0, 18 * len(TAPS), 18 * len(TAPS)]
 
 
-def test_a_smaller_run_of_the_same_step_may_fit_and_later_steps_are_lost():
-    engine = small(1)
-    old = Fake("old", ALL)
-    new = Fake("new", plan_of(captures=[(list(TAPS), ((0, 20),)), ([min(TAPS)], ((20, None),))]))
-    for fake in (old, new):
-        engine.add(fake)
-    engine.step([(old, 38), (new, 30)])
-    engine.step([(new, 5)])
-    assert ended(engine, [old, new]) == [0, 20 * len(TAPS) + 5]
-
-
 def test_a_request_that_lost_rows_leaves_the_room_to_others():
     engine = small(1)
     old, new = Fake("old", ALL), Fake("new", ALL)

@@ -22,7 +22,6 @@ def steering() -> Steering:
 
 @pytest.fixture
 def handler(steering, monkeypatch):
-    """One of vLLM's handlers, as its constructor sets the two attributes."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
     # So that the property is removed afterwards.

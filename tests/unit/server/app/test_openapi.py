@@ -16,8 +16,6 @@ from midstream.server.server import PATHS
 
 
 class CompletionRequest(BaseModel):
-    """As vLLM's, with a body that is described by a model."""
-
     prompt: str
 
 

@@ -61,19 +61,7 @@ def status_of(holding, size, client):
     return caught.value.status
 
 
-def test_what_is_held_is_read_until_it_is_deleted(holding):
-    held = holding.store(b"abc", "me", "r-1", {"codec": "raw"})
-    assert read(holding, held.id) == b"abc"
-    assert (held.nbytes, held.request_id, held.about) == (3, "r-1", {"codec": "raw"})
-    assert holding.delete(held.id)
-    assert read(holding, held.id) is None
-    assert not holding.delete(held.id)
-    assert len(holding) == holding.nbytes == 0
-
-
 class Lazy:
-    """Rows that count how often they are packed."""
-
     def __init__(self, data):
         self.data, self.nbytes, self.packed = data, len(data), 0
 
@@ -179,13 +167,6 @@ def test_rows_expire_and_their_room_is_there_again(holding, clock):
     holding.reserve("me", 1)
 
 
-def test_what_has_expired_is_not_counted_though_nobody_asked_for_it(holding, clock):
-    holding.store(b"x" * 60, "me", "r", {})
-    clock.now = 11
-    assert len(holding) == 0
-    assert holding.nbytes == 0
-
-
 def test_whoever_reads_has_the_same_rows_though_they_expire_and_the_number_is_used_again(
     holding, clock
 ):
@@ -230,14 +211,6 @@ def test_a_reader_without_a_descriptor_left_is_refused_and_counts_for_nothing(ho
     assert holding.delete(held.id)
     # Its bytes are the client's again.
     holding.store(b"x" * 60, "a", "r", {})
-
-
-def test_a_client_is_shown_its_own_only_oldest_first(holding):
-    first = holding.store(b"1", "me", "a", {})
-    holding.store(b"2", "you", "b", {})
-    second = holding.store(b"3", "me", "c", {})
-    assert holding.of_client("me") == [first, second]
-    assert holding.of_client("nobody") == []
 
 
 def test_threads_that_hold_and_delete_at_once_leave_nothing_and_pass_no_limit(clock):

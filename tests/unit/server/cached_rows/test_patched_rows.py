@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -39,30 +38,6 @@ def edits_of(site: Site) -> tuple[Replace, ...]:
 
 def value(layer: int, *positions: int) -> tuple[Vector, ...]:
     return tuple(Vector.parse([10.0 * position + layer] * 3) for position in positions)
-
-
-async def test_a_request_gets_the_rows_that_another_captured():
-    async with serving() as (site, client):
-        answer = await client.post(
-            COMPLETIONS,
-            json={"prompt": "abcdef", "midstream": {"capture": {"layers": [1, 2]}}},
-        )
-        handle = answer.json()["midstream"]["activations"]
-        site.engine.calls.clear()
-        body = asking(
-            {"captured": handle["id"], "positions": [0, 4]}, layer="all", positions=[1, 2]
-        )
-        for _ in range(2):
-            assert (await client.post(COMPLETIONS, json=body)).status_code == 200
-            first, second = edits_of(site)
-            assert (first.rows, second.rows) == (value(1, 0, 4), value(2, 0, 4))
-            assert (first.layers.indices, second.layers.indices) == ((1,), (2,))
-            site.engine.calls.clear()
-        assert len(json.dumps(body)) < 300
-        # They are still there, and are let go as ever.
-        assert (await client.delete(handle["url"])).status_code == 204
-        error = await refused(client.post(COMPLETIONS, json=body), 400, "they were deleted")
-        assert error["param"] == "midstream.edits.rows.captured"
 
 
 async def test_captured_rows_are_those_of_the_listed_positions_in_their_order():

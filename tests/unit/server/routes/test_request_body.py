@@ -25,7 +25,6 @@ LONG_TEXT = json.dumps({"x": "a" * (LONG + 1)}).encode()
 
 
 def own_routes(site: Site) -> list[BaseRoute]:
-    """All routes of midstream in an app."""
     return [each for each in site.app.routes if getattr(each, "path", "").startswith(_OWN)]
 
 

@@ -23,8 +23,6 @@ def path(request_id="cmpl"):
 
 
 class Held:
-    """A request that goes on until it is released."""
-
     def __init__(self, site, client, where="/v1/completions", asked=ASKED, **more):
         self._go = asyncio.Event()
         site.engine.pause = self._go.wait
@@ -128,7 +126,6 @@ def running(*calls):
 
 
 def test_an_id_that_is_another_with_a_number_is_that_of_another_request():
-    """`X-Request-Id` lets a client choose ids."""
     find = running(("chatcmpl-exp", True), ("chatcmpl-exp-1", True), ("chatcmpl-exp_2", True))
     assert find("chatcmpl-exp") == ["chatcmpl-exp"]
     assert find("chatcmpl-exp-1") == ["chatcmpl-exp-1"]

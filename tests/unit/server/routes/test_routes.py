@@ -179,19 +179,6 @@ async def test_a_client_that_reads_nothing_of_its_rows_gets_no_more_of_them():
         assert open_files() <= before
 
 
-async def test_rows_that_are_deleted_while_they_are_read_are_read_to_the_end():
-    async with serving() as (site, client):
-        data, held = holding(site, count=20_000)
-        kept = site.server.captures._captures
-        number = kept[held.id].file
-        async with client.stream("GET", f"{ROWS}/{held.id}") as answer:
-            assert site.server.captures.delete(held.id)
-            other = site.server.captures.store(b"other", "me", "r", {})
-            assert kept[other.id].file == number
-            found = b"".join([part async for part in answer.aiter_bytes()])
-    assert found == data
-
-
 @pytest.mark.parametrize(
     "name", ["..", "../../etc/passwd", "%2e%2e%2fetc", "a" * 65, "é", "a.b", "%00"]
 )
@@ -295,22 +282,16 @@ async def test_a_safetensors_file_is_registered_in_any_real_dtype():
         assert dict(site.engine.vectors.lookup("y")) == {None: Vector.parse(V)}
 
 
-@pytest.mark.parametrize("name", ["a", "_a", "a/b:c.d-e", "x" * 128])
-async def test_every_name_that_the_registry_takes_can_be_used(name):
-    async with serving() as (_, client):
-        assert (await client.put(f"{VECTORS}/{name}", json=V)).status_code == 200
-        assert (await client.get(f"{VECTORS}/{name}")).json()["name"] == name
-        assert (await client.delete(f"{VECTORS}/{name}")).status_code == 204
-
-
-@pytest.mark.parametrize("name", [".a", "x" * 129, "a b", "é", "a;b"])
-async def test_other_names_are_refused(name):
+async def test_every_name_that_the_registry_takes_can_be_used_and_no_other():
     async with serving() as (site, client):
-        await refused(client.put(f"{VECTORS}/{name}", json=V), 400, "name")
-        await refused(
-            client.post("/v1/steering/modules/register", json={"name": name, "vectors": V}),
-            400,
-        )
+        for name in ("a", "_a", "a/b:c.d-e", "x" * 128):
+            assert (await client.put(f"{VECTORS}/{name}", json=V)).status_code == 200
+            assert (await client.get(f"{VECTORS}/{name}")).json()["name"] == name
+            assert (await client.delete(f"{VECTORS}/{name}")).status_code == 204
+        for name in (".a", "x" * 129, "a b", "é", "a;b"):
+            await refused(client.put(f"{VECTORS}/{name}", json=V), 400, "name")
+            module = {"name": name, "vectors": V}
+            await refused(client.post("/v1/steering/modules/register", json=module), 400)
         assert len(site.engine.vectors) == 0
 
 

@@ -50,7 +50,7 @@ async def call(
     async def send() -> Any:
         arguments = ("collective_rpc", RPC, None, arguments_of(complete(request)), None)
         engine = client.core_engines[number]
-        return await client._call_utility_async(*arguments, engine=engine)  # noqa: SLF001
+        return await client._call_utility_async(*arguments, engine=engine)
 
     answer = asyncio.ensure_future(send())
     until = time.monotonic() + ANSWER_SECONDS

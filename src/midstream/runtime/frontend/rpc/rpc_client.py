@@ -30,7 +30,7 @@ def start_rpc(engine: Any) -> Callable[[RpcRequest[Any]], Started]:
         future: Started = Future()
         client.utility_results[number] = future
         call = (0, number, "collective_rpc", (RPC, None, arguments_of(request), None))
-        client._send_input(EngineCoreRequestType.UTILITY, call)  # noqa: SLF001
+        client._send_input(EngineCoreRequestType.UTILITY, call)
         return future
 
     def run(request: RpcRequest[Any]) -> Started:

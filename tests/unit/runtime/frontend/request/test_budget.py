@@ -179,23 +179,6 @@ def test_all_workers_that_capture_have_room_and_one_request_half_of_it():
         check_rows(need(2001), room)
 
 
-def test_requests_wait_where_lenses_would_read_more_rows_in_a_step_than_the_setting():
-    room = row_limit([worker(0, 1000)], Config(readout_rows=50))
-    budget, sent = CapacityBudget(ROOM, room), []
-    admission = Admission([budget])
-    for uid, rows in (("a", 30), ("b", 30), ("c", 0), ("d", 20)):
-        admission.submit(
-            uid, replace(need(0), counts={"readout_rows": rows}), lambda uid=uid: sent.append(uid)
-        )
-    # Those behind it wait too, in the order of their arrival.
-    assert sent == ["a"]
-    admission.end(["a"])
-    assert sent == ["a", "b", "c", "d"]
-    check_rows(replace(need(0), counts={"readout_rows": 50}), room)
-    with pytest.raises(SpecError, match=r"may read 51 rows .* room for 50; .*setting readout_rows"):
-        check_rows(replace(need(0), counts={"readout_rows": 51}), room)
-
-
 def test_requests_wait_where_gates_would_need_more_states_than_the_setting():
     limit = row_limit([], Config(gate_states=5))
     budget, one = CapacityBudget(ROOM, limit), Need({}, {"gate_states": 2})
@@ -207,6 +190,10 @@ def test_requests_wait_where_gates_would_need_more_states_than_the_setting():
     assert budget.fits(one.times(2))
     with pytest.raises(SpecError, match="need 6 states .* room for 5; .* setting gate_states"):
         check_rows(one.times(3), limit)
+    lenses = row_limit([worker(0, 1000)], Config(readout_rows=50))
+    check_rows(Need({}, {"readout_rows": 50}), lenses)
+    with pytest.raises(SpecError, match=r"may read 51 rows .* room for 50; .*setting readout_rows"):
+        check_rows(Need({}, {"readout_rows": 51}), lenses)
 
 
 @pytest.mark.parametrize("overflow", ["spill", "drop"])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.stored import worker_info
 
 from midstream.errors import SpecError
 from midstream.plan import Capture, Plan, Steer
@@ -15,38 +16,17 @@ from midstream.runtime.frontend.request import plan_resolver
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver
 from midstream.runtime.protocol.segments import Room
-from midstream.runtime.protocol.worker_info import WorkerInfo
-from midstream.transport.leases import Address
 
 HIDDEN = 4
 
 
 def info(layers: int = 3, site: str = "resid_post", heads: int = 0) -> EngineInfo:
-    worker = WorkerInfo(
-        stage=0,
-        tensor_rank=0,
-        tensor_ranks=1,
-        num_layers=layers,
-        hidden_size=HIDDEN,
-        taps=tuple([(site, layer) for layer in range(layers)]),
-        widths=(HIDDEN,) * layers,
-        parts=(1,) * layers,
-        heads=(heads,) * layers,
-        routing=(0,) * layers,
-        lacking=(),
-        dtype="float32",
-        capture_limit=100,
-        step_tokens=100,
-        buffer_bytes=0,
-        room=Room(100, 100, 100, 100, 4),
-        edits_per_site=8,
-        runner="v1",
-        codec="raw",
-        return_="gathered",
-        arena=Address(0, 0, ""),
-        arena_bytes=1 << 20,
-        device="cpu",
-    )
+    taps = tuple([(site, layer) for layer in range(layers)])
+    room = Room(100, 100, 100, 100, 4)
+    worker = worker_info(
+        num_layers=layers, taps=taps, heads=(heads,) * layers, capture_limit=100, step_tokens=100,
+        room=room, edits_per_site=8, arena_bytes=1 << 20,
+    )  # fmt: skip
     return describe([[worker]])
 
 

@@ -37,9 +37,6 @@ def large(nth: int, numbers: int = MOST_BY_VALUE // 4 + 1) -> Vector:
     return Vector.parse(np.full(numbers, nth + 1.0))
 
 
-# ---------------------------------------------------------------- which plans
-
-
 def test_a_plan_with_few_numbers_has_them_by_value():
     small = large(0, MOST_BY_VALUE // 4)
     assert named_vectors(plan_of([(POST, add(small), ((0, None),))])) == ()
@@ -67,43 +64,12 @@ def test_every_vector_of_a_plan_is_named():
     assert from_bytes(to_bytes(plan, named), {one.digest: one for one in named}) == plan
 
 
-# ---------------------------------------------------------------- when they are sent and dropped
-
-
-def test_a_vector_is_sent_with_the_first_request_that_names_it():
-    sent = SentVectors()
-    assert sent.take("u", [A, B]) == added(A, B)
-    assert sent.take("v", [B]) is None
-    assert sent.take("w", [B, C]) == added(C)
-    assert sent.in_use == 3
-    sent.check_integrity([3, 3])
-
-
 def test_completions_of_one_prompt_and_inputs_of_a_session_need_it_once():
     sent = SentVectors(0)
     assert sent.take("u", [A]) == added(A)
     assert sent.take("u", [A]) is None
     sent.release("u")
     assert sent.in_use == 0
-
-
-def test_a_request_that_names_nothing_changes_nothing():
-    sent = SentVectors(0)
-    assert sent.take("u", ()) is None
-    sent.release("u")
-    sent.check_integrity([0])
-
-
-def test_a_vector_stays_as_long_as_a_request_names_it():
-    sent = SentVectors(0)
-    sent.take("u", [A, B])
-    sent.take("v", [B])
-    sent.release("u")
-    sent.release("u")
-    assert sent.take("w", [C]) == VectorUpdate((A.digest,), (C.data,))
-    assert sent.take("x", [A]) == added(A)
-    sent.release("v")
-    assert sent.take("y", [D]) == VectorUpdate((B.digest,), (D.data,))
 
 
 def test_vectors_that_nobody_names_stay_up_to_a_number_of_bytes_and_the_oldest_go_first():

@@ -61,36 +61,6 @@ def test_a_request_gets_its_rows_by_tap_with_positions_and_tokens():
     assert found.receipt is found.outputs[0].receipt
 
 
-def test_positions_computed_twice_are_there_once_as_they_were_the_last_time():
-    answers = [
-        answer(("x", [2] * 4, [rows([PRE, POST], range(4), 1), rows([PRE, POST], range(2), 2)]))
-    ]
-    found = assembled(READ, answers)
-    assert found.activations[POST].tolist() == [
-        vector(POST, 0, 2), vector(POST, 1, 2), vector(POST, 2, 1), vector(POST, 3, 1),
-    ]  # fmt: skip
-    assert found.receipt.status == "ok"
-
-
-def test_blocks_of_several_groups_make_one_run_of_rows():
-    plan = plan_of(captures=[([PRE], EVERYWHERE), ([POST], ((1, 3),))], prompt_len=3)
-    answers = [
-        answer(
-            (
-                "x",
-                [2] * 4,
-                [rows([PRE], range(1)), rows([PRE, POST], range(1, 3)), rows([PRE], range(3, 4))],
-            )
-        )
-    ]
-    found = assembled(plan, answers)
-    assert found.activations[PRE].tolist() == [vector(PRE, p) for p in range(4)]
-    assert found.activations[POST].tolist() == [vector(POST, p) for p in (1, 2)]
-    assert found.activations.positions_of(*PRE).tolist() == [0, 1, 2, 3]
-    assert found.activations.token_ids_of(*POST).tolist() == [101, 102]
-    assert found.receipt.status == "ok"
-
-
 def test_pipeline_stages_each_give_their_own_layers():
     plan = plan_of(
         edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, ((2, None),))],
@@ -192,33 +162,7 @@ def test_a_child_that_the_workers_lost_is_the_only_one_with_a_problem():
     assert "the workers know nothing of it" in found.outputs[1].receipt.problems[0]
 
 
-@pytest.mark.parametrize("name", ["10_x", "1_x", "x", "not-a-number_x", "_"])
-def test_a_lone_completion_has_its_rows_whatever_its_request_is_called(name):
-    found = assembled(READ, [answer((name, [2] * 4, [rows([PRE, POST], range(4))]))])
-    assert found.receipt.status == "ok"
-
-
-def test_children_are_put_together_from_every_stage():
-    answers = [
-        answer(*((f"{n}_x", [2] * 4, [rows([PRE], range(4), n)]) for n in (1, 0)), stage=0),
-        answer(*((f"{n}_x", [2] * 4, [rows([DEEP], range(4), n)]) for n in (0, 1)), stage=1),
-    ]
-    plan = plan_of(captures=[([PRE, DEEP], EVERYWHERE)], prompt_len=3)
-    found = assembled(plan, answers, completions=2)
-    for n, completion in enumerate(found.outputs):
-        for tap in (PRE, DEEP):
-            assert completion.activations[tap].tolist() == [vector(tap, p, n) for p in range(4)]
-
-
 # ---------------------------------------------------------------- receipts
-
-
-def test_edits_are_counted_position_by_position():
-    found = assembled(STEER, [answer(("x", [0, 3, 3, 3], []))])
-    assert found.receipt.status == "ok"
-    edited = found.receipt.edited
-    assert (edited.expected, edited.applied, edited.tokens) == (3, 3, 3)
-    assert found.activations is None
 
 
 def test_tensor_parallel_ranks_do_the_same_and_are_counted_once():
@@ -246,20 +190,6 @@ def test_a_rank_that_knows_nothing_of_a_request_is_a_problem():
         answer(tensor_rank=1, tensor_ranks=2),
     ]
     assert assembled(STEER, answers).receipt.problems == ("worker 0.0.1 knows nothing of it",)
-
-
-def test_rows_that_ranks_share_come_together():
-    plan = replace(plan_of(captures=[([PRE, POST, DEEP], EVERYWHERE)], prompt_len=3), sharded=True)
-    answers = [
-        answer(("x", [2] * 4, [rows([PRE, DEEP], range(4))]), tensor_rank=0, tensor_ranks=2),
-        answer(("x", [2] * 4, [rows([POST], range(4))]), tensor_rank=1, tensor_ranks=2),
-    ]
-    found = assembled(plan, answers)
-    assert not found.receipt.problems
-    assert list(found.activations) == [PRE, POST, DEEP]
-    for tap in (PRE, POST, DEEP):
-        assert found.activations.positions_of(*tap).tolist() == [0, 1, 2, 3]
-        assert found.activations[tap].tolist() == [vector(tap, p) for p in range(4)]
 
 
 def test_rows_that_ranks_share_otherwise_from_one_position_to_the_next_come_in_order():
@@ -304,17 +234,17 @@ def test_a_wrong_number_of_edits_is_found_by_position(done, message):
         receipt.check()
 
 
-def test_an_edit_left_out_on_one_stage_only_is_a_problem():
+@pytest.mark.parametrize("state", [0, 1], ids=["left out", "from the cache"])
+def test_an_edit_left_out_on_one_stage_only_is_a_problem(state):
     plan = plan_of(
         edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, EVERYWHERE)],
         prompt_len=3,
     )
     answers = [
-        answer(("x", [0, 3, 3, 3], []), stage=0),
+        answer(("x", [state, 3, 3, 3], []), stage=0),
         answer(("x", [3, 3, 3, 3], []), stage=1),
     ]
-    receipt = assembled(plan, answers).receipt
-    assert receipt.problems == (
+    assert assembled(plan, answers).receipt.problems == (
         "1 positions were not edited as asked: position 0 got 1 edits and probes, expected 2",
     )
 
@@ -406,26 +336,6 @@ def test_edits_of_positions_from_the_cache_are_counted_apart():
     edited = receipt.edited
     assert (edited.expected, edited.applied, edited.cached, edited.tokens) == (3, 2, 1, 3)
     assert "2 of 3 edits, 1 from the prefix cache" in str(receipt)
-
-
-def test_a_row_from_the_cache_is_a_missing_row():
-    answers = [answer(("x", [1, 2, 2, 2], [rows([PRE, POST], range(1, 4))]))]
-    problems = assembled(READ, answers).receipt.problems
-    assert problems == tuple(
-        f"{site} of layer {layer}: 3 rows came, expected 4" for site, layer in (PRE, POST)
-    )
-
-
-def test_what_only_some_stages_had_from_the_cache_is_a_problem():
-    plan = plan_of(
-        edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, EVERYWHERE)],
-        prompt_len=3,
-    )
-    answers = [
-        answer(("x", [1, 3, 3, 3], []), stage=0),
-        answer(("x", [3, 3, 3, 3], []), stage=1),
-    ]
-    assert "position 0 got 1 edits" in assembled(plan, answers).receipt.problems[0]
 
 
 def test_a_request_that_the_engine_ended_says_why():

@@ -14,9 +14,6 @@ from midstream.plan import Flag, Match, ResolvedPlan, ResolvedProbe, Steps, Wher
 EVERYWHERE = ((0, None),)
 
 
-# ---------------------------------------------------------------- token ids
-
-
 def test_an_edit_by_token_id_is_expected_at_those_tokens_only():
     # Generated tokens are 200, 201, …; the prompt is 3 long, the last token is never fed back.
     where = Where(((1, 2),), (Match(((3, None),), (200, 203)),))
@@ -44,19 +41,6 @@ def test_of_rows_by_token_id_those_of_other_tokens_are_dropped(others):
     assert found.activations.positions.tolist() == wanted
     assert found.activations[POST].tolist() == [vector(POST, p) for p in wanted]
     assert found.receipt.status == "ok"
-
-
-def test_completions_of_one_prompt_differ_in_what_their_tokens_select():
-    where = Where((), (Match(((3, None),), (200, 211)),))
-    plan = plan_of(captures=[([POST], where)], prompt_len=3)
-    answers = [
-        answer(*((f"{n}_x", [0] * 3 + [2] * 2, [rows([POST], range(3, 5), n)]) for n in (0, 1)))
-    ]
-    found = assembled(plan, answers, generated=3, completions=2)
-    assert [one.activations.positions.tolist() for one in found.outputs] == [[3], [4]]
-
-
-# ---------------------------------------------------------------- probes
 
 
 SCORED = plan_of(probes=[("a", PRE, EVERYWHERE), ("b", POST, ((1, 3),))], prompt_len=3)
@@ -168,9 +152,6 @@ def test_what_only_a_gate_reads_is_counted_but_no_result():
     short = assembled(plan, [answer(("x", [0, 4, 3, 4], []))]).receipt
     assert short.status == "error"
     assert (short.edited.expected, short.edited.applied) == (3, 2)
-
-
-# ---------------------------------------------------------------- what was selected
 
 
 def test_a_receipt_tells_the_positions_of_each_part_server_wide_edits_first():

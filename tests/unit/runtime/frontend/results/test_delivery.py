@@ -21,7 +21,6 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.results.delivery import (
-    RESULTS,
     FinishedRequest,
     deliver,
     deliver_soon,
@@ -150,14 +149,6 @@ def test_two_sinks_at_once_each_say_what_became_of_theirs(sinks, one, two):
     assert found.receipt is found.outputs[0].receipt
 
 
-def test_a_sink_that_keeps_only_some_is_a_problem_of_the_receipt(sinks, one):
-    one.results = [CaptureResult("partial", "one of two files")]
-    found = finished(BOTH, ROWS)
-    delivered(sinks, AdmittedRequest("u", BOTH, OWN, (route("one", (0, 1), 2),)), found)
-    assert found.capture_results["one"].status == "partial"
-    assert found.receipt.problems == ("sink one: one of two files",)
-
-
 class AsTheyCome:
     """As SinkSet, of which `one` wants rows as they come."""
 
@@ -267,13 +258,6 @@ def test_a_request_that_captures_nothing_has_no_results(sinks, one):
     assert found.activation_manifest is None
     assert found.receipt is receipt
     assert one.given == []
-
-
-def test_every_name_that_outputs_get_is_cleared_on_those_without_results():
-    assert set(RESULTS) == {
-        "activations", "attention", "features", "lens", "logits", "norms", "probes", "receipt",
-        "capture_results", "activation_manifest",
-    }  # fmt: skip
 
 
 Z = ("z", 1)

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.fake_steps import Fake, FakeEngine, captured
 from support.plans import plan_of, random_plan
 
-from midstream.runtime.worker.row_index import CapturedRowIndex
-
-PRE, POST = ("resid_pre", 1), ("resid_post", 1)
+POST = ("resid_post", 1)
 EVERYWHERE = ((0, None),)
 ALL = plan_of(captures=[([POST], EVERYWHERE)])
-TWO = plan_of(captures=[([PRE, POST], ((0, 5),)), ([POST], ((3, None),))])
 
 
 def hand_over(engine, stops):
@@ -88,23 +82,6 @@ def test_each_row_comes_once_while_its_request_runs_or_at_its_end(seed, lag):
     engine.session.check_integrity()
 
 
-def test_a_chunked_prompt_hands_over_what_it_has_and_then_goes_on_from_there():
-    engine, fake, other = FakeEngine(lag=3), Fake("a", TWO), Fake("b", ALL)
-    for one in (fake, other):
-        engine.add(one)
-    engine.step([(fake, 4), (other, 2)])
-    for stop, step in ((100, 3), (6, 2), (9, 1)):
-        before = set(fake.rows)
-        (found,) = hand_over(engine, {"a": {"a": stop}})["a"]
-        assert {position for _, position in found[1]} <= {p for _, p in before if p < stop}
-        engine.step([(fake, step)])
-    (request,) = engine.take("a")
-    assert {position for _, position in captured(request)} == {9}
-    (request,) = engine.take("b")
-    assert_same(captured(request), other.rows)
-    engine.session.check_integrity()
-
-
 def test_what_nobody_asks_for_any_more_is_free_while_the_request_runs():
     engine, fake = FakeEngine(), Fake("a", ALL)
     engine.add(fake)
@@ -141,59 +118,3 @@ def test_the_completions_of_one_prompt_are_asked_for_one_by_one():
     assert {name: len(rows) for name, rows in found.items()} == {"0_x": 2, "2_x": 4}
     rest = {request.id: len(captured(request)) for request in engine.take("u")}
     assert rest == {"0_x": 2, "1_x": 4, "2_x": 0}
-
-
-class Given:
-    """A step's rows, that note when they go."""
-
-    def __init__(self, freed, nth):
-        self._freed, self._nth = freed, nth
-
-    def rows(self):
-        raise AssertionError("nobody reads them")
-
-    def free(self):
-        self._freed.append(self._nth)
-
-
-runs = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 4), st.sampled_from([0, 1]))
-
-
-@settings(max_examples=150)
-@given(
-    steps=st.lists(st.lists(runs, min_size=1, max_size=4), max_size=6),
-    stops=st.lists(st.dictionaries(st.integers(0, 2), st.integers(0, 14)), max_size=4),
-)
-def test_the_ledger_gives_the_latest_row_below_a_stop_and_keeps_all_others(steps, stops):
-    ledger, freed = CapturedRowIndex(), []
-    kinds = [ledger.kind((0,)), ledger.kind((0, 2))]
-    wanted: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
-    for nth, step in enumerate(steps):
-        serial, position, length, kind = (np.array(column) for column in zip(*step, strict=True))
-        first = 10 * np.arange(len(step))
-        ledger.record(Given(freed, nth), serial, position, length, first, np.array(kinds)[kind])
-        for run, (whose, start, count, which) in enumerate(step):
-            for row in range(count):
-                place = (nth, 10 * run + row * (1 + which))
-                wanted.setdefault((whose, which), {})[start + row] = place
-    oldest = 0
-    for each in [*stops, dict.fromkeys(range(3), 99)]:
-        found, remains = ledger.take_until(each, oldest)
-        assert set(found) == set(each)
-        for whose, stop in each.items():
-            for which in range(2):
-                rows = wanted.get((whose, which), {})
-                mine = {p: rows.pop(p) for p in sorted(rows) if p < stop}
-                blocks = [one for one in found[whose] if len(one.taps) == 1 + which]
-                told = {
-                    p + row: (one.sources[s]._nth, first + row * one.rows)
-                    for one in blocks
-                    for p, count, s, first in one.runs
-                    for row in range(count)
-                }
-                assert told == mine
-        ledger.free_taken()
-        # Only where all were asked for does it say where to look next.
-        oldest = remains if set(each) == {0, 1, 2} else 0
-    assert len(ledger) == 0
-    assert sorted(freed) == list(range(len(steps)))

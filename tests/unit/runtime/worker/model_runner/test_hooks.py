@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from midstream.runtime.worker.endpoint import _ahead
+from midstream.runtime.worker.assembly import _ahead
 from midstream.runtime.worker.model_runner.hooks import Hooks
 
 
@@ -33,51 +33,28 @@ def schedule(**drafts):
     )
 
 
-def slack(hooks, *ids):
-    unknown = hooks.unknown_positions(ids, lambda: torch.arange(3))
-    return None if unknown is None else unknown.slack().tolist()
-
-
-def test_counts_may_be_too_high_by_the_drafts_of_the_step_before():
-    hooks = Hooks(NO_SESSION, ONE_MODEL, 1)
-    hooks.on_schedule(schedule(a=3))
-    assert slack(hooks, "a", "b") is None, "this step's own drafts come after its first rows"
-    hooks.on_schedule(schedule(b=2))
-    assert slack(hooks, "b", "a") == [0, 3]
-    hooks.on_schedule(schedule())
-    assert slack(hooks, "b", "a") == [2, 0]
-    hooks.on_schedule(schedule())
-    assert slack(hooks, "b", "a") is None
-
-
-def test_counts_may_be_too_high_by_the_drafts_of_every_step_that_is_under_way():
-    hooks = Hooks(NO_SESSION, ONE_MODEL, 2)
-    for drafts in ({"a": 3}, {"a": 1, "b": 2}, {}):
-        hooks.on_schedule(schedule(**drafts))
-    assert slack(hooks, "a", "b", "c") == [4, 2, 0]
-
-
-def test_the_drafts_are_counted_before_the_runner_trims_them():
-    hooks = Hooks(NO_SESSION, ONE_MODEL, 1)
-    decision = schedule(a=3)
-    hooks.on_schedule(decision)
-    decision.scheduled_spec_decode_tokens["a"].clear()
-    hooks.on_schedule(schedule())
-    assert slack(hooks, "a") == [3]
-
-
-def test_where_no_step_is_scheduled_ahead_counts_are_exact():
-    hooks = Hooks(NO_SESSION, ONE_MODEL, 0)
-    for _ in range(3):
-        hooks.on_schedule(schedule(a=3))
-        assert slack(hooks, "a") is None
-
-
-def test_positions_are_those_that_the_adapter_gives():
-    hooks = Hooks(NO_SESSION, ONE_MODEL, 1)
-    hooks.on_schedule(schedule(a=3))
-    hooks.on_schedule(schedule())
-    assert hooks.unknown_positions(["a"], lambda: torch.arange(3)).positions().tolist() == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("ahead", "steps", "expected"),
+    [
+        # A step's own drafts come after its first rows.
+        (1, [{"a": 3}], None),
+        (1, [{"a": 3}, {"b": 2}], [3, 0]),
+        (1, [{"a": 3}, {"b": 2}, {}], [0, 2]),
+        (1, [{"a": 3}, {"b": 2}, {}, {}], None),
+        (2, [{"a": 3}, {"a": 1, "b": 2}, {}], [4, 2]),
+        (0, [{"a": 3}, {"a": 3}], None),
+    ],
+)
+def test_counts_may_be_too_high_by_the_drafts_of_the_steps_under_way(ahead, steps, expected):
+    hooks = Hooks(NO_SESSION, ONE_MODEL, ahead)
+    for drafts in steps:
+        decision = schedule(**drafts)
+        hooks.on_schedule(decision)
+        for tokens in decision.scheduled_spec_decode_tokens.values():
+            tokens.clear()  # as the runner trims them
+    unknown = hooks.unknown_positions(["a", "b"], lambda: torch.arange(3))
+    assert (None if unknown is None else unknown.slack().tolist()) == expected
+    assert unknown is None or unknown.positions().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,6 @@ def test_each_row_gets_the_adapter_of_its_own_request_as_they_come_and_go(monkey
     assert processor.punica_wrapper is wrapper
 
 
-# ---------------------------------------------------------------- ranks
-
-
 class Rank(FakeEngine):
     """One rank of two; a call of the head ends when both have made it, with the same vectors."""
 

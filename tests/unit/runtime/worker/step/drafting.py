@@ -14,10 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from support.fake_steps import VOCABULARY, Fake, FakeEngine, captured, scored
+from support.stored import worker_info
 
+from midstream.runtime.protocol.codec import pack
+from midstream.runtime.protocol.rpc import ReadScores, read_answers, read_request
+from midstream.runtime.protocol.scores import score_blocks
 from midstream.runtime.protocol.segments import CACHED, UNSEEN
+from midstream.runtime.worker.endpoint import pack_scores
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
+
+WORKER = worker_info()
 
 
 @dataclass
@@ -119,13 +126,13 @@ class DraftingEngine(FakeEngine):
     def peeked(self, fake: Drafted, start: int) -> dict[int, Any]:
         """Return the scores of a running request, from a position to the last certain one."""
         uid = fake.uid or fake.id
-        found = self.session.collection.read_scores({uid: (start, fake.computed)})
-        if uid not in found:
-            return {}
-        _, block = found[uid]
+        request = read_request(pack(ReadScores({uid: (start, fake.computed)})))
+        scores = self.session.collection.read_scores(request.spans).values()
+        (found,) = read_answers(request, [pack(pack_scores(scores))])
         return {
-            position: record[0]
-            for position, record in zip(block.positions.tolist(), block.values.numpy(), strict=True)
+            position: record
+            for _, block in score_blocks(WORKER, found.requests, found.data)
+            for position, record in zip(block.positions.tolist(), block.values, strict=True)
         }
 
 

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.fake_steps import TAPS, captured, make_buffers, view_of
-from support.plans import VECTORS, plan_of, random_plan, rows
+from support.nightly import rounds
+from support.plans import random_plan
 from unit.runtime.worker.step.drafting import Drafted, DraftingEngine, check_scores, check_true
-
-from midstream.ops import layout
-from midstream.plan import Match, Where
-from midstream.runtime.protocol.segments import WHOLE, cut
-from midstream.runtime.worker.request_state import RequestState, acquire_segments
-from midstream.runtime.worker.row_index import CapturedRowIndex
-from midstream.runtime.worker.step.slot_table import SlotTable
-from midstream.runtime.worker.step.step_batch import UnknownPositions
-from midstream.runtime.worker.step.step_planner import StepPlanner
-from midstream.runtime.worker.tables.codec_table import CodecTable
-from midstream.runtime.worker.tables.program_table import ProgramTable
 
 POST = ("resid_post", 1)
 PROMPT = 5
 EVERYWHERE = ((0, None),)
 GENERATED = ((PROMPT, None),)
-
-
-# ---------------------------------------------------------------- everything at once
 
 
 class Decoding:
@@ -108,190 +90,12 @@ class Decoding:
             self.depart()
 
 
-@pytest.mark.parametrize(
-    ("seed", "lag", "late"),
-    [
-        (0, None, False),
-        (2, 1, True),
-        pytest.param(1, 0, True, marks=pytest.mark.nightly),
-        pytest.param(3, 4, False, marks=pytest.mark.nightly),
-        pytest.param(0, None, True, marks=pytest.mark.nightly),
-        pytest.param(1, 0, False, marks=pytest.mark.nightly),
-        pytest.param(2, 1, False, marks=pytest.mark.nightly),
-        pytest.param(3, 4, True, marks=pytest.mark.nightly),
-    ],
-)
-def test_of_random_drafts_only_what_was_accepted_remains(seed, lag, late):
+@pytest.mark.parametrize("seed", range(rounds(suite=2, nightly=8)))
+def test_of_random_drafts_only_what_was_accepted_remains(seed):
+    late, lag = bool(seed % 2), (None, 1, 0, 4)[seed % 4]
     run = Decoding(seed, late, lag)
     run.run(60)
     assert run.accepted > 30
     assert run.rejected > 30
     assert run.checked > 5
     assert run.peeks > 10
-
-
-@settings(max_examples=60)
-@given(
-    drafts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=9),
-    bounds=st.lists(st.integers(0, 40), min_size=2, max_size=6, unique=True),
-    late=st.booleans(),
-    spare=st.integers(0, 3),
-    seed=st.integers(0, 2**16),
-)
-def test_whatever_is_accepted_each_position_gets_its_own_segments_edits_and_row(
-    drafts, bounds, late, spare, seed
-):
-    bounds = sorted(bounds[: len(bounds) // 2 * 2])
-    ranges = tuple(zip(bounds[::2], bounds[1::2], strict=True))
-    matches = (Match(GENERATED, (1, 3), False),)
-    plan = plan_of(
-        edits=[
-            (POST, VECTORS[0], 2.0, ranges),
-            (("resid_pre", 2), VECTORS[1], 1.0, Where((), matches)),
-            (("resid_pre", 1), rows(12, bounds[0]), ((bounds[0], bounds[0] + 12),)),
-        ],
-        captures=[([POST], ranges), ([("resid_pre", 0)], Where(((0, 1),), last_from=PROMPT))],
-        probes=[("p", POST, ranges)],
-        prompt_len=PROMPT,
-    )
-    engine, fake = DraftingEngine(seed, late=late), Drafted("a", plan)
-    engine.add(fake)
-    engine.plainly([(fake, PROMPT)])
-    for count, right in drafts:
-        engine.draft([(fake, count, right)], random.Random(seed), spare)
-        check_scores(engine.peeked(fake, 0), fake)
-    engine.session.requests.finish(["a"])
-    (request,) = engine.take("a")
-    check_true(request, fake)
-
-
-# ---------------------------------------------------------------- one thing at a time
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["exact", "late"])
-def test_rows_of_rejected_drafts_are_replaced_by_those_of_the_true_tokens(late):
-    plan = plan_of(captures=[([POST], EVERYWHERE)], prompt_len=PROMPT)
-    engine, fake = DraftingEngine(late=late), Drafted("a", plan)
-    engine.add(fake)
-    engine.plainly([(fake, PROMPT)])
-    for right in (0, 3, 1, 0, 2):
-        engine.draft([(fake, 3, right)], random.Random(0))
-    assert fake.computed == PROMPT + 5 + 6
-    (request,) = engine.take("a")
-    check_true(request, fake)
-    positions = [position for _, position in sorted(captured(request))]
-    # One beyond the end: a draft that was rejected last, which the front end drops.
-    assert positions == list(range(fake.computed + 1))
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["exact", "late"])
-def test_an_edit_by_token_id_is_counted_for_the_true_token_not_the_guess(late):
-    plan = plan_of(
-        edits=[(POST, VECTORS[0], 2.0, Where((), (Match(GENERATED, (2,), False),)))],
-        prompt_len=PROMPT,
-    )
-    engine, fake = DraftingEngine(late=late), Drafted("a", plan)
-    fake.tokens[PROMPT:] = [2, 0] * 40
-    engine.add(fake)
-    engine.plainly([(fake, PROMPT)])
-    for seed in range(8):
-        engine.draft([(fake, 3, seed % 3)], random.Random(seed))
-    (request,) = engine.take("a")
-    check_true(request, fake)
-    states = request.done[PROMPT : fake.computed]
-    assert (states - states.min()).tolist() == [1, 0] * 7 + [1]
-
-
-# ---------------------------------------------------------------- the planner alone
-
-
-def planner_with(plan):
-    buffers = make_buffers()
-    tables = ProgramTable(buffers)
-    slots = SlotTable(max_model_len=100)
-    codecs = CodecTable(buffers)
-    segments = acquire_segments(cut(plan, TAPS, WHOLE), tables, CapturedRowIndex(), codecs)
-    slots.add(RequestState("a", "u", plan, slots.new_slot(), segments))
-    return StepPlanner(slots, tables), slots
-
-
-class Device:
-    """Positions that only the device knows; counts how often they were asked for."""
-
-    def __init__(self, *positions):
-        self.tensor, self.asked = torch.tensor(positions), 0
-
-    def late(self, slack):
-        def positions():
-            self.asked += 1
-            return self.tensor
-
-        return UnknownPositions(lambda: np.array([slack]), positions)
-
-
-def late_view(host, count, slack, true):
-    device = Device(*range(true, true + count))
-    return view_of(["a"], [count], [host])._replace(unknown=device.late(slack)), device
-
-
-def test_the_device_is_waited_for_only_where_a_row_may_be_in_either_of_two_segments():
-    planner, _ = planner_with(plan_of(edits=[(POST, VECTORS[1], 1.0, ((10, 20),))]))
-    for host, slack, waits in [
-        (8, 2, True),  # [6, 11): before the bound or after it
-        (13, 3, False),  # [10, 16): after it, however few were accepted
-        (14, 3, False),
-        (17, 3, False),  # [14, 20)
-        (18, 2, True),  # [16, 21)
-        (22, 3, True),  # [19, 25)
-        (23, 3, False),  # [20, 26): another segment, but surely so
-    ]:
-        view, device = late_view(host, 3, slack, host - slack)
-        plan = planner.plan(view)
-        assert device.asked == waits, host
-        if waits:
-            active = range(max(10, host - slack), min(20, host - slack + 3))
-            assert (0 if plan is None else plan.slots.size) == len(active)
-            assert plan is None or plan.positions.tolist() == list(active)
-            assert plan is None or plan.runs.exact
-        elif plan is not None:
-            assert not plan.runs.exact
-            assert plan.positions.tolist() == list(range(host, host + 3))
-
-
-def test_a_position_that_the_program_reads_is_left_to_the_device():
-    planner, _ = planner_with(plan_of(edits=[(POST, rows(40, 10), ((10, 50),))]))
-    view, _ = late_view(23, 3, 2, 21)
-    plan = planner.plan(view)
-    assert plan.device_positions
-    assert (plan.tokens[:, layout.POSITION] < 0).all()
-    exact = planner.plan(view_of(["a"], [3], [23]))
-    assert not exact.device_positions
-    assert exact.tokens[:, layout.POSITION].tolist() == [23, 24, 25]
-
-
-def test_a_decode_step_after_drafts_is_not_taken_for_one_like_the_last():
-    planner, _ = planner_with(plan_of(edits=[(POST, VECTORS[1], 1.0, ((10, 20),))]))
-    for position in (17, 18, 19):
-        assert planner.plan(view_of(["a"], [1], [position])) is not None
-    # Up to two of the last step's drafts were rejected: at 20 nothing is asked for, at 19 is.
-    view, device = late_view(20, 1, 2, 19)
-    plan = planner.plan(view)
-    assert device.asked
-    assert plan.positions.tolist() == [19]
-    view, _ = late_view(19, 1, 2, 17)
-    assert not planner.plan(view).runs.exact
-
-
-def test_drafts_that_were_rejected_are_not_taken_for_positions_from_the_cache():
-    plan = plan_of(edits=[(POST, VECTORS[1], 1.0, ((12, None),))])
-    planner, slots = planner_with(plan)
-    planner.plan(view_of(["a"], [10], [0]))
-    # The bound at 12 makes the host wait: it then knows less of the request than it had counted.
-    for host, slack, true in [(10, 0, 10), (14, 3, 11), (18, 6, 12), (16, 3, 13)]:
-        view = view_of(["a"], [4], [host])
-        if slack:
-            view, _ = late_view(host, 4, slack, true)
-        planner.plan(view)
-    request = slots.get("a")
-    slots.remove([request])
-    assert not request.done.any()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_steps import make_buffers
 from support.nightly import rounds
-from support.plans import KINDS, SMALL, VECTORS, add, edits_of, gated, mapped, rows
+from support.plans import KINDS, VECTORS, add, edits_of, gated, mapped, rows
 from support.programs import assert_free, assert_program, edits, programs
 
 from midstream.errors import NoRoomError, SpecError
@@ -130,24 +129,6 @@ def test_programs_and_groups_share_rows_of_the_table_without_touching_each_other
     assert (buffers.table[:, 0] == codes).all(), "the codes of the taps were overwritten"
 
 
-def test_an_index_used_again_says_nothing_of_what_was_there():
-    buffers = make_buffers()
-    tables = ProgramTable(buffers)
-    first = edits_of((0, KINDS[5]), (3, KINDS[6]))
-    index = tables.acquire_program(first)
-    tables.release_program(first)
-    tables.drop_unused()
-    second = edits_of((2, add()))
-    assert tables.acquire_program(second) == index
-    assert_program(buffers, index, second)
-    assert (tables.fewest[index], tables.most[index]) == (1, 1)
-    group = tables.acquire_group((0, 1))
-    tables.release_group((0, 1))
-    tables.drop_unused()
-    assert tables.acquire_group((4,)) == group
-    assert buffers.table[:, group, layout.PLACE].tolist() == [0, 0, 0, 0, 1, 0]
-
-
 def test_a_group_without_a_user_stays_until_another_needs_its_room():
     buffers = make_buffers()
     tables = ProgramTable(buffers)
@@ -208,21 +189,6 @@ def test_edits_that_differ_in_anything_are_different_programs(other):
     tables = ProgramTable(make_buffers())
     index = tables.acquire_program(edits_of((0, add(VECTORS[0]))))
     assert tables.acquire_program(other) != index
-
-
-def test_vectors_and_lists_are_shared_between_programs():
-    tables = ProgramTable(make_buffers(bank_rows=3, token_ids=2))
-    held = [
-        edits_of((nth, add(VECTORS[0], float(nth))), (5, add(SMALL[1])), ids=(4, 7))
-        for nth in range(5)
-    ]
-    for each in held:
-        tables.acquire_program(each)
-    assert tables.instructions.bank.used == 2
-    assert tables.instructions.lists.used == 2
-    for each in held:
-        tables.release_program(each)
-    assert_free(tables)
 
 
 # ---------------------------------------------------------------- used again
@@ -308,22 +274,6 @@ def test_groups_that_do_not_fit_are_refused_naming_the_setting():
     tables.acquire_group((2,))
 
 
-def test_what_finds_no_room_leaves_those_that_have_it_as_they_were():
-    buffers = make_buffers(bank_rows=4, max_edits=4)
-    tables = ProgramTable(buffers)
-    held = numbered(3)
-    places = {each: tables.acquire_program(each) for each in held}
-    for wanted in (edits_of((0, rows(2, 0))), edits_of((0, add()), (1, add()))):
-        with pytest.raises(SpecError):
-            tables.acquire_program(wanted)
-        for each, index in places.items():
-            assert_program(buffers, index, each)
-    assert tables.instructions.bank.used == 3
-    for each in held:
-        tables.release_program(each)
-    assert_free(tables)
-
-
 @pytest.mark.parametrize(
     ("room", "wanted"),
     [
@@ -345,47 +295,6 @@ def test_room_that_is_scattered_is_made_whole_and_nobody_notices(room, wanted):
     for each, index in places.items():
         assert_program(buffers, index, each)
     for each in places:
-        tables.release_program(each)
-    assert_free(tables)
-
-
-def test_what_is_released_after_a_move_is_released_where_it_is_now():
-    buffers = make_buffers(max_edits=8)
-    tables = ProgramTable(buffers)
-    held = numbered(8)
-    for each in held:
-        tables.acquire_program(each)
-    for each in held[::2]:
-        tables.release_program(each)
-    large = edits_of(*((0, add(scale=float(n))) for n in range(4)))
-    running = [*held[1::2], large]
-    tables.acquire_program(large)
-    for nth in range(4):
-        tables.release_program(running.pop(0))
-        running.append(edits_of((1, add(scale=10.0 + nth))))
-        tables.acquire_program(running[-1])
-        for each in running:
-            assert_program(buffers, tables._programs[each].index, each)
-    for each in running:
-        tables.release_program(each)
-    assert_free(tables)
-
-
-def test_use_is_counted_across_a_move():
-    buffers = make_buffers(bank_rows=4)
-    tables = ProgramTable(buffers)
-    one, two, three = numbered(3)
-    shared = edits_of((1, add(Vector.parse([1.0, 9.0, 9.0, 9.0]), 5.0)))
-    for each in (one, two, two, three, shared):
-        tables.acquire_program(each)
-    tables.release_program(one)
-    wanted = edits_of((0, rows(2, 0)))
-    tables.acquire_program(wanted)  # moves: one row is free at either end
-    tables.release_program(two)
-    assert_program(buffers, tables._programs[two].index, two)
-    tables.release_program(two)
-    assert tables.instructions.bank.used == 4, "a vector that another program shares was released"
-    for each in (three, shared, wanted):
         tables.release_program(each)
     assert_free(tables)
 
@@ -455,9 +364,3 @@ def test_an_edit_is_known_by_its_content(edit):
     assert edit.counted == sum(Flags.COUNTED in step.flags for step in edit.steps)
     assert replace(edit, tap=edit.tap + 1) != edit
     assert replace(edit, bit=1 + (edit.bit or 0)) != edit
-
-
-def test_counts_of_programs_are_arrays_that_a_step_can_index():
-    tables = ProgramTable(make_buffers())
-    index = tables.acquire_program(edits_of((0, add()), (1, add())))
-    assert tables.fewest[np.array([0, 1, index])].tolist() == [0, 0, 2]

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from support.tapping import WIDTH
+from support.tapping import ROWS, WIDTH, arm, read, tapped
 from torch import Tensor, nn
 
+from midstream.ops import layout
 from midstream.runtime.models.convention import (
     PARALLEL,
     Half,
@@ -23,6 +24,8 @@ from midstream.runtime.models.convention import (
     pair,
     single,
 )
+from midstream.runtime.worker.tables.device_buffers import code
+from midstream.sites import OUTER
 
 At = Callable[[str, Tensor], Tensor]
 
@@ -263,3 +266,55 @@ KINDS = [
     Pair, Single, SingleOfTuples, SingleByPosition, Dead, BareNone, Sandwich, PostNorm,
     PostNormAlone, Parallel, TwoReaders, LoneAttention, AttentionInside,
 ]  # fmt: skip
+
+
+def has(kind) -> tuple[str, ...]:
+    """The sites of a kind of layer."""
+    return tuple(name for name in OUTER if kind.convention.lack(name) is None)
+
+
+def stream_of(kind, out) -> Tensor:
+    """The stream in what a layer returned, [T, width]."""
+    hidden, residual = out if isinstance(out, tuple) else (out, None)
+    if residual is not None and kind.convention.returns is Returns.PAIR:
+        hidden = hidden + residual
+    return hidden.reshape(-1, WIDTH)
+
+
+def inputs(kind, shape=(ROWS, WIDTH)) -> tuple[Tensor, ...]:
+    """(positions, stream), or the stream's two halves where the layer takes two."""
+    torch.manual_seed(4)
+    one, two = torch.randn(shape), torch.randn(shape)
+    is_pair = kind.convention.returns is Returns.PAIR
+    return (torch.arange(ROWS), one, two) if is_pair else (torch.arange(ROWS), one)
+
+
+def expect(kind, layer: Layer, args, edits: dict[str, float]) -> tuple[Tensor, Tensor]:
+    """([T, width], [T, sites, width]): the stream at the exit and at every site, by arithmetic."""
+    seen = {}
+
+    def at(site: str, x: Tensor) -> Tensor:
+        seen[site] = x + edits.get(site, 0.0)
+        return seen[site]
+
+    with torch.no_grad():
+        out = layer.reference(at, sum(args[1:]).reshape(-1, WIDTH))
+    assert set(seen) == set(has(kind)), "the reference and the convention name other sites"
+    return out, torch.stack([seen[site] for site in has(kind)], dim=1)
+
+
+def check(kind, edits: dict[str, float], shape=(ROWS, WIDTH), function=None) -> None:
+    """A tapped layer does and reads what the arithmetic says."""
+    sites = has(kind)
+    plain, layer, buffers = tapped(kind, tuple((site, 0) for site in sites))
+    args = inputs(kind, shape)
+    arm(buffers, ROWS, len(sites), {sites.index(site): value for site, value in edits.items()})
+    with torch.no_grad():
+        out = (function or (lambda f: f))(layer)(*(arg.clone() for arg in args))
+    wanted, seen = expect(kind, plain, args, edits)
+    torch.testing.assert_close(stream_of(kind, out), wanted)
+    torch.testing.assert_close(read(buffers, ROWS, len(sites)), seen)
+    signature = sum(code((site, 0)) for site in sites)
+    wrapped = (signature + 2**31) % 2**32 - 2**31
+    assert buffers.tally[:ROWS, layout.SIGNATURE].tolist() == [wrapped] * ROWS
+    assert buffers.tally[:ROWS, layout.EDITS].tolist() == [len(edits)] * ROWS

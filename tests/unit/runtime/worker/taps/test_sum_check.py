@@ -182,6 +182,10 @@ def _scales_sum(layers: list[Any]) -> None:
     layers[1].scale = 1.1
 
 
+def _is_not_finite(layers: list[Any]) -> None:
+    layers[2].scale = torch.nan
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
@@ -190,6 +194,7 @@ def _scales_sum(layers: list[Any]) -> None:
         (SingleLayer, _scales_sum, "resid_mid of layer 1 [+] mlp_out .* not resid_post of layer 1"),
         (ParallelLayer, _scales_sum, "resid_pre .* attn_out .* mlp_out .* resid_post of layer 1"),
         (MixerLayer, _scales_sum, "resid_pre of layer 1 [+] mlp_out .* resid_post of layer 1"),
+        (SingleLayer, _is_not_finite, "is not resid_post of layer 2"),
     ],
 )
 def test_a_sum_that_does_not_hold_is_refused_by_layer_and_site(
@@ -214,13 +219,29 @@ def test_sums_that_a_convention_does_not_claim_are_not_compared() -> None:
     trunk.check()
 
 
-@pytest.mark.parametrize("ring_rows", [3, 5, 7, 64])
-def test_rows_that_do_not_fit_in_the_ring_together_take_several_runs(ring_rows: int) -> None:
-    trunk = Trunk(PairLayer, ring_rows=ring_rows)
+HALF: dict[Tap, int] = {("k", 0): WIDTH // 2}  # as the keys of grouped heads are
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        # Rows that do not fit in the ring together take several runs.
+        *({"ring_rows": rows} for rows in (3, 5, 7)),
+        {"bank_rows": 1},
+        {"max_edits": 1},
+        {"bank_rows": 3},
+        {"max_edits": 7},
+        # The first tap is narrower than the stream.
+        {"narrow": HALF, "bank_rows": 1},
+        {"narrow": HALF},
+    ],
+)
+def test_little_room_is_enough_for_a_check(sizes: dict[str, Any]) -> None:
+    trunk = Trunk(PairLayer, **sizes)
     trunk.check()
-    assert (trunk.runs == 2) == (ring_rows == 64)
-    with pytest.raises(UnsupportedError, match="resid_post of layer 1"):
-        Trunk(PairLayer, ring_rows=ring_rows, change=_scales_skip).check()
+    assert (trunk.runs == 2) == ("ring_rows" not in sizes)
+    with pytest.raises(UnsupportedError, match="resid_post of layer 1, a PairLayer"):
+        Trunk(PairLayer, **sizes, change=_scales_skip).check()
 
 
 def test_a_check_leaves_the_buffers_as_they_were() -> None:
@@ -241,14 +262,6 @@ def test_a_check_leaves_the_buffers_as_they_were() -> None:
         assert torch.equal(getattr(trunk.buffers, name), before[name]), name
 
 
-def test_a_sum_that_is_not_finite_is_refused() -> None:
-    def change(layers: list[Any]) -> None:
-        layers[2].scale = torch.nan
-
-    with pytest.raises(UnsupportedError, match="is not resid_post of layer 2"):
-        Trunk(SingleLayer, change=change).check()
-
-
 @pytest.mark.parametrize("kind", [PairLayer, SingleLayer])
 def test_what_branches_return_in_a_trial_does_not_matter(kind: type) -> None:
     """Attention does not run in vLLM's trial runs: what it returns is whatever memory had."""
@@ -259,19 +272,3 @@ def test_what_branches_return_in_a_trial_does_not_matter(kind: type) -> None:
             layer.mlp.bias.data.fill_(3e38)
 
     Trunk(kind, change=change).check()
-
-
-@pytest.mark.parametrize("bank_rows", [1, 16])
-def test_a_site_that_is_narrower_than_the_stream_may_be_the_first_tap(bank_rows: int) -> None:
-    """As the keys of grouped heads are, with vectors of half of its width."""
-    narrow = {("k", 0): WIDTH // 2}
-    Trunk(PairLayer, narrow=narrow, bank_rows=bank_rows).check()
-    with pytest.raises(UnsupportedError, match="resid_post of layer 1, a PairLayer"):
-        Trunk(PairLayer, narrow=narrow, bank_rows=bank_rows, change=_scales_skip).check()
-
-
-@pytest.mark.parametrize(("bank_rows", "max_edits"), [(1, 16), (16, 1), (3, 16), (16, 7)])
-def test_a_small_bank_is_enough_for_a_check(bank_rows: int, max_edits: int) -> None:
-    Trunk(PairLayer, bank_rows=bank_rows, max_edits=max_edits).check()
-    with pytest.raises(UnsupportedError, match="resid_post of layer 1"):
-        Trunk(PairLayer, bank_rows=bank_rows, max_edits=max_edits, change=_scales_skip).check()

@@ -140,15 +140,6 @@ def test_both_models_have_the_same_weights_also_after_they_were_replaced(x):
     assert torch.equal(model(x), expected)
 
 
-def test_modules_that_are_not_tapped_are_the_same_objects():
-    model, copies = model_with_copies(LAYERS + MLPS)
-    for layer in (of(model, name) for name in LAYERS):
-        assert copies[layer] is not layer
-        assert copies[layer].attention is layer.attention
-        assert copies[layer].mlp is not layer.mlp
-    assert copies[model.backbone.embed] is model.backbone.embed
-
-
 def test_the_compiled_module_is_replaced_where_the_head_is_the_embedding(x, monkeypatch):
     """The head is outside of what is compiled, and a target as it is the embedding."""
     monkeypatch.setattr(tapped_model, "is_compiled", lambda module: isinstance(module, Backbone))
@@ -180,14 +171,6 @@ def test_a_module_with_a_forward_of_its_own_is_found():
     layer = of(model, LAYERS[1])
     layer.forward = lambda x: x
     assert len(TappedCopies(model, [layer]).with_own_forward()) == 1
-
-
-def test_a_switch_without_copies_leaves_everything_as_it_is(x):
-    model = Model()
-    worker = Worker(model)
-    switch = ModelSwitch(worker, [], False, False, None)
-    switch.use(TAPPED)
-    assert worker.model_runner.model is model
 
 
 NAMED: dict[str, nn.Module] = {}

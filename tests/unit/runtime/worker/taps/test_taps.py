@@ -1,4 +1,4 @@
-"""Taps on small layers of every convention, eager and compiled."""
+"""Taps on layers of every form: what each site reads and edits, what is refused, compiled."""
 
 from __future__ import annotations
 
@@ -6,82 +6,238 @@ import copy
 
 import pytest
 import torch
-from support import tapping
-from support.tapping import ROWS, WIDTH, arm, assert_same_out, make_buffers, read
+from support.nightly import NIGHTLY
+from support.tapping import ROWS, WIDTH, arm, assert_same_out, make_buffers, read, tapped
 from torch import Tensor, nn
+from unit.runtime.worker.taps.branching import (
+    KINDS,
+    Attention,
+    LoneAttention,
+    Mix,
+    Norm,
+    Pair,
+    Parallel,
+    PostNormAlone,
+    Single,
+    check,
+    expect,
+    has,
+    inputs,
+    stream_of,
+)
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops import layout
-from midstream.runtime.models.convention import LayerConvention, Returns
+from midstream.runtime.models.convention import (
+    Input,
+    Lack,
+    LayerConvention,
+    Output,
+    Returns,
+    pair,
+    single,
+    without_attention,
+)
 from midstream.runtime.models.decoder import DecoderLayer
-from midstream.runtime.worker.tables.device_buffers import code
 from midstream.runtime.worker.taps.taps import tap_layer
+from midstream.sites import OUTER
 
-PRE, MID, POST = ("resid_pre", 0), ("resid_mid", 0), ("resid_post", 0)
-SITES = (PRE, MID, POST)
-
-
-class Norm(nn.Module):
-    """vLLM's: with a residual it adds first, and returns both."""
-
-    def forward(self, x: Tensor, residual: Tensor | None = None):
-        if residual is None:
-            return x * 0.5
-        stream = x + residual
-        return stream * 0.5, stream
+MID, POST = ("resid_mid", 0), ("resid_post", 0)
+TAPS = {(site, 0): index for index, site in enumerate(OUTER)}
+VALUES = (1.25, 1.75, -0.5, 2.0, 0.75, -1.5, 3.0)
 
 
-class PairLayer(nn.Module):
-    """`(hidden, residual)` in and out; residual is None in the first layer."""
-
-    convention = LayerConvention(Returns.PAIR, residual="residual", mid="norm")
-
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.norm = Norm()
-
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
-        residual = hidden_states if residual is None else hidden_states + residual
-        hidden_states = self.mix(residual)
-        hidden_states, residual = self.norm(hidden_states, residual)
-        return self.mix(hidden_states), residual
+def name(value) -> str:
+    return value if isinstance(value, str) else value.__name__
 
 
-class SingleLayer(nn.Module):
-    """The stream in and out."""
+CASES = [(kind, site) for kind in KINDS for site in has(kind)]
 
+
+@pytest.mark.parametrize("shape", [(ROWS, WIDTH), (1, ROWS, WIDTH)], ids=["TH", "1TH"])
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+def test_every_site_is_read_and_nothing_is_changed(kind, shape):
+    check(kind, {}, shape)
+    plain, layer, _ = tapped(kind, tuple((site, 0) for site in has(kind)))
+    args = inputs(kind, shape)
+    assert_same_out(layer(*(a.clone() for a in args)), plain(*(a.clone() for a in args)))
+
+
+@pytest.mark.parametrize(("kind", "site"), CASES, ids=name)
+def test_an_edit_is_seen_downstream_and_only_there(kind, site):
+    check(kind, {site: 2.5})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+def test_edits_at_all_sites_at_once_add_up_in_the_order_of_the_sites(kind):
+    check(kind, dict(zip(has(kind), VALUES, strict=False)))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "kind",
+    [*KINDS[:3], *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[3:])],
+    ids=name,
+)
+def test_the_compiled_layer_does_what_the_eager_one_does(kind):
+    torch._dynamo.reset()
+    # Inductor takes ten times as long as what comes before it: by day for a stack alone.
+    backend = "inductor" if NIGHTLY else "aot_eager"
+    compiled = lambda layer: torch.compile(layer, fullgraph=True, backend=backend)  # noqa: E731
+    check(kind, dict(zip(has(kind), VALUES, strict=False)), function=compiled)
+
+
+@pytest.mark.parametrize(("kind", "site"), CASES, ids=name)
+def test_each_site_can_be_tapped_alone(kind, site):
+    plain, layer, buffers = tapped(kind, ((site, 0),))
+    args = inputs(kind)
+    arm(buffers, ROWS, 1, {0: 2.5})
+    with torch.no_grad():
+        out = layer(*(arg.clone() for arg in args))
+    wanted, seen = expect(kind, plain, args, {site: 2.5})
+    torch.testing.assert_close(stream_of(kind, out), wanted)
+    torch.testing.assert_close(read(buffers, ROWS, 1)[:, 0], seen[:, has(kind).index(site)])
+
+
+@pytest.mark.parametrize("kind", [Parallel, PostNormAlone], ids=name)
+@pytest.mark.parametrize("branch", ["mlp", "attn"])
+def test_a_shared_input_is_copied_only_where_it_is_tapped(kind, branch):
+    _, layer, _held = tapped(kind, ((f"{branch}_in", 0),))
+    _, other, _held_too = tapped(kind, ((f"{branch}_out", 0),))
+    given = []
+    for each in (layer, other):
+        module = each.mlp if branch == "mlp" else each.self_attn
+        module.linear.register_forward_pre_hook(lambda _m, args: given.append(args[0]))
+        x = torch.randn(ROWS, WIDTH)
+        each.mlp(x) if branch == "mlp" else module(torch.zeros(()), x)
+        given[-1] = given[-1].data_ptr() == x.data_ptr()
+    assert given == [False, True]
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_what_attention_reads_is_found_by_the_name_of_its_parameter(by_keyword):
+    plain, layer, buffers = tapped(Parallel, (("attn_in", 0),))
+    arm(buffers, ROWS, 1, {0: 2.5})
+    positions, x = torch.zeros(()), torch.randn(ROWS, WIDTH)
+    before = x.clone()
+    if by_keyword:
+        out = layer.self_attn(hidden_states=x, positions=positions)
+    else:
+        out = layer.self_attn(positions, x)
+    torch.testing.assert_close(out, plain.self_attn(positions, x + 2.5))
+    assert torch.equal(x, before), "others read this tensor too"
+    torch.testing.assert_close(read(buffers, ROWS, 1)[:, 0], x + 2.5)
+
+
+def test_attention_is_swapped_only_where_what_it_reads_is_tapped():
+    for site, name in (("attn_in", "TappedAttention"), ("mlp_in", "Attention")):
+        _, layer, _ = tapped(Pair, ((site, 0),))
+        assert type(layer.self_attn).__name__ == name
+        assert type(layer) is Pair
+
+
+def test_a_layer_is_swapped_only_for_the_sites_at_its_own_entry_and_exit():
+    _, layer, _ = tapped(Single, (("mlp_out", 0), ("attn_out", 0)))
+    assert type(layer) is Single
+    _, layer, _ = tapped(Pair, (("mlp_out", 0),))
+    assert type(layer).__name__ == "TappedPair"
+    assert (type(layer.mlp), type(layer.self_attn)) == (Mix, Attention)
+    _, layer, _ = tapped(LoneAttention, (("attn_out", 0),))
+    assert type(layer).__name__ == "TappedLoneAttention"
+
+
+def test_a_module_of_two_names_is_tapped_once():
+    """As Kimi's experts, which are `mlp` and `block_sparse_moe`."""
+
+    class Twice(Single):
+        convention = single("norm", mlp="mlp", mlp_out="again")
+
+        def __init__(self):
+            super().__init__()
+            self.again = self.mlp
+
+    check(Twice, {"mlp_in": 1.0, "mlp_out": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("convention", "message"),
+    [
+        (single("norm", mlp="moe"), "Single has no module 'moe', where its convention has mlp_in"),
+        (single("norm", attn="attn"), "no module 'attn', where its convention has attn_out"),
+        (single("norm", mlp_out="mlp.down"), "no module 'mlp.down', where its convention has"),
+        (single("norm", attn="mlp"), "mlp_out and another site are both the output of 'mlp'"),
+        (single("norm", attention="attn"), "no module 'attn', where its convention has attn_in"),
+        (
+            single("norm", attention=Input("self_attn", parameter="x")),
+            r"Attention.forward has no parameter 'x'; it has positions, hidden_states",
+        ),
+        (
+            single("norm", attention="mlp", attn="self_attn"),
+            "mlp_in and another site are both the input of 'mlp'",
+        ),
+        (LayerConvention(Returns.SINGLE, hidden="x", mid="norm"), "no parameter 'x'; it has pos"),
+        (LayerConvention(Returns.PAIR, residual="skip", mid="norm"), "no parameter 'skip'"),
+        (LayerConvention(Returns.SINGLE, mid="ln_2"), "no module 'ln_2', where its convention has"),
+        (LayerConvention(Returns.SINGLE, mid="norm.inner"), "has no module 'norm.inner'"),
+        (LayerConvention(Returns.SINGLE, mid="forward"), "has no module 'forward'"),
+    ],
+)
+def test_a_layer_that_is_not_as_its_convention_says_is_refused(convention, message):
+    taps = {(site, 0): n for n, site in enumerate(OUTER)}
+    with pytest.raises(UnsupportedError, match=message):
+        tap_layer(DecoderLayer(0, Single(), convention), taps, make_buffers(taps))
+
+
+class Wrong(nn.Module):
+    """A module that is called by keyword and returns no tensor first."""
+
+    def forward(self, x: Tensor | None = None, hidden_states: Tensor | None = None):
+        return [x]
+
+
+@pytest.mark.parametrize(
+    ("site", "message"),
+    [
+        ("mlp_in", r"called with or returned a tuple of 0: \(\); expected a tensor first"),
+        ("attn_in", r"called with or returned a tuple of 1: \(NoneType\); expected a tensor"),
+        ("mlp_out", r"TappedWrong was called with or returned a tuple of 1: \(list\)"),
+    ],
+)
+def test_a_module_that_is_not_called_as_expected_is_an_error_and_not_a_guess(site, message):
+    layer = Single()
+    layer.mlp = layer.self_attn = Wrong()
+    tap_layer(DecoderLayer(0, layer, Single.convention), {(site, 0): 0}, make_buffers([(site, 0)]))
+    with pytest.raises(TapError, match=message):
+        layer.mlp(x=torch.zeros(ROWS, WIDTH))
+
+
+def test_what_is_not_said_of_a_convention_is_lacking_by_name():
     convention = LayerConvention(Returns.SINGLE, mid="norm")
-
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.norm = Norm()
-
-    def forward(self, positions: Tensor, hidden_states: Tensor):
-        hidden_states = hidden_states + self.mix(hidden_states)
-        return hidden_states + self.mix(self.norm(hidden_states))
+    for site in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
+        assert "does not know where" in (convention.lack(site) or "")
+    assert convention.lack("resid_mid") is None
+    assert single("norm", mlp=Input("mlp")).branches["mlp_out"] == Output("mlp")
+    assert single("norm", attention="attn").branches["attn_out"] == Output("attn")
 
 
-class DeadLayer(SingleLayer):
-    """Takes and returns a residual that nobody reads."""
-
-    convention = LayerConvention(Returns.PAIR_DEAD, mid="norm")
-
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None = None):
-        return super().forward(positions, hidden_states), torch.full_like(hidden_states, 99.0)
+def test_attention_has_a_copy_where_the_mlp_has_one():
+    for shared in (False, True):
+        place = Input("self_attn", shared, parameter="hidden_states")
+        assert single("norm", mlp=Input("mlp", shared)).attn_in == place
+        assert pair("norm", mlp=Input("mlp", shared)).attn_in == place
 
 
-class NoneLayer(SingleLayer):
-    """Returns `(stream, None)`."""
+def test_without_attention_both_of_its_sites_are_lacking_for_one_reason():
+    for convention in (
+        pair("norm", attention=Lack("it is Mamba")),
+        single("norm", attention=Lack("it is Mamba")),
+        without_attention(single("norm"), "it is Mamba"),
+    ):
+        assert convention.lack("attn_in") == convention.lack("attn_out") == "it is Mamba"
+        assert convention.lack("mlp_in") is None
 
-    convention = LayerConvention(Returns.PAIR_NONE, mid="norm")
 
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: None = None):
-        return super().forward(positions, hidden_states), None
-
-
-class LatePairLayer(SingleLayer):
+class LatePair(Single):
     """Of the pair's convention, and its residual is None at run time."""
 
     convention = LayerConvention(Returns.PAIR, residual="residual", mid="norm")
@@ -89,171 +245,63 @@ class LatePairLayer(SingleLayer):
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None = None):
         return super().forward(positions, hidden_states), None
 
-
-KINDS = [PairLayer, SingleLayer, DeadLayer, NoneLayer, LatePairLayer]
-
-
-def tapped(kind, sites=SITES):
-    """(a layer, the same layer tapped, the buffers)."""
-    return tapping.tapped(kind, sites)
+    def reference(self, at, stream: Tensor) -> Tensor:
+        known = has(LatePair)
+        return super().reference(lambda site, x: at(site, x) if site in known else x, stream)
 
 
-def inputs(kind, shape=(ROWS, WIDTH), residual=True):
-    torch.manual_seed(4)
-    hidden = torch.randn(shape)
-    if kind is PairLayer:
-        return torch.arange(ROWS), hidden, torch.randn(shape) if residual else None
-    return torch.arange(ROWS), hidden
+def at_all_sites(kind):
+    """(the layer, the same layer tapped at all of its sites, the buffers)."""
+    return tapped(kind, tuple((site, 0) for site in has(kind)))
 
 
-def streams(kind, layer, args) -> Tensor:
-    """[rows, 3, width]: the stream at the three sites, by plain hooks on an untapped layer."""
-    seen = {}
-
-    def both(hidden, residual):
-        total = hidden if residual is None else hidden + residual
-        return total.detach().reshape(-1, WIDTH).clone()
-
-    seen["pre"] = both(args[1], args[2] if len(args) > 2 else None)
-    handle = layer.norm.register_forward_pre_hook(
-        lambda _m, given: seen.update(mid=both(given[0], given[1] if len(given) > 1 else None))
-    )
-    out = layer(*args)
-    handle.remove()
-    hidden, residual = out if isinstance(out, tuple) else (out, None)
-    if kind.convention.returns is Returns.PAIR_DEAD:
-        residual = None
-    seen["post"] = both(hidden, residual)
-    return torch.stack([seen["pre"], seen["mid"], seen["post"]], dim=1)
-
-
-# ---------------------------------------------------------------- reading
-
-
-@pytest.mark.parametrize("shape", [(ROWS, WIDTH), (1, ROWS, WIDTH)], ids=["TH", "1TH"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_the_stream_is_read_at_all_three_sites_and_nothing_is_changed(kind, shape):
-    plain, layer, buffers = tapped(kind)
-    args = inputs(kind, shape)
-    arm(buffers, ROWS, 3)
-    out = layer(*args)
-    assert_same_out(out, plain(*args))
-    torch.testing.assert_close(read(buffers, ROWS, 3), streams(kind, plain, args))
-    signature = sum(map(code, SITES))
-    wrapped = (signature + 2**31) % 2**32 - 2**31
-    assert buffers.tally[:ROWS, layout.SIGNATURE].tolist() == [wrapped] * ROWS
-    assert buffers.tally[:ROWS, layout.CAPTURES].tolist() == [3] * ROWS
-
-
-def test_the_first_layer_of_a_pair_has_no_residual_yet():
-    plain, layer, buffers = tapped(PairLayer)
-    args = inputs(PairLayer, residual=False)
-    arm(buffers, ROWS, 3)
-    assert_same_out(layer(*args), plain(*args))
-    torch.testing.assert_close(read(buffers, ROWS, 3), streams(PairLayer, plain, args))
-
-
-@pytest.mark.parametrize("kind", [PairLayer, SingleLayer], ids=lambda kind: kind.__name__)
-def test_arguments_may_come_by_position_or_by_keyword(kind):
-    _, layer, buffers = tapped(kind)
-    names = ("positions", "hidden_states", "residual")
-    args = inputs(kind)
-    arm(buffers, ROWS, 3)
-    layer(*args)
-    wanted = read(buffers, ROWS, 3)
-    for split in range(len(args)):
-        buffers.ring.zero_()
-        buffers.tally.zero_()
-        layer(*args[:split], **dict(list(zip(names, args, strict=False))[split:]))
-        torch.testing.assert_close(read(buffers, ROWS, 3), wanted)
+@pytest.mark.parametrize(
+    ("kind", "has_residual"), [(Pair, True), (Pair, False), (Single, False), (LatePair, False)]
+)
+def test_arguments_may_come_by_position_or_by_keyword(kind, has_residual):
+    names, sites = ("positions", "hidden_states", "residual"), has(kind)
+    args = inputs(Pair if has_residual else Single)
+    if kind is Pair and not has_residual:
+        args = (*args, None)
+    stream = [value for value in args[1:] if value is not None]
+    for split in range(len(args) + 1):
+        plain, layer, buffers = at_all_sites(kind)
+        arm(buffers, ROWS, len(sites))
+        copies = [value if value is None else value.clone() for value in args]
+        by_name = dict(zip(names[split:], copies[split:], strict=False))
+        with torch.no_grad():
+            out = layer(*copies[:split], **by_name)
+        wanted, seen = expect(kind, plain, (None, *stream), {})
+        torch.testing.assert_close(stream_of(kind, out), wanted)
+        torch.testing.assert_close(read(buffers, ROWS, len(sites)), seen)
 
 
 def test_the_norm_may_be_given_its_residual_by_keyword():
-    class ByKeyword(PairLayer):
+    class ByKeyword(Pair):
         def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
-            hidden_states, residual = self.norm(self.mix(hidden_states), residual=residual)
-            return hidden_states, residual
+            hidden_states, residual = self._attn_norm(hidden_states, residual)
+            hidden_states, residual = self.norm(self._attn(hidden_states), residual=residual)
+            return self._mlp(hidden_states), residual
 
-    _, layer, buffers = tapped(ByKeyword, sites=(MID,))
-    _, hidden, residual = inputs(PairLayer)
-    arm(buffers, ROWS, 1)
-    layer(None, hidden, residual)
-    torch.testing.assert_close(read(buffers, ROWS, 1)[:, 0], layer.mix(hidden) + residual)
-
-
-@pytest.mark.parametrize("kept", [(PRE,), (MID,), (POST,), (PRE, POST)])
-def test_only_the_sites_asked_for_are_tapped(kept):
-    plain, layer, buffers = tapped(PairLayer, sites=kept)
-    args = inputs(PairLayer)
-    arm(buffers, ROWS, len(kept))
-    layer(*args)
-    places = [SITES.index(tap) for tap in kept]
-    wanted = streams(PairLayer, plain, args)[:, places]
-    torch.testing.assert_close(read(buffers, ROWS, len(kept)), wanted)
-    assert (type(layer) is PairLayer) == (kept == (MID,))
-    assert (type(layer.norm) is Norm) == (MID not in kept)
+    check(ByKeyword, {"resid_mid": 2.5})
 
 
 def test_a_layer_none_of_whose_sites_is_tapped_is_left_alone():
-    layer = PairLayer()
-    tap_layer(DecoderLayer(5, layer, PairLayer.convention), {PRE: 0}, make_buffers((PRE,)))
-    assert type(layer) is PairLayer
+    layer = Pair()
+    tap_layer(DecoderLayer(5, layer, Pair.convention), TAPS, make_buffers(TAPS))
+    assert type(layer) is Pair
     assert type(layer.norm) is Norm
+    _, layer, _ = tapped(Pair, (MID,))
+    assert type(layer) is Pair
+    assert type(layer.norm) is not Norm
 
 
 def test_disarmed_taps_touch_nothing():
-    plain, layer, buffers = tapped(PairLayer)
-    args = inputs(PairLayer)
+    plain, layer, buffers = at_all_sites(Pair)
     buffers.ring.fill_(-7)
-    assert_same_out(layer(*args), plain(*args))
+    assert_same_out(layer(*inputs(Pair)), plain(*inputs(Pair)))
     assert bool((buffers.ring == -7).all())
     assert not bool(buffers.tally.any())
-
-
-# ---------------------------------------------------------------- editing
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_an_edit_at_the_entry_is_seen_by_the_layer(kind):
-    plain, layer, buffers = tapped(kind)
-    position, hidden, *rest = inputs(kind)
-    wanted = plain(position, hidden + 2.5, *rest)
-    arm(buffers, ROWS, 3, edits={0: 2.5})
-    assert_same_out(layer(position, hidden.clone(), *rest), wanted)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_an_edit_in_the_middle_is_seen_by_the_mlp_and_by_the_skip(kind):
-    plain, layer, buffers = tapped(kind)
-    args = inputs(kind)
-    clean = streams(kind, plain, args)
-    arm(buffers, ROWS, 3, edits={1: 2.5})
-    layer(*inputs(kind))
-    found = read(buffers, ROWS, 3)
-    torch.testing.assert_close(found[:, 0], clean[:, 0])
-    torch.testing.assert_close(found[:, 1], clean[:, 1] + 2.5)
-    # Both branches see it: the skip's 2.5, and the MLP's, of half of that.
-    through = plain.mix(torch.full((1, WIDTH), 1.25)) - plain.mix(torch.zeros(1, WIDTH))
-    torch.testing.assert_close(found[:, 2], clean[:, 2] + 2.5 + through.detach())
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_an_edit_at_the_exit_is_in_what_the_layer_returns_and_only_there(kind):
-    plain, layer, buffers = tapped(kind)
-    args = inputs(kind)
-    out = plain(*args)
-    hidden = out[0] if isinstance(out, tuple) else out
-    arm(buffers, ROWS, 3, edits={2: 2.5})
-    found = layer(*args)
-    if kind.convention.returns is Returns.PAIR and out[1] is not None:
-        torch.testing.assert_close(found[0] + found[1], out[0] + out[1] + 2.5)
-    else:
-        wanted = (hidden + 2.5, out[1]) if isinstance(out, tuple) else hidden + 2.5
-        assert_same_out(found, wanted)
-    torch.testing.assert_close(read(buffers, ROWS, 3)[:, :2], streams(kind, plain, args)[:, :2])
-
-
-# ---------------------------------------------------------------- what must not be
 
 
 @pytest.mark.parametrize(
@@ -269,130 +317,90 @@ def test_an_edit_at_the_exit_is_in_what_the_layer_returns_and_only_there(kind):
     ],
 )
 def test_a_layer_that_returns_something_else_is_an_error_and_not_a_guess(returns, out, message):
-    class Wrong(SingleLayer):
+    class Wrong(Single):
         convention = LayerConvention(returns, mid="norm")
 
         def forward(self, positions: Tensor, hidden_states: Tensor):
             return out
 
-    _, layer, _ = tapped(Wrong, sites=(POST,))
+    _, layer, _ = tapped(Wrong, (POST,))
     with pytest.raises(TapError, match=message):
         layer(None, torch.zeros(ROWS, WIDTH))
 
 
-def test_an_instance_level_forward_does_not_get_past_the_tap():
-    # Weight offloaders put one there.
-    plain, layer, buffers = tapped(SingleLayer)
-    own = layer.forward
-    calls = []
+@pytest.mark.parametrize("is_tapped_first", [True, False])
+def test_an_instance_level_forward_does_not_get_past_the_tap(is_tapped_first):
+    """Weight offloaders put one there."""
+    layer, calls = Single(), []
+    taps = {(site, 0): index for index, site in enumerate(has(Single))}
+    buffers = make_buffers(taps)
 
-    def offloaded(*args, **kwargs):
-        calls.append(1)
-        return own(*args, **kwargs)
+    def offload():
+        own = layer.forward
+        layer.forward = lambda *args: calls.append(1) or own(*args)
 
-    layer.forward = offloaded
-    args = inputs(SingleLayer)
-    arm(buffers, ROWS, 3)
-    layer(*args)
+    def tap():
+        tap_layer(DecoderLayer(0, layer, Single.convention), taps, buffers)
+
+    for change in (tap, offload) if is_tapped_first else (offload, tap):
+        change()
+    arm(buffers, ROWS, len(taps))
+    layer(*inputs(Single))
     assert calls == [1]
-    torch.testing.assert_close(read(buffers, ROWS, 3), streams(SingleLayer, plain, args))
+    assert buffers.tally[:ROWS, layout.CAPTURES].tolist() == [len(taps)] * ROWS
 
 
-def test_a_layer_that_is_already_offloaded_is_tapped_all_the_same():
-    layer = SingleLayer()
-    own = layer.forward
-    layer.forward = lambda *args: own(*args)
-    buffers = make_buffers((POST,))
-    tap_layer(DecoderLayer(0, layer, SingleLayer.convention), {POST: 0}, buffers)
-    arm(buffers, ROWS, 1)
-    layer(*inputs(SingleLayer))
-    assert bool(buffers.tally[:ROWS, layout.CAPTURES].all())
-
-
-@pytest.mark.parametrize("shared", ["layer", "norm"])
+@pytest.mark.parametrize("shared", ["layer", "norm", "mlp"])
 def test_a_module_shared_by_two_layers_is_refused(shared):
-    first, second = SingleLayer(), SingleLayer()
+    first, second = Single(), Single()
     if shared == "layer":
         second = first
     else:
-        second.norm = first.norm
-    taps = {(site, layer): 3 * layer + n for layer in (0, 1) for n, (site, _) in enumerate(SITES)}
+        setattr(second, shared, getattr(first, shared))
+    sites = has(Single)
+    taps = {(site, layer): 7 * layer + n for layer in (0, 1) for n, site in enumerate(sites)}
     buffers = make_buffers(tuple(taps))
-    tap_layer(DecoderLayer(0, first, SingleLayer.convention), taps, buffers)
+    tap_layer(DecoderLayer(0, first, Single.convention), taps, buffers)
     with pytest.raises(UnsupportedError, match="is shared by several layers"):
-        tap_layer(DecoderLayer(1, second, SingleLayer.convention), taps, buffers)
-
-
-@pytest.mark.parametrize(
-    ("convention", "message"),
-    [
-        (LayerConvention(Returns.SINGLE, hidden="x", mid="norm"), "no parameter 'x'; it has pos"),
-        (LayerConvention(Returns.PAIR, residual="skip", mid="norm"), "no parameter 'skip'"),
-        (LayerConvention(Returns.SINGLE, mid="ln_2"), "no module 'ln_2', where its convention has"),
-        (LayerConvention(Returns.SINGLE, mid="norm.inner"), "has no module 'norm.inner'"),
-        (LayerConvention(Returns.SINGLE, mid="forward"), "has no module 'forward'"),
-    ],
-)
-def test_a_layer_that_is_not_as_its_convention_says_is_refused(convention, message):
-    taps = {tap: n for n, tap in enumerate(SITES)}
-    with pytest.raises(UnsupportedError, match=message):
-        tap_layer(DecoderLayer(0, SingleLayer(), convention), taps, make_buffers(SITES))
-
-
-# ---------------------------------------------------------------- what others see of it
+        tap_layer(DecoderLayer(1, second, Single.convention), taps, buffers)
 
 
 def test_a_tapped_layer_is_still_what_it_was_to_whoever_asks():
-    plain, layer, _ = tapped(PairLayer)
-    assert isinstance(layer, PairLayer)
+    other = Pair()
+    plain, layer, _ = at_all_sites(Pair)
+    assert isinstance(layer, Pair)
     assert isinstance(layer.norm, Norm)
-    assert type(layer).__name__ == "TappedPairLayer"
-    assert type(layer).__module__ == PairLayer.__module__
+    assert type(layer).__name__ == "TappedPair"
+    assert type(layer).__module__ == Pair.__module__
     assert list(layer.state_dict()) == list(plain.state_dict())
     assert dict(layer.named_parameters()).keys() == dict(plain.named_parameters()).keys()
     assert list(layer.named_buffers()) == []
     assert [name for name, _ in layer.named_modules()] == [n for n, _ in plain.named_modules()]
-
-
-def test_weights_can_be_loaded_into_a_tapped_layer():
-    plain, layer, _ = tapped(PairLayer)
-    fresh = PairLayer()
-    layer.load_state_dict(fresh.state_dict())
-    args = inputs(PairLayer)
-    assert_same_out(layer(*args), fresh(*args))
-    assert not torch.equal(plain.mix.weight, fresh.mix.weight)
-
-
-def test_a_copy_of_a_tapped_layer_is_refused_and_changes_nothing():
-    plain, layer, buffers = tapped(PairLayer)
-    copied = copy.deepcopy(layer)
-    args = inputs(PairLayer)
-    arm(buffers, ROWS, 3)
-    buffers.ring.fill_(-7)
-    with pytest.raises(ValueError, match="a copy of a tapped module has no taps of its own"):
-        copied(*args)
-    assert bool((buffers.ring == -7).all())
-    assert_same_out(layer(*args), plain(*args))
-    torch.testing.assert_close(read(buffers, ROWS, 3), streams(PairLayer, plain, args))
-
-
-def test_tapping_one_layer_leaves_others_of_its_class_alone():
-    other = PairLayer()
-    tapped(PairLayer)
-    assert type(other) is PairLayer
-    assert "__call__" not in vars(PairLayer)
+    layer.load_state_dict(other.state_dict())
+    assert_same_out(layer(*inputs(Pair)), other(*inputs(Pair)))
+    # Others of its classes are left alone.
+    assert type(other) is Pair
+    assert "__call__" not in vars(Pair)
     assert "__call__" not in vars(nn.Linear)
 
 
-# ---------------------------------------------------------------- compiled
+def test_a_copy_of_a_tapped_layer_is_refused_and_changes_nothing():
+    plain, layer, buffers = at_all_sites(Pair)
+    copied = copy.deepcopy(layer)
+    arm(buffers, ROWS, len(has(Pair)))
+    buffers.ring.fill_(-7)
+    with pytest.raises(ValueError, match="a copy of a tapped module has no taps of its own"):
+        copied(*inputs(Pair))
+    assert bool((buffers.ring == -7).all())
+    assert_same_out(layer(*inputs(Pair)), plain(*inputs(Pair)))
 
 
 class Stack(nn.Module):
-    """A pair layer, another, and the sum of the two halves."""
+    """A layer of two halves, another, and the sum of the halves."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([PairLayer(), PairLayer()])
+        self.layers = nn.ModuleList([Pair(), Pair()])
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
         residual = None
@@ -405,30 +413,31 @@ class Stack(nn.Module):
 def test_a_compiled_stack_of_tapped_layers_does_what_the_eager_one_does():
     torch.manual_seed(5)
     model = Stack()
-    taps = {(site, layer): 3 * layer + n for layer in (0, 1) for n, (site, _) in enumerate(SITES)}
-    buffers = make_buffers(tuple(taps))
+    places = [*TAPS, ("resid_pre", 1), ("resid_post", 1)]
+    taps = {tap: index for index, tap in enumerate(places)}
+    buffers = make_buffers(places)
     plain = copy.deepcopy(model)
     for index, layer in enumerate(model.layers):
-        tap_layer(DecoderLayer(index, layer, PairLayer.convention), taps, buffers)
+        tap_layer(DecoderLayer(index, layer, Pair.convention), taps, buffers)
     positions, hidden = torch.arange(ROWS), torch.randn(ROWS, WIDTH)
     compiled = torch.compile(model, fullgraph=True)
 
     def run(function, edits):
         buffers.ring.zero_()
-        arm(buffers, ROWS, 6, edits)
+        arm(buffers, ROWS, len(taps), edits)
         with torch.no_grad():
             out = function(positions, hidden.clone())
-        return out, read(buffers, ROWS, 6), buffers.tally.clone()
+        return out, read(buffers, ROWS, len(taps)), buffers.tally.clone()
 
     with torch.no_grad():
         clean = plain(positions, hidden.clone())
-    for edits in ({}, {0: 1.0}, {1: -2.0, 5: 3.0}, {2: 0.5, 3: 0.25, 4: 4.0}):
+    end, entry = taps["resid_post", 0], taps["resid_pre", 1]
+    for edits in ({}, {0: 1.0}, {2: -2.0, 8: 3.0}, {end: 0.5, entry: 0.25, 4: 4.0}):
         wanted, found = run(model, edits), run(compiled, edits)
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other)
         assert torch.allclose(found[0], clean) == (not edits)
-        assert found[2][:ROWS, layout.CAPTURES].tolist() == [6] * ROWS
+        assert found[2][:ROWS, layout.CAPTURES].tolist() == [len(taps)] * ROWS
         assert found[2][:ROWS, layout.EDITS].tolist() == [len(edits)] * ROWS
         # Where one layer ends the next begins, edits at the seam included.
-        seam = sum(value for tap, value in edits.items() if tap == 3)
-        torch.testing.assert_close(found[1][:, 3], found[1][:, 2] + seam)
+        torch.testing.assert_close(found[1][:, entry], found[1][:, end] + edits.get(entry, 0.0))

@@ -1,0 +1,37 @@
+"""Quantised weights on the CPU: rows and edits are those of hooks on the same modules.
+
+`tests/gpu/test_quantised.py` has all methods.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.engines import engine
+from support.quantised import METHODS, make
+from support.quantised_hooks import compare, lora_of, settings_of
+
+# Those that vLLM's CPU build has; by day one of eight bits and one of four.
+DAY = ("int8", "gptq")
+CPU = [
+    pytest.param(name, marks=[] if name in DAY else pytest.mark.nightly)
+    for name, method in METHODS.items()
+    if method.cpu
+]
+
+
+@pytest.mark.parametrize("name", CPU)
+def test_rows_and_edits_are_those_of_hooks_on_the_same_modules(name: str, tmp_path: Path) -> None:
+    method = METHODS[name]
+    path = make(name, tmp_path)
+    with engine(path, **settings_of(method)) as llm:
+        report = compare(llm, method, lora_of(method, path))
+    assert not report["missed"]
+    assert report["again"] == (0.0, "")
+    assert report["captured"] == (0.0, "")
+    assert report["rows"] == report["taps"] * 14
+    for site, (error, where, moved) in report["edits"].items():
+        assert error == 0, (site, where, error)
+        assert moved > 0.02, site
+    assert all(report["lacking"].values())
