@@ -130,6 +130,18 @@ def test_captures_and_probes_have_the_rows_between_the_marks(wide: Any, oracle: 
             )
 
 
+def test_marks_are_found_where_the_edit_is_not(wide: Any, oracle: EditOracle) -> None:
+    ids, marks = prompt(18, 5), MARKS[0]
+    for stop in range(7, 15):
+        edit = steer(item(*marks), exclude=slice(5, stop))
+        output = wide.generate(
+            tokens(ids), few(COUNT), edits=edit, capture=EVERYTHING, use_tqdm=False
+        )[0]
+        rows = ids_of(ids, output.outputs[0])
+        chosen = [place for place in between(rows, *marks) if not 5 <= place < stop]
+        assert problems(oracle, rows, output.outputs[0], [(edit, chosen)]) == []
+
+
 @pytest.mark.parametrize("memory", [{}, {"hold": 2}])
 def test_gates_read_the_tokens_between_the_marks_alone(
     wide: Any, oracle: EditOracle, memory: dict[str, Any]

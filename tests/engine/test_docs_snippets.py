@@ -70,7 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the snippets run: the files that they name are here."""
     folder = tmp_path_factory.mktemp("docs")
     tokenizer = byte_level()
-    tokenizer.add_tokens([" Paris", " London", " Berlin"])  # one token each, as in SmolLM2
+    # One token each, as in SmolLM2, and as in models that think.
+    tokenizer.add_tokens([" Paris", " London", " Berlin", "<think>", "</think>"])
     config = hf.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN,

@@ -85,6 +85,13 @@ def test_of_an_end_mark_of_several_tokens_only_the_last_is_left_out():
     assert rows(where, ids[:4]) == [2, 3]
 
 
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_a_mark_may_begin_within_what_looked_like_one(length):
+    ids = [0, 1, 1, 1, 2, 5, 5]
+    where = select(Positions(Between([1, 1, 2], None)), Prompt(length, tuple(ids[:length])), 9)
+    assert rows(where, ids) == [5, 6]
+
+
 def test_a_mark_is_a_text_of_one_token_or_token_ids():
     names = {"<think>": 5, "</think>": 6}
 

@@ -14,7 +14,7 @@ Region = tuple[int, int]
 RenderWith = Callable[[int, dict[str, Any]], str]
 
 # Fields in which messages have their reasoning beside the content.
-_REASONING = ("reasoning", "reasoning_content", "thinking")
+REASONING = ("reasoning", "reasoning_content", "thinking")
 # Roles that do not answer.
 _ASKING = ("system", "developer", "user", "tool")
 # Of a content: what is before, in and after the part of it that was thought.
@@ -31,7 +31,7 @@ class PartFinder:
 
     def thinking(self, index: int, message: Mapping[str, Any]) -> Region | None:
         """Return [start, stop) of what a message thought; None: it has nothing of that kind."""
-        fields = [name for name in _REASONING if _text_of(message, name)]
+        fields = [name for name in REASONING if text_of(message, name)]
         if fields:
             changed = {**message, **dict.fromkeys(fields, self._mark)}
             return self._region(index, changed, [message[name] for name in fields], "its thinking")
@@ -88,7 +88,8 @@ class PartFinder:
         return len(before), stop
 
 
-def _text_of(message: Mapping[str, Any], name: str) -> bool:
+def text_of(message: Mapping[str, Any], name: str) -> bool:
+    """Return whether a field of a message is a text that is not blank."""
     value = message.get(name)
     return isinstance(value, str) and bool(value.strip())
 

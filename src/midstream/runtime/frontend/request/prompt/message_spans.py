@@ -11,12 +11,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.plan.positions.decoded_text import Region, map_of_rendering
+from midstream.plan.positions.decoded_text import Region, map_of_rendering, text_map
 from midstream.plan.positions.items import CONTENT
 from midstream.plan.positions.prompt import MediaItem, Message
 from midstream.plan.positions.ranges import merge
 from midstream.plan.positions.text_map import TextMap
 from midstream.plan.positions.work import check_rendered
+from midstream.runtime.frontend.request.prompt.harmony import harmony_spans, is_harmony
 from midstream.runtime.frontend.request.prompt.message_parts import PartFinder
 from midstream.validation import show
 
@@ -74,7 +75,13 @@ def message_spans(
         render = _by_template(tokenizer, template_kwargs)
     message_dicts = [dict(message) for message in messages]
     text = render(message_dicts)
-    tokens = map_of_rendering(tokenizer, text, prompt_token_ids, _regions_of(media))
+    try:
+        tokens = map_of_rendering(tokenizer, text, prompt_token_ids, _regions_of(media))
+    except SpecError:
+        decoded = text_map(tokenizer, prompt_token_ids)
+        if not is_harmony(decoded.text):
+            raise
+        return harmony_spans(message_dicts, decoded, part)
     finder = _Finder(message_dicts, render, text, tokens)
     return finder.all() if part == CONTENT else finder.parts(part)
 
