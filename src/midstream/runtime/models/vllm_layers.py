@@ -204,7 +204,16 @@ MODELS: dict[str, Entry] = {
     "flex_olmo.FlexOlmoDecoderLayer": replace(POST_NORM, returns=Returns.PAIR_NONE),
     "gemma2.Gemma2DecoderLayer": P_PRE_FF,
     "gemma3.Gemma3DecoderLayer": P_PRE_FF,
-    "gemma3n.Gemma3nDecoderLayer": Refusal("it has four streams (AltUp), not one"),
+    # Attention and the MLP read the active one of its streams (AltUp). What the layer keeps of it
+    # halfway has a low-rank branch, LAuReL, in it too.
+    "gemma3n.Gemma3nDecoderLayer": single(
+        PRE_FF,
+        attention=BOTH_READ,
+        attn=NORM,
+        mlp_out=POST_FF,
+        unsummed=("resid_mid", "resid_post"),
+        streams="altup.altup_num_inputs",
+    ),
     "gemma4.Gemma4DecoderLayer": Choice(
         "enable_moe_block",
         replace(GEMMA4, mlp_in=Lack("its experts read the stream through another norm")),
