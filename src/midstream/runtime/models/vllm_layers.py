@@ -101,7 +101,11 @@ TWO_STREAMS = Lack("the MLP runs on a separate CUDA stream")
 
 SHARDED = Refusal("its stream is sharded by token over the ranks (sequence-parallel MoE)")
 LOOPED = Refusal("the same layer runs several times in one forward pass")
-HYPER = Refusal("it has several streams mixed by hyper-connections, not one")
+# Beside a branch's output it returns the streams from before, and the numbers that mix both.
+HYPER = Refusal(
+    "its streams are mixed by hyper-connections in the next layer's kernel: at a layer's end no "
+    "tensor has them"
+)
 CROSS = Refusal("it is an encoder-decoder layer with cross-attention")
 BANK = Refusal("its stream is a bank of residuals that attention mixes")
 LATE_SUM = Refusal("it leaves the sum of its MLP to the next layer, after a convolution")
