@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moe_layer_freq": 1,
     },
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 1},  # of a small copy's few layers
     "glm4_moe": {"head_dim": 128},
     "glm4_moe_lite": {"first_k_dense_replace": 1, "moe_layer_freq": 1},
     "granite": _GRANITE,

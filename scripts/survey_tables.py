@@ -19,7 +19,6 @@ REASONS = {
     "vLLM itself differs in the logits of plain requests": "vLLM itself differs from",
     "its layer class is not in the table": "does not know what",
     "its layers were not found": "its decoder layers were not found",
-    "four streams (AltUp), not one": "four streams",
     "vLLM differs, and transformers' model fails": "transformers' model fails after",
 }
 

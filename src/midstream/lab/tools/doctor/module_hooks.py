@@ -126,7 +126,7 @@ class HookedModules:
             for part in parts
             if isinstance(part, Tensor)
             and part.is_floating_point()
-            and part.dim() in (2, 3)
+            and (part.dim() == 2 or (part.dim() == 3 and part.shape[0] == 1))
             and part.shape[-1] == self._width
         ]
 

@@ -70,8 +70,11 @@ class OwnModules(HookedModules):
                 self._halves[index, False] = entry
             if entry is not None and halves is not None:
                 pre, post = stream(taken[index], entry), stream(given[index], halves)
-                for site, name in find_branches(calls[index], pre, post).items():
-                    self._children[site, index] = name
+                names = find_branches(calls[index], pre, post)
+            else:  # the layer has several streams, say
+                names = find_inputs(calls[index])
+            for site, name in names.items():
+                self._children[site, index] = name
         self._find_ends(tokens)
         self._check_apart(tokens)
 
@@ -157,6 +160,20 @@ class OwnModules(HookedModules):
         ]
 
 
+def find_inputs(calls: Sequence[ChildCall]) -> dict[str, str]:
+    """Return the children of a layer that take the inputs of attention and MLP, by site."""
+    places = {"attn_in": _first_of(calls, ATTENTION), "mlp_in": _first_of(calls, MLPS)}
+    return {
+        site: calls[place].name
+        for site, place in places.items()
+        if place < len(calls) and calls[place].taken
+    }
+
+
+def _first_of(calls: Sequence[ChildCall], names: Sequence[str]) -> int:
+    return next((i for i, call in enumerate(calls) if call.name in names), len(calls))
+
+
 def find_branches(calls: Sequence[ChildCall], pre: Tensor, post: Tensor) -> dict[str, str]:
     """Return the children of a layer that take and give its branches, by site: those by their names
     and by the sums that the layer goes on with. `resid_mid` is the child that takes both halves of
@@ -167,14 +184,8 @@ def find_branches(calls: Sequence[ChildCall], pre: Tensor, post: Tensor) -> dict
         pre, post: the stream at the layer's entry and exit, [T, H].
     """
     limit, nowhere = _SUMS[pre.dtype], len(calls)
-    attention, mlp = (
-        next((i for i, call in enumerate(calls) if call.name in names), nowhere)
-        for names in (ATTENTION, MLPS)
-    )
-    branches = {}
-    for site, place in (("attn_in", attention), ("mlp_in", mlp)):
-        if place < nowhere and calls[place].taken:
-            branches[site] = calls[place].name
+    attention, mlp = (_first_of(calls, names) for names in (ATTENTION, MLPS))
+    branches = find_inputs(calls)
 
     def outputs(start: int, other: int) -> list[tuple[int, Tensor]]:
         end = other if start < other else nowhere
