@@ -16,7 +16,6 @@ from support.plans import SMALL, plan_of, random_plan
 from midstream.plan import ResolvedPlan
 from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.core.failed_requests import end_failed
-from midstream.runtime.core.image_ranges import end_of_images, start_of_images
 from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.failures import Failure
@@ -162,16 +161,6 @@ def test_a_hit_ends_in_no_image_and_below_what_is_read_and_is_the_longest_of_the
     # Without such attention, hits may end anywhere.
     causal = _request(plan_of([], [([TAP], [(read, None)])] if reads else []), images, False)
     assert computed_blocks(original, manager, causal)[1] == most // size * size
-
-
-@given(st.integers(0, 10**9), st.integers(0, LENGTH - 1))
-@settings(max_examples=rounds(suite=100, nightly=800))
-def test_the_first_token_that_depends_on_another_and_the_last_that_one_depends_on(seed, position):
-    images = _images(random.Random(seed))
-    request = _request(plan_of(), images)
-    assert end_of_images(request, position) == max(_reached(position, images), default=-1) + 1
-    depending = [token for token in range(LENGTH) if position in _reached(token + 1, images)]
-    assert start_of_images(request, position) == depending[0]
 
 
 def test_a_request_that_was_served_an_image_ends_with_the_one_that_failed_to_edit_it():

@@ -159,19 +159,6 @@ def test_the_children_of_one_prompt_are_taken_together():
     check_taken(engine.take("v"), [other])
 
 
-def test_an_id_used_again_belongs_to_its_new_bearer():
-    engine = FakeEngine(lag=5)
-    first, second = Fake("a", STEER, uid="first"), Fake("a", READ, uid="second")
-    engine.add(first)
-    engine.step([(first, 3)])
-    engine.session.requests.finish(["a"])
-    engine.add(second)
-    engine.step([(second, 2)])
-    check_taken(engine.take("first"), [first])
-    check_taken(engine.take("second"), [second])
-    engine.session.check_integrity()
-
-
 def test_adding_a_request_twice_or_finishing_it_twice_changes_nothing():
     engine, fake = FakeEngine(lag=3), Fake("a", STEER)
     engine.add(fake)
@@ -183,18 +170,6 @@ def test_adding_a_request_twice_or_finishing_it_twice_changes_nothing():
     check_taken(engine.take("a"), [fake])
     engine.session.check_integrity()
     assert engine.take("a") == []
-
-
-def test_programs_of_a_finished_request_are_free_while_its_steps_are_under_way():
-    engine = FakeEngine(lag=4, bank_rows=1)
-    first, second = Fake("a", STEER), Fake("b", plan_of([(POST, VECTORS[1], 1.0, EVERYWHERE)]))
-    engine.add(first)
-    engine.step([(first, 3)])
-    engine.session.requests.finish(["a"])
-    engine.add(second)
-    engine.step([(second, 2)])
-    check_taken(engine.take("b"), [second])
-    check_taken(engine.take("a"), [first])
 
 
 def test_a_plain_request_with_the_id_of_one_that_just_ended_is_left_alone():

@@ -184,14 +184,6 @@ def test_a_rank_that_did_other_edits_than_the_first_is_a_problem():
     )
 
 
-def test_a_rank_that_knows_nothing_of_a_request_is_a_problem():
-    answers = [
-        answer(("x", [0, 3, 3, 3], []), tensor_rank=0, tensor_ranks=2),
-        answer(tensor_rank=1, tensor_ranks=2),
-    ]
-    assert assembled(STEER, answers).receipt.problems == ("worker 0.0.1 knows nothing of it",)
-
-
 def test_rows_that_ranks_share_otherwise_from_one_position_to_the_next_come_in_order():
     captures = [([PRE], ((0, 2),)), ([PRE, POST], ((2, None),))]
     plan = replace(plan_of(captures=captures, prompt_len=3), sharded=True)
