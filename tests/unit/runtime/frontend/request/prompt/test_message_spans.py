@@ -124,17 +124,6 @@ def test_a_message_whose_thinking_a_template_drops_is_not_taken_for_the_rest(con
     assert _found(BYTE_LEVEL, _chat("a", "b", answer, "c"), chat_template=STRIPS)[2] == answer
 
 
-def test_a_message_whose_text_a_template_leaves_out_is_a_problem_of_that_message_only():
-    messages = _chat("a", "b", "<think>only thought</think>", "c")
-    found = _found(BYTE_LEVEL, messages, chat_template=STRIPS)
-    assert (found[0], found[1], found[3]) == ("a", "b", "c")
-    assert found[2] == "the chat template rewrites it, or leaves it out"
-    assert _found(BYTE_LEVEL, messages, chat_template=FORGETS) == [
-        *["the chat template does not write it as it is"] * 3,
-        "c",
-    ]
-
-
 def test_a_content_of_several_texts_goes_from_the_first_to_the_last():
     template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
