@@ -161,6 +161,8 @@ def test_a_hit_ends_in_no_image_and_below_what_is_read_and_is_the_longest_of_the
     # Without such attention, hits may end anywhere.
     causal = _request(plan_of([], [([TAP], [(read, None)])] if reads else []), images, False)
     assert computed_blocks(original, manager, causal)[1] == most // size * size
+    plain = SimpleNamespace(sampling_params=None)
+    assert computed_blocks(original, manager, plain)[1] == cached // size * size
 
 
 def test_a_request_that_was_served_an_image_ends_with_the_one_that_failed_to_edit_it():

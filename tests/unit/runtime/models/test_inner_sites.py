@@ -239,7 +239,8 @@ def _gated(self: Any, positions: Any, hidden_states: Any) -> Any:
 def _sharing(self: Any, positions: Any, hidden_states: Any) -> Any:
     qkv, _ = self.qkv_proj(hidden_states)
     q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-    return self.o_proj(self.attn(q, None, None) if self.is_shared else self.attn(q, k, v))[0]
+    attn_output = self.attn(q, None, None) if self.is_shared else self.attn(q, k, v)
+    return self.o_proj(attn_output)[0]
 
 
 def _asking(self: Any, positions: Any, hidden_states: Any) -> Any:

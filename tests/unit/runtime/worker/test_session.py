@@ -159,6 +159,19 @@ def test_the_children_of_one_prompt_are_taken_together():
     check_taken(engine.take("v"), [other])
 
 
+def test_an_id_used_again_belongs_to_its_new_bearer():
+    engine = FakeEngine(lag=5)
+    first, second = Fake("a", STEER, uid="first"), Fake("a", READ, uid="second")
+    engine.add(first)
+    engine.step([(first, 3)])
+    engine.session.requests.finish(["a"])
+    engine.add(second)
+    engine.step([(second, 2)])
+    check_taken(engine.take("first"), [first])
+    check_taken(engine.take("second"), [second])
+    engine.session.check_integrity()
+
+
 def test_adding_a_request_twice_or_finishing_it_twice_changes_nothing():
     engine, fake = FakeEngine(lag=3), Fake("a", STEER)
     engine.add(fake)

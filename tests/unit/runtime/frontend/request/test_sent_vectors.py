@@ -64,6 +64,14 @@ def test_every_vector_of_a_plan_is_named():
     assert from_bytes(to_bytes(plan, named), {one.digest: one for one in named}) == plan
 
 
+def test_completions_of_one_prompt_and_inputs_of_a_session_need_it_once():
+    sent = SentVectors(0)
+    assert sent.take("u", [A]) == added(A)
+    assert sent.take("u", [A]) is None
+    sent.release("u")
+    assert sent.in_use == 0
+
+
 def test_vectors_that_nobody_names_stay_up_to_a_number_of_bytes_and_the_oldest_go_first():
     sent = SentVectors(2 * SIZE)
     for name, vector in zip("uvwx", [A, B, C, D], strict=True):

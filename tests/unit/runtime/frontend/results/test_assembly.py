@@ -174,14 +174,22 @@ def test_tensor_parallel_ranks_do_the_same_and_are_counted_once():
     assert not receipt.problems
 
 
-def test_a_rank_that_did_other_edits_than_the_first_is_a_problem():
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        (
+            [("x", [0, 3, 2, 2], [])],
+            "2 positions were not edited alike on workers 0.0.0 and 0.0.1; the first is 2",
+        ),
+        ([], "worker 0.0.1 knows nothing of it"),
+    ],
+)
+def test_a_rank_that_did_other_edits_than_the_first_is_a_problem(second, problem):
     answers = [
         answer(("x", [0, 3, 3, 3], []), tensor_rank=0, tensor_ranks=2),
-        answer(("x", [0, 3, 2, 2], []), tensor_rank=1, tensor_ranks=2),
+        answer(*second, tensor_rank=1, tensor_ranks=2),
     ]
-    assert assembled(STEER, answers).receipt.problems == (
-        "2 positions were not edited alike on workers 0.0.0 and 0.0.1; the first is 2",
-    )
+    assert assembled(STEER, answers).receipt.problems == (problem,)
 
 
 def test_rows_that_ranks_share_otherwise_from_one_position_to_the_next_come_in_order():

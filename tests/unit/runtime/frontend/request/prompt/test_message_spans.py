@@ -124,6 +124,22 @@ def test_a_message_whose_thinking_a_template_drops_is_not_taken_for_the_rest(con
     assert _found(BYTE_LEVEL, _chat("a", "b", answer, "c"), chat_template=STRIPS)[2] == answer
 
 
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ messages[0].content | upper }}", "does not write it as it is"),
+        ("{{ messages[0].content | replace('h', 'x') }}", "rewrites it, or leaves it out"),
+        (
+            "{{ messages[0].content }}{% if 'hi' in messages[0].content %}, hi{% endif %}",
+            "writes it more than once",
+        ),
+    ],
+)
+def test_what_a_template_changes_or_repeats_is_refused(template, problem):
+    found = _found(BYTE_LEVEL, [{"role": "user", "content": "hi"}], chat_template=template)
+    assert found == [f"the chat template {problem}"]
+
+
 def test_a_content_of_several_texts_goes_from_the_first_to_the_last():
     template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
