@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tapping import WIDTH
 from torch import Tensor, nn
+from unit.runtime.worker.taps.branching import WIDTH
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops.site import bind
