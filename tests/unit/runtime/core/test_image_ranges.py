@@ -128,15 +128,17 @@ def test_an_edit_at_the_last_token_of_an_image_is_in_the_key_of_the_block_of_its
     assert _chain(_request(plan, [(33, 37)]), 16, 3)[:2] == [None, None]
 
 
-@given(st.integers(0, 10**9), st.integers(0, LENGTH), st.integers(0, LENGTH), st.integers(1, 9))
+@given(st.integers(0, 10**9), st.integers(0, LENGTH), st.integers(1, 9))
 @settings(max_examples=rounds(suite=200, nightly=1600))
 def test_a_hit_ends_in_no_image_and_below_what_is_read_and_is_the_longest_of_these(
-    seed, cached, read, size
+    seed, read, size
 ):
     draw = random.Random(seed)
     images = _images(draw)
     reads = draw.random() < 0.5
-    request = _request(plan_of([], [([TAP], [(read, None)])] if reads else []), images)
+    captures = [([TAP], [(read, None)])] if reads else []
+    request, causal = (_request(plan_of([], captures), images, prefix) for prefix in (True, False))
+    cached = 0
 
     class Coordinator:
         def find_longest_cache_hit(self, hashes, most):
@@ -149,20 +151,20 @@ def test_a_hit_ends_in_no_image_and_below_what_is_read_and_is_the_longest_of_the
     def original(manager, request):
         return manager.coordinator.find_longest_cache_hit(hashes, LENGTH)
 
-    found, hit, _ = computed_blocks(original, manager, request)
-    assert len(found) * size == hit
-    most = min(cached, read if reads else LENGTH)
-    allowed = [
-        length
-        for length in range(0, most + 1, size)
-        if not any(start < length < stop for start, stop in images)
-    ]
-    assert hit == max(allowed)
-    # Without such attention, hits may end anywhere.
-    causal = _request(plan_of([], [([TAP], [(read, None)])] if reads else []), images, False)
-    assert computed_blocks(original, manager, causal)[1] == most // size * size
-    plain = SimpleNamespace(sampling_params=None)
-    assert computed_blocks(original, manager, plain)[1] == cached // size * size
+    for cached in range(LENGTH + 1):
+        found, hit, _ = computed_blocks(original, manager, request)
+        assert len(found) * size == hit
+        most = min(cached, read if reads else LENGTH)
+        allowed = [
+            length
+            for length in range(0, most + 1, size)
+            if not any(start < length < stop for start, stop in images)
+        ]
+        assert hit == max(allowed)
+        # Without such attention, hits may end anywhere; without a plan, with what is read too.
+        assert computed_blocks(original, manager, causal)[1] == most // size * size
+        plain = SimpleNamespace(sampling_params=None)
+        assert computed_blocks(original, manager, plain)[1] == cached // size * size
 
 
 def test_a_request_that_was_served_an_image_ends_with_the_one_that_failed_to_edit_it():
