@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
 from support.plans import SMALL, plan_of, random_plan
+from unit.runtime.core.blocks import Scheduler
 
 from midstream.plan import ResolvedPlan
 from midstream.plan.resolve.wire import to_bytes
@@ -170,29 +171,6 @@ def test_a_hit_ends_in_no_image_and_below_what_is_read_and_is_the_longest_of_the
 def test_a_request_that_was_served_an_image_ends_with_the_one_that_failed_to_edit_it():
     plan = plan_of([(TAP, SMALL[0], 1.0, [(6, 7)])])
     for mm_prefix, ended in ((True, {"bad", "reader"}), (False, {"bad"})):
-        requests = {name: _request(plan, [(2, 7)], mm_prefix) for name in ("bad", "reader")}
-        found = end_failed(_Scheduler(requests), {"bad": Failure(0, "broken")})
-        assert {request.request_id for request, _ in found} == ended
-
-
-class _Scheduler:
-    """Requests that share the first of two blocks of four tokens."""
-
-    def __init__(self, requests):
-        self.requests = requests
-        for name, request in requests.items():
-            request.request_id = name
-        spec = SimpleNamespace(block_size=4)
-        groups = [SimpleNamespace(kv_cache_spec=spec)]
-        self.kv_cache_manager = SimpleNamespace(
-            kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
-            get_blocks=lambda name: SimpleNamespace(blocks=(self._blocks(name),)),
-            block_pool=SimpleNamespace(blocks=[], evict_blocks=lambda ids: None),
-        )
-
-    def _blocks(self, name):
-        ids = (1, 2 + list(self.requests).index(name))
-        return [SimpleNamespace(block_id=one, is_null=False) for one in ids]
-
-    def finish_requests(self, names, status):
-        return [self.requests[name] for name in names]
+        bad, reader = (_request(plan, [(2, 7)], mm_prefix) for _ in range(2))
+        scheduler = Scheduler(bad=(bad, [1, 2]), reader=(reader, [1, 3]))
+        assert set(scheduler.end(bad=Failure(0, "broken"))) == ended
