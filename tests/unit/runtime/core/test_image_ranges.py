@@ -16,7 +16,6 @@ from unit.runtime.core.blocks import Scheduler
 
 from midstream.plan import ResolvedPlan
 from midstream.plan.resolve.wire import to_bytes
-from midstream.runtime.core.failed_requests import end_failed
 from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.failures import Failure

@@ -10,7 +10,6 @@ from unit.runtime.core.blocks import Scheduler
 
 from midstream.errors import SpecError
 from midstream.plan.resolve.wire import to_bytes
-from midstream.runtime.core.failed_requests import end_failed
 from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys, keys_of
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.failures import Failure, failures_of

@@ -284,10 +284,8 @@ def test_a_request_keeps_its_first_problem():
     engine, fake = FakeEngine(), Fake("a", READ)
     engine.add(fake)
     engine.step([(fake, 2)])
-    for computed, tap in ((2, ("resid_pre", 0)), (3, ("resid_pre", 1))):
-        engine.session.before_forward(view_of(["a"], [1], [computed]))
-        engine.forward(1, skip=(tap,))
-        engine.session.after_forward()
+    for tap in (("resid_pre", 0), ("resid_pre", 1)):
+        engine.step([(fake, 1)], skip=(tap,))
     assert "resid_pre of layer 0 did not fire" in engine.take("a")[0].problem
 
 
