@@ -54,7 +54,7 @@ class Mix(nn.Module):
         self.extra = extra
 
     def forward(self, hidden_states: Tensor):
-        out = torch.tanh(self.linear(hidden_states))
+        out = self.linear(hidden_states)
         return (out, None) if self.extra else out
 
 
@@ -246,7 +246,7 @@ class AttentionInside(LoneAttention):
     )
 
     def _attn(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.self_attn.linear(x))
+        return self.self_attn.linear(x)
 
 
 KINDS = [
