@@ -14,7 +14,6 @@ from support.nightly import rounds
 from midstream.runtime.worker import row_index
 from midstream.runtime.worker.row_index import CapturedRowIndex
 
-TALLY = torch.zeros(0, 4, dtype=torch.int32)
 KINDS = [(0,), (0, 2), (1, 3, 4)]
 
 

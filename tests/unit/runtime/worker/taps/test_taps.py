@@ -7,10 +7,11 @@ import copy
 import pytest
 import torch
 from support.nightly import NIGHTLY
-from support.tapping import ROWS, WIDTH, arm, assert_same_out, make_buffers, read, tapped
 from torch import Tensor, nn
 from unit.runtime.worker.taps.branching import (
     KINDS,
+    ROWS,
+    WIDTH,
     Attention,
     LoneAttention,
     Mix,
@@ -19,11 +20,16 @@ from unit.runtime.worker.taps.branching import (
     Parallel,
     PostNormAlone,
     Single,
+    arm,
+    assert_same_out,
     check,
     expect,
     has,
     inputs,
+    make_buffers,
+    read,
     stream_of,
+    tapped,
 )
 
 from midstream.errors import TapError, UnsupportedError
