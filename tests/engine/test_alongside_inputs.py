@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.asking import ask, ask_all
+from engine.asking import ask_all
 from support import adapters
 from support.alongside import EVERYTHING, check_captured, check_rows, hooked, push, rows_of
 from support.engine_view import inspect
@@ -21,10 +21,9 @@ from support.oracle import HookEdit, Oracle, relative_error
 from support.tiny import HIDDEN
 from torch import Tensor
 
-from midstream import Capture, Logits, Probe, SpecError, Steer, TokenIds
+from midstream import Logits, Probe, SpecError, Steer, TokenIds
 
 PLACES = ("model.layers", "post_attention_layernorm")
-SHARED = list(range(40, 110))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,6 @@ def prompt(nth: int) -> list[int]:
 
 
 def test_adapted_and_plain_requests_of_one_batch_are_each_right(llm, oracle, adapted):
-    """Base, first and second adapter, each with and without an edit."""
     whose = [None, adapted[0], adapted[1]] * 4
     steered = [nth % 2 == 0 for nth in range(12)]
     outputs = ask_all(
@@ -118,28 +116,6 @@ def test_logits_of_each_request_are_those_of_its_adapters_head(llm, oracle, adap
             assert relative_error(found.logsumexp, logits.logsumexp(-1)) < 1e-4
 
 
-def test_the_prefix_cache_keeps_adapters_and_edits_apart(llm, oracle, adapted):
-    """One prompt of two blocks and more, six ways, twice: what is served is never another's."""
-    whose = [None, adapted[0], adapted[1]] * 2
-    for _ in range(2):
-        for nth, each in enumerate(whose):
-            output = ask(
-                llm,
-                SHARED,
-                4,
-                lora_request=each and each[0],
-                capture=Capture("all", "resid_post", positions="generated"),
-                steer=[push()] if nth > 2 else None,
-            )
-            model = oracle if each is None else each[1]
-            rows = rows_of(SHARED, generated(output))
-            logits, seen = model.run(rows, [hooked()] if nth > 2 else [])
-            assert generated(output) == logits[len(SHARED) - 1 :].argmax(-1).tolist()
-            for tap, value in output.activations.items():
-                assert relative_error(value, seen[tap][len(SHARED) :]) < 1e-4
-    assert output.receipt.status == "ok"
-
-
 def embeddings(length: int, seed: int) -> Tensor:
     return torch.randn(length, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
@@ -165,7 +141,6 @@ def run_on_embeddings(
 
 @pytest.mark.parametrize("length", [1, 20, 75])
 def test_prompts_of_embeddings_are_read_and_edited_as_given(llm, oracle, length):
-    """Beside prompts of tokens, in one step or three; layer 0 reads the very vectors given."""
     given = [embeddings(length, seed) for seed in range(4)]
     mixed: list[Any] = []
     for nth, each in enumerate(given):

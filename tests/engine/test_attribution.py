@@ -112,7 +112,6 @@ SPREAD = range(0, 30, 4)
 @pytest.mark.model
 @pytest.mark.nightly
 def test_gradients_estimates_and_patches_of_smollm2(smollm2: Path) -> None:
-    """One engine, as its weights take seconds to load; the twin has bfloat16 weights in float32."""
     metric, sites = LogitDiff(" Paris", " Tokyo"), ["attn_out", "mlp_out", "resid_pre"]
     room = {"max_num_batched_tokens": 256, "max_num_seqs": 32, "num_gpu_blocks_override": 64}
     with engine(smollm2, midstream={"sites": [*sites, "final_norm"]}, **room) as llm:
@@ -145,26 +144,3 @@ def test_gradients_estimates_and_patches_of_smollm2(smollm2: Path) -> None:
         kl = attribution_patching(twin, *CAPITALS, KL(), sites="attn_out", llm=llm).check(llm, 2)
         assert kl.measured.clean == 0.0
         assert [cell["layer"] for cell in kl.cells] == [23, 29]
-
-
-IOI = (
-    "When Mary and John went to the store, John gave a drink to",
-    "When Mary and John went to the store, Mary gave a drink to",
-)
-
-
-@pytest.mark.nightly
-@pytest.mark.model
-def test_estimates_of_all_cells_correlate_with_full_sweeps_of_smollm2(smollm2: Path) -> None:
-    sites = ["attn_out", "mlp_out", "resid_pre"]
-    # Measured by site: 0.992, 0.913 and 0.933 for the first pair; 0.982, 0.850 and 0.856.
-    pairs = [(CAPITALS, LogitDiff(" Paris", " Tokyo")), (IOI, LogitDiff(" Mary", " John"))]
-    with engine(smollm2, midstream={"sites": sites}, max_num_seqs=32) as llm:
-        twin = Twin(llm)
-        for (clean, corrupt), metric in pairs:
-            found = attribution_patching(twin, clean, corrupt, metric, sites=sites)
-            swept = llm.sweep(corrupt, clean, metric, sites=sites, use_tqdm=False)
-            effects = swept.values - swept.corrupt
-            for nth, site in enumerate(sites):
-                both = found.effects[nth].ravel(), effects[nth].ravel()
-                assert np.corrcoef(*both)[0, 1] > 0.8, (corrupt, site)

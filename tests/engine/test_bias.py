@@ -15,6 +15,7 @@ from support.end_oracle import EndOracle
 from support.engines import engine, generated, greedy
 from support.inner_served import PROMPTS, ROOM, TIE, TOLERANCE, Served
 from support.oracle_edits import At
+from support.updating import Stepped
 
 from midstream import (
     Attention,
@@ -149,26 +150,14 @@ def test_a_prompts_log_probabilities_have_no_bias(served: Served) -> None:
 
 @ONE
 def test_a_preempted_request_gets_its_bias_once_for_each_token(served: Served) -> None:
-    llm, asked = served.llm, cases(served)
-    engine_core = llm.llm_engine
+    run, asked = Stepped(served.llm), cases(served)
     given = [asked[1], asked[3], asked[0]]
-    params = [greedy(COUNT, logprobs=TOP, detokenize=False) for _ in given]
-    steps = 0
-    step = engine_core.step
-
-    def counted() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 4:
-            assert llm.reset_prefix_cache(reset_running_requests=True)
-        return step()
-
-    engine_core.step = counted
-    try:
-        outputs = ask_all(llm, [PROMPTS[0] for _ in given], params, edits=[one[0] for one in given])
-    finally:
-        del engine_core.step
-    assert steps > 4
+    for nth, one in enumerate(given):
+        params = greedy(COUNT, logprobs=TOP, detokenize=False)
+        run.add(str(nth), PROMPTS[0], params, edits=one[0])
+    run.step(3)
+    assert served.llm.reset_prefix_cache(reset_running_requests=True)
+    outputs = [output for _, output in sorted(run.finish().items())]
     for one, output in zip(given, outputs, strict=True):
         assert_biased(served, PROMPTS[0], output, one)
 
@@ -255,7 +244,6 @@ def test_logits_are_those_of_transformers_at_every_position(
 
 @ONE
 def test_logits_that_are_asked_for_together_are_each_requests_own(served: Served) -> None:
-    """Requests whose rows have the same form, and are computed together."""
     asked = [Logits(tokens=[3 + nth, 90 - nth, 150]) for nth in range(6)]
     prompts = [PROMPTS[nth % 3] for nth in range(6)]
     outputs = served.ask(prompts, 3, capture=[[one] for one in asked])

@@ -82,15 +82,6 @@ def test_only_the_heads_that_were_named_are_there_in_their_order(llm: Any, seen:
     torch.testing.assert_close(one["k", 2], wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_captures_of_one_tap_have_the_heads_of_both(llm: Any) -> None:
-    whole = captured(llm, Capture(1, "z"))["z", 1]
-    both = captured(llm, [Capture(1, "z", heads=2), Capture(1, "z", positions=[0], heads=0)])
-    torch.testing.assert_close(both["z", 1], whole[:, [2, 0]])
-    every = captured(llm, [Capture(1, "z", heads=2), Capture(1, ["z", "q"], positions=[0])])
-    assert torch.equal(every["z", 1], whole)
-    assert every["q", 1].shape == (1, HEADS, SIZE)
-
-
 def test_they_come_out_of_bytes_and_files_as_they_went_in(llm: Any, tmp_path: Path) -> None:
     found = captured(llm, [Capture("all", "z", heads=[0, 2]), Capture(1, ["k", "resid_post"])])
     read = unpack(pack(found, tiny.HIDDEN, torch.float32))

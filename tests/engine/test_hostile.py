@@ -103,27 +103,6 @@ def test_good_plans_of_that_kind_are_served(llm):
             assert generated(output) == plain
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"edits": []},
-        b"\x80\x04\x95",
-        ["uid", b"plan"],
-        ["uid", b"plan", [[0], ["a"], None], "more"],
-        ["uid", b"plan", [[0], ["a", "b"], None]],
-        [7, b"plan", [[0], [""], None]],
-        "x" * 10_000,
-    ],
-)
-def test_what_goes_past_the_front_door_is_that_requests_own_failure(llm, value):
-    front = llm.llm_engine.input_processor
-    request = front.process_inputs("sneaky", tokens(PROMPT), greedy(4), ("generate",))
-    request.sampling_params.extra_args = {"midstream": value}
-    with pytest.raises(SpecError, match="without having been checked"):
-        llm.llm_engine.engine_core.engine_core.preprocess_add_request(request)
-    assert ask(llm, {"capture": {"layers": 0}}).receipt.status == "ok"
-
-
 def test_a_forged_plan_that_looks_checked_fails_alone(llm):
     # Bytes that no front door made, under the right form: the worker refuses them by itself.
     engine = llm.llm_engine

@@ -148,7 +148,6 @@ def test_several_completions_of_one_prompt_each_have_their_own_rows(llm: Any) ->
 
 
 def test_position_limits_hold_over_prompt_and_decode(llm: Any) -> None:
-    """The difference that edits make at their own site is exactly where they were asked for."""
     prompt, rows = [9, 8, 7, 6, 5], Capture(layers=[1])
     vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
     plain = ask(llm, prompt, 1, capture=rows)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from engine.asking import ask_all
 from engine.refusals import assert_refused
-from safetensors.torch import save_file
 from support import tiny
 from support.end_oracle import MODULES, EndOracle
 from support.engines import engine, generated
@@ -50,20 +49,13 @@ LENS_BYTES = 4 * (3 * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH * WIDTH)
 def served(
     request: pytest.FixtureRequest,
     tiny_models: Path,
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     path = tiny.make(f"{request.param}-bias", tiny_models, tiny.MODELS[request.param])
-    start = str(written_lens(tmp_path_factory.mktemp("lens") / "start.safetensors"))
     oracle = EndOracle(path, request.param)
     sites = SITES if request.param != "gpt2" else SITES[:-1]
-    settings = {"sites": sites, "readout_bytes": LENS_BYTES, "lenses": {"start": start}}
+    settings = {"sites": sites, "readout_bytes": LENS_BYTES}
     with engine(path, **ROOM, midstream=settings) as llm:
         yield Served(request.param, oracle, llm)
-
-
-def written_lens(path: Path) -> Path:
-    save_file({"0": maps(WIDTH, WIDTH, seed=30)}, path)
-    return path
 
 
 ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
@@ -122,28 +114,7 @@ LENSES = [
 ]
 
 
-def test_a_lens_of_the_settings_is_there_from_the_start(served: Served) -> None:
-    """The first test of an engine: later ones need its memory."""
-    assert served.llm.lenses.names == ("start",)
-    asked = Lens(0, top=3, tokens=CHOSEN, kind="start")
-    (output,) = served.ask([PROMPTS[1]], 2, capture=asked)
-    seen = served.oracle.run([*PROMPTS[1], *generated(output)][:-1])
-    moved = seen.values["resid_post", 0] @ maps(WIDTH, WIDTH, seed=30).T
-    wanted = decoded(served.oracle.model, MODULES[served.name][1], moved)[:, None]
-    assert assert_lens(output.lens["start"], asked, wanted) <= TOLERANCE
-
-
-@pytest.fixture(autouse=True)
-def _no_lens(request: pytest.FixtureRequest) -> None:
-    """Only the first test has the lens of the settings."""
-    if "served" in request.fixturenames and "from_the_start" not in request.node.name:
-        lenses = request.getfixturevalue("served").llm.lenses
-        for name in lenses.names:
-            lenses.remove(name)
-
-
 def test_every_layer_is_decoded_as_transformers_decodes_it(served: Served) -> None:
-    """Of prompts of several steps, of generated tokens, beside vectors, attention and edits."""
     steer = At(Steer(torch.linspace(-1, 1, 64), 1))
     prompts = [LONG, *PROMPTS, PROMPTS[0]]
     beside: list[Any] = [Capture([1], "resid_post"), None, None, Logits(4), None]
@@ -252,7 +223,6 @@ def direction(served: Served, token: int, mapped: Tensor) -> Tensor:
 
 
 def test_steering_with_a_token_adds_the_direction_of_its_lens(served: Served) -> None:
-    """By the formulas, for each kind of lens; the token's logit is that of the moved stream."""
     jacobians = {nth: torch.eye(WIDTH) + maps(WIDTH, WIDTH, seed=20 + nth) for nth in (0, 1)}
     weights = {nth: maps(WIDTH, WIDTH, seed=nth) for nth in range(3)}
     lenses, token, scale = served.llm.lenses, 42, 40.0

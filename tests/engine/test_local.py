@@ -15,6 +15,7 @@ from support.cached_pair import fresh
 from support.engine_view import inspect
 from support.engines import engine, generated, greedy
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle, row_error
+from support.updating import Stepped
 
 from midstream import Capture, Local, Plan, ReceiptError, Scale, SpecError, Steer
 from midstream.runtime.vllm.attributes import ENDPOINT
@@ -90,7 +91,6 @@ def test_it_comes_before_the_other_edits_at_its_site_and_captures_see_all(
 
 
 def test_others_in_the_batch_are_not_touched(local: Any, oracle: EditOracle) -> None:
-    """Each request's function gets its own rows at its own positions, whoever is beside it."""
     seen: dict[str, list[int]] = {}
 
     def watch(h: torch.Tensor, info: Any) -> None:
@@ -158,20 +158,12 @@ def test_kv_is_shared_by_requests_with_the_same_function_alone(
 
 
 def test_a_preempted_request_calls_its_function_again(local: Any, oracle: EditOracle) -> None:
-    prompt = fresh(90)
-    edit = Local(bend, 1)
-    plan = Plan.make(edits=edit, capture=Capture("all"))
-    core = local.llm_engine
-    params = greedy(8, detokenize=False, extra_args={"midstream": plan})
-    core.add_request("a", {"prompt_token_ids": prompt}, params)
-    found = []
-    for nth in range(100):
-        found += core.step()
-        if not core.has_unfinished_requests():
-            break
-        if nth in (1, 5):
-            assert core.reset_prefix_cache(reset_running_requests=True)
-    out = found[-1].outputs[0]
+    prompt, edit, run = fresh(90), Local(bend, 1), Stepped(local)
+    run.add("a", prompt, greedy(8, detokenize=False), edits=edit, capture=Capture("all"))
+    for steps in (2, 4):
+        run.step(steps)
+        assert local.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    out = run.finish()["a"].outputs[0]
     assert_as(oracle, prompt, out, [At(edit)])
     (called,) = out.receipt.called
     assert called.rows > called.expected == 97

@@ -25,9 +25,6 @@ def norms_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 def test_norms_are_those_of_captured_rows_and_of_transformers(llm: Any, tiny_llama: Path) -> None:
-    """Of prompts of several steps and generated tokens, after edits, beside the rows themselves and
-    requests that ask for nothing.
-    """
     oracle = EditOracle(tiny_llama, PLACES["llama"])
     steer = At(Steer(torch.linspace(-1, 1, oracle.width), 1))
     every, last = Norms("all"), Norms([0, -1], positions=["last_prompt", "generated"])
@@ -56,7 +53,6 @@ def test_norms_are_those_of_captured_rows_and_of_transformers(llm: Any, tiny_lla
 
 
 def test_a_sink_has_the_norms_that_an_output_has(tiny_llama: Path, tmp_path: Path) -> None:
-    """In each layout of files, beside captured rows; other norms stay on the output."""
     layouts = ("per_file", "packed", "sharded")
     asked = [
         [
@@ -93,7 +89,6 @@ def test_a_sink_has_the_norms_that_an_output_has(tiny_llama: Path, tmp_path: Pat
 @pytest.mark.model
 @pytest.mark.nightly
 def test_bfloat16_norms_of_smollm2_show_its_first_token(smollm2: Path) -> None:
-    """Rows are bfloat16, and their norms are added up in more precision."""
     ids = AutoTokenizer.from_pretrained(smollm2)("The capital of France is the city of").input_ids
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval()
     with torch.no_grad():

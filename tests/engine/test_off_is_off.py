@@ -117,7 +117,6 @@ def test_after_any_mix_it_is_plain_vllm_to_the_bit(llm: Any, plain: Any, tiny_ll
 def test_beside_requests_that_are_read_and_edited_plain_ones_are_as_without_them(
     llm: Any, plain: Any
 ) -> None:
-    """The same batch, of which every other request asks for something here, for nothing there."""
     # Without common beginnings: an edited request shares less of them, and batches would differ.
     given = [one for one in prompts(3)[10:] if len(one) > 1][:8]
     params = greedy(12, logprobs=5, detokenize=False)

@@ -82,7 +82,6 @@ def served(request: pytest.FixtureRequest, tiny_models: Path, pool: Pool) -> Ite
 
 
 def test_every_operation_at_every_site_does_what_its_formula_says(served: Served) -> None:
-    """All of them in one batch, each with a plan of its own, in steps of 128 tokens."""
     assert len({case.name for case in served.given}) == len(served.given) > 200
     # Of all models but one a third, of which each has another.
     first = list(PLACES).index(served.name)

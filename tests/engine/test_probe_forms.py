@@ -80,7 +80,6 @@ def test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once(
 
 
 def test_a_probe_of_several_layers_shares_the_cache_with_requests_without_it(llm: Any) -> None:
-    """It changes no KV: its blocks are those of a plain request, also where it has scores."""
     prompt = PROMPTS[1]
     ask(llm, [prompt], count=1)
     probe = Probe(ROWS, layers=[0, 1, 2], positions="generated")
@@ -173,7 +172,6 @@ def test_both_stop_and_switch_where_transformers_scores_say(llm: Any, oracle: Or
 def test_a_gate_reads_the_sum_of_several_layers_at_the_last_of_them_or_later(
     llm: Any, oracle: Oracle, at: list[int]
 ) -> None:
-    """As a hook in transformers does, which adds where the sum exceeds the threshold."""
     prompt = PROMPTS[0]
     seen = sites(oracle, [*prompt, 0])
     scores = seen["resid_post", 0] @ ROWS[0] + seen["resid_post", 1] @ ROWS[1] + 0.25

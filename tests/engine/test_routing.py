@@ -83,16 +83,6 @@ def test_a_deactivated_experts_logit_can_be_replaced_and_raised_again(served: Se
     assert (outputs[0].activations["router", 1] - row).abs().max() <= TOLERANCE
 
 
-def test_routes_that_the_model_cannot_follow_are_refused(served: Served) -> None:
-    for edit, told in (
-        (Route([0, 1, 2], layer=1), r"edits\[0\].activate.*at most 2 experts.*got 3"),
-        (Route(None, [0, 1, 2], layer=1), r"edits\[0\].deactivate.*1 of 4 .* left.*chooses 2"),
-        (Route(bias={4: 1.0}, layer="all"), r"edits\[0\].bias.*4 is out of range.*4 experts"),
-    ):
-        with pytest.raises(SpecError, match=told):
-            served.ask([PROMPTS[0]], 1, edits=[edit])
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_a_router_in_an_op_that_compilers_do_not_look_into_is_read_and_edited(

@@ -70,7 +70,6 @@ def test_the_kth_row_is_at_the_kth_listed_position(
 
 
 def test_a_shuffled_call_has_shuffled_outputs(llm: Any) -> None:
-    """Prompts, with a plan and sampling parameters each."""
     prompts = [PROMPT, PROMPT[:5], LONG, PROMPT[3:]]
     rows = rows_of(len(prompts), seed=9)
     asked = [

@@ -66,16 +66,6 @@ def test_a_plain_engine_gives_what_explicit_edits_give(plain: Any, llm: Any) -> 
     assert all(one.receipt.edited.applied == one.receipt.edited.expected for one in found)
 
 
-def test_scores_of_given_continuations_are_those_of_explicit_edits(plain: Any, llm: Any) -> None:
-    """As an evaluation harness asks: one token, and the log-probabilities of the prompt's."""
-    params = greedy(1, prompt_logprobs=1, logprobs=1, detokenize=False)
-    prompts = [tokens(prompt) for prompt in PROMPTS]
-    steered = numbers(plain.generate(prompts, params, use_tqdm=False))
-    edits = [edit for edit in EDITS if edit.positions.phase == "all"]
-    assert steered == numbers(llm.generate(prompts, params, edits=[edits] * 3, use_tqdm=False))
-    assert steered != numbers(llm.generate(prompts, params, use_tqdm=False))
-
-
 def test_the_settings_change_no_hash_of_compiled_graphs(plain: Any, tiny_llama: Path) -> None:
     with engine(tiny_llama, midstream={}, max_num_batched_tokens=64, block_size=32) as unsteered:
         one, other = (each.llm_engine.vllm_config for each in (plain, unsteered))

@@ -99,7 +99,6 @@ def test_other_edits_hold_from_the_position_after_the_one_that_met_the_condition
 def test_several_probes_switch_one_after_the_other_and_a_stop_ends_it(
     llm: Any, oracle: Oracle
 ) -> None:
-    """Edits of some positions keep these. A probe that meets its condition twice switches once."""
     late = Steer(vector(2), 0, 3.0, positions=slice(14, None))
     run = Stepped(llm)
     probes = [
@@ -153,7 +152,6 @@ def test_a_condition_met_in_a_chunk_of_the_prompt_switches_from_the_next_chunk_o
 def test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had(
     llm: Any, oracle: Oracle
 ) -> None:
-    """Preempted right after the switch, and again later: it switches once."""
     (free,) = scores_without(llm, PROMPT, "generated")
     threshold = above(free, 4)
     where = SIZE + first_met(free, above=threshold)

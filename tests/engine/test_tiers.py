@@ -230,7 +230,6 @@ def test_sampling_params_say_the_same_as_edits(llm: Any) -> None:
 
 
 def test_named_and_inline_and_server_wide_vectors_add_up_at_one_site(llm: Any) -> None:
-    """At the site itself the sum is there; upstream of it nothing differs."""
     llm.vectors.register("mood", {1: U})
     plain = rows(ask(llm))["resid_post", 1]
     llm.steering.set(base={1: W}, prompt=Steer(V, 1, scale=3.0))

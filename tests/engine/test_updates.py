@@ -37,9 +37,6 @@ def test_other_edits_hold_from_the_next_position_on(llm: Any, oracle: Oracle) ->
 
 
 def test_scale_multiplies_the_edits_given_last(llm: Any, oracle: Oracle) -> None:
-    """Two updates without a step between them: the first holds nowhere. A neighbour with the same
-    plan keeps it.
-    """
     run = Stepped(llm)
     one, hook = steer(vector(1), 1, 2.0)
     for name in ("a", "b"):
@@ -71,7 +68,6 @@ def test_scale_multiplies_the_edits_given_last(llm: Any, oracle: Oracle) -> None
 def test_what_is_computed_again_after_a_preemption_is_as_it_was(
     llm: Any, oracle: Oracle, order: str
 ) -> None:
-    """Preempted right after a change, or changed while it waits to be computed again."""
     run = Stepped(llm)
     (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
     run.add("a", PROMPT, greedy(20), edits=[first], capture=everything())
@@ -88,21 +84,6 @@ def test_what_is_computed_again_after_a_preemption_is_as_it_was(
     position = len(PROMPT) + 5
     assert held(completion.receipt) == [(0, position), (position, len(PROMPT) + 19)]
     check_replay(oracle, PROMPT, completion, {0: [hook], 1: [later]})
-
-
-def test_a_prompt_changes_between_its_chunks_or_before_the_first(llm: Any, oracle: Oracle) -> None:
-    run = Stepped(llm)
-    prompt = [(7 * n) % 190 + 3 for n in range(150)]
-    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
-    run.add("chunk", prompt, greedy(4), edits=[first], capture=everything())
-    run.step()
-    assert list(llm.update("chunk", edits=[second]).positions.values()) == [64]
-    run.finish()
-    run.add("waiting", PROMPT, greedy(4), edits=[first], capture=everything())
-    assert list(llm.update("waiting", edits=[second]).positions.values()) == [0]
-    outputs = run.finish()
-    check_replay(oracle, prompt, outputs["chunk"].outputs[0], {0: [hook], 1: [later]})
-    check_replay(oracle, PROMPT, outputs["waiting"].outputs[0], {0: [hook], 1: [later]})
 
 
 def test_a_continuation_reuses_blocks_of_the_same_versions_only(llm: Any, oracle: Oracle) -> None:
@@ -157,7 +138,6 @@ def test_every_completion_changes_from_a_position_of_its_own(llm: Any, oracle: O
 
 
 def test_a_request_that_began_with_no_edits_yet_gets_them_later(llm: Any, oracle: Oracle) -> None:
-    """Its blocks below the update are those of plain requests; later ones are not."""
     run = Stepped(llm)
     prompt = [(5 * n) % 180 + 4 for n in range(60)]
     edit, hook = steer(vector(1), 1, 3.0)

@@ -10,7 +10,7 @@ import torch
 from support.engine_view import inspect
 from support.engines import generated, greedy, tokens
 
-from midstream import ReceiptError, Replace, Steer, Vector
+from midstream import ReceiptError, Steer, Vector
 from midstream.runtime.frontend.request import sent_vectors
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, UpdateVectors, arguments_of, read_request
@@ -90,26 +90,6 @@ def test_vectors_are_sent_once_and_no_steps_message_has_their_numbers(llm, messa
     assert max(len(step) for step in messages.steps) > 1000, "plans were in no message"
 
 
-def test_prompts_of_any_length_have_one_plan_if_it_selects_by_none(llm, messages):
-    for length in (20, 30, 40):
-        ask(llm, [[steer(70)], [Steer(vector(70), 1, positions="prompt")]], range(5, length))
-    assert len(messages.plans) == 6
-    assert len(set(messages.plans[::2])) == 1
-    assert len(set(messages.plans[1::2])) == 3
-
-
-def test_plans_with_the_numbers_and_plans_that_name_them_give_the_same(llm, monkeypatch):
-    rows = torch.stack([vector(nth) for nth in range(3, 6)])
-    edits = [steer(2), None, [steer(2), Replace(rows, positions=slice(2, 5), layer=1)]]
-    named = ask(llm, edits)
-    monkeypatch.setattr(sent_vectors, "MOST_BY_VALUE", 1 << 20)
-    llm.reset_prefix_cache()
-    # Of another length, so that no plan is one that was resolved before.
-    given = [generated(one) for one in ask(llm, edits, max_tokens=5)]
-    assert [generated(one)[:5] for one in named] == given
-    assert given[0] != given[1] != given[2]
-
-
 def test_vectors_that_nobody_uses_are_dropped_and_come_again(llm, messages):
     first = generated(ask(llm, [steer(20)])[0])
     kept = sent_vectors.MOST_UNUSED // (4 * HIDDEN)
@@ -122,17 +102,6 @@ def test_vectors_that_nobody_uses_are_dropped_and_come_again(llm, messages):
     llm.reset_prefix_cache()
     assert generated(ask(llm, [steer(20)])[0]) == first
     assert added(messages) == [data(20)]
-
-
-def test_named_vectors_and_steering_of_every_request_are_sent_once(llm, messages):
-    llm.vectors.register("mood", vector(50))
-    for length in (20, 30):
-        prompts = [tokens(range(5, length)), tokens(range(6, length + 1))]
-        llm.generate(prompts, greedy(2), steer=Steer("mood", 1), use_tqdm=False)
-    llm.steering.set(base=[Steer(vector(51), 2)])
-    for length in (20, 30):
-        llm.generate(tokens(range(7, length)), greedy(2), use_tqdm=False)
-    assert added(messages) == [data(50), data(51)]
 
 
 def test_a_request_whose_vectors_the_worker_lost_while_it_waited_fails_and_no_other(

@@ -99,26 +99,6 @@ def features(sae: Any, x: Tensor) -> Tensor:
     return found
 
 
-def edited(sae: Any, x: Tensor, values: Mapping[int, float], mode: str) -> Tensor:
-    """Return what h becomes if features have other activations, and the error is added again:
-    x̂(a') + (x − x̂(a)), float64 [n, width].
-    """
-    with torch.no_grad():
-        a = sae.encode(x.double())
-        error = x.double() - sae.decode(a)
-        changed = a.clone()
-        for index, value in values.items():
-            match mode:
-                case "set":
-                    changed[:, index] = value
-                case "add":
-                    changed[:, index] += value
-                case "scale":
-                    changed[:, index] *= value
-        found: Tensor = sae.decode(changed) + error
-    return found
-
-
 def reconstructed(
     sae: Any, x: Tensor, h: Tensor, values: Mapping[int, float], mode: str, error: bool
 ) -> Tensor:
