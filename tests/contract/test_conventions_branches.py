@@ -1,9 +1,4 @@
-"""Where the table finds what attention and MLP add to the stream, against the models' sources.
-
-As `test_conventions`, which see: nothing is imported, and each release is read. It is enough if one
-call of a module is as the table says: which branch of its forward a layer takes is what a `Choice`
-decides.
-"""
+"""Where the table finds what attention and MLP add: one call as it says is enough."""
 
 from __future__ import annotations
 

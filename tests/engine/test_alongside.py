@@ -1,7 +1,4 @@
-"""What vLLM does with a request besides generating: rows, edits and receipts stay exact.
-
-The oracle is transformers with hooks, run over the very tokens that came out.
-"""
+"""What vLLM does with a request besides generating leaves rows, edits and receipts exact."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from support.engines import engine, generated, greedy, tokens
 from support.oracle import Oracle
 from support.updating import Stepped
 
-# In the tokenizer's order of bytes.
 LETTERS = list(range(64, 90))
 SCHEMA = {
     "type": "object",

@@ -136,7 +136,6 @@ def test_requests_wait_for_room_and_every_row_comes(tiny_llama, alone, monkeypat
         check(held, alone)
         assert max(most) > 2, "nobody had to wait"
         assert arena(llm)["memory_bytes"] <= 4 << 20
-        # What the caller holds does not keep others out.
         check(run(llm, PROMPTS), alone)
         with pytest.raises(SpecError, match=r"may take \d+ bytes, .* arena_bytes"):
             run(llm, [[5] * 200], count=50)

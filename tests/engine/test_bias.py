@@ -220,7 +220,6 @@ def check_logits(served: Served) -> None:
         assert output.logits.positions.tolist() == {
             3: list(range(len(prompt) - 1, len(prompt) + 3)), 4: [2, 3, 4]
         }.get(nth, list(range(len(prompt) + 3)))  # fmt: skip
-        # Before its bias.
         assert nth != 2 or generated(output) == [7] * 4
     assert set(outputs[0].activations) == {("resid_post", 1)}
     assert outputs[1].attention[1].values.shape == (len(PROMPTS[0]) + 3, 2, 3)

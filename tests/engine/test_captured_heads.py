@@ -1,7 +1,4 @@
-"""Rows of attention heads, by head: against transformers' hooks, and as bytes.
-
-`system/test_async` has those of a stream.
-"""
+"""Rows of attention heads, by head: against transformers' hooks, and as bytes."""
 
 from __future__ import annotations
 

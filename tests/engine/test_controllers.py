@@ -1,11 +1,8 @@
-"""Controllers in the engine core: against transformers with the edits switched where the receipt
-says.
-"""
+"""Controllers, against transformers with the edits switched where the receipt says."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,11 +39,6 @@ OWN, HOOK = steer(vector(1), 1, 2.0)
 CALM, CALM_HOOK = steer(vector(2), 0, 3.0)
 SETS = {"": [HOOK], "calm": [CALM_HOOK]}
 SCRIPT = Controller("script", edits={"calm": CALM})
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> Oracle:
-    return Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
 
 
 def probe(act: Any = None) -> Probe:
@@ -90,7 +82,7 @@ def controlled(scores: list[float]) -> Any:
     return np.array(scores, np.float32)
 
 
-def test_each_answer_holds_from_the_next_step_on(llm: Any, oracle: Oracle) -> None:
+def test_each_answer_holds_from_the_next_step_on(llm: Any, reference: Oracle) -> None:
     (free,) = ask(llm, None)
     scores = free.probes["p"]
     middle = float(scores[SIZE:].median())
@@ -104,7 +96,7 @@ def test_each_answer_holds_from_the_next_step_on(llm: Any, oracle: Oracle) -> No
     changed = 0
     for law, output in zip(laws, ask(llm, *laws), strict=True):
         completion = output.outputs[0]
-        check_versions(oracle, PROMPT, completion, SETS)
+        check_versions(reference, PROMPT, completion, SETS)
         if law is None:
             assert completion.receipt.versions == ()
             assert completion.token_ids == free.outputs[0].token_ids
@@ -117,7 +109,7 @@ def test_each_answer_holds_from_the_next_step_on(llm: Any, oracle: Oracle) -> No
 
 
 def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
-    llm: Any, oracle: Oracle
+    llm: Any, reference: Oracle
 ) -> None:
     completion = ask(llm, SCRIPT, None)[0].outputs[0]
     calm, half = (SIZE + step + steps_ahead(llm) for step in (2, 4))
@@ -137,12 +129,14 @@ def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
             (HOOK, 1, 0, calm), (CALM_HOOK, 1, calm, half), (HOOK, 0.5, half, SIZE + 6),
         )
     ]  # fmt: skip
-    _, seen = oracle.run(whole, edits)
+    _, seen = reference.run(whole, edits)
     for tap in completion.activations:
         assert (completion.activations[tap] - seen[tap]).abs().max() < 1e-3
 
 
-def test_what_is_computed_again_after_a_preemption_is_as_it_was(llm: Any, oracle: Oracle) -> None:
+def test_what_is_computed_again_after_a_preemption_is_as_it_was(
+    llm: Any, reference: Oracle
+) -> None:
     controllers = [Controller("sign"), Controller("halving")]
     plain = [output.outputs[0] for output in ask(llm, *controllers)]
     llm.reset_prefix_cache()
@@ -161,10 +155,10 @@ def test_what_is_computed_again_after_a_preemption_is_as_it_was(llm: Any, oracle
         if not steps_ahead(llm):
             assert completion.token_ids == before.token_ids
             assert completion.receipt.versions == before.receipt.versions
-        check_versions(oracle, PROMPT, completion, SETS)
+        check_versions(reference, PROMPT, completion, SETS)
 
 
-def test_a_function_beside_the_engine_changes_edits_and_stops(llm: Any, oracle: Oracle) -> None:
+def test_a_function_beside_the_engine_changes_edits_and_stops(llm: Any, reference: Oracle) -> None:
     """An answer holds some tokens later: the receipt says where, and the replay agrees."""
     tokens = []
 
@@ -198,21 +192,23 @@ def test_a_function_beside_the_engine_changes_edits_and_stops(llm: Any, oracle: 
     assert {one.source for one in third.receipt.versions[1:]} == {"controller:third"}
     assert [one.scale for one in third.receipt.versions[1:3]] == [0.0, 1.0]
     check_replay(
-        oracle, PROMPT, third, {one.number: [HOOK] for one in third.receipt.versions if one.scale}
+        reference,
+        PROMPT,
+        third,
+        {one.number: [HOOK] for one in third.receipt.versions if one.scale},
     )
-    # Each score once: all of the prompt and of the tokens before the last one shown.
     shown = [count for count, _ in tokens]
     assert shown == sorted(set(shown))
     assert sum(new for _, new in tokens) == SIZE + shown[-1] - 1
     later = {one.number: [half] for one in chose.receipt.versions[1:]}
-    check_replay(oracle, PROMPT, chose, {0: [HOOK], **later})
+    check_replay(reference, PROMPT, chose, {0: [HOOK], **later})
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "controller:limit")
     assert 8 <= len(stopped.token_ids) < 60
     assert (ended.finish_reason, len(ended.token_ids) < 60) == ("error", True)
     for one in (stopped, kept, free):
         assert one.receipt.versions == ()
         assert one.token_ids == free.token_ids[: len(one.token_ids)]
-        check_replay(oracle, PROMPT, one, {0: [HOOK]})
+        check_replay(reference, PROMPT, one, {0: [HOOK]})
 
 
 def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:

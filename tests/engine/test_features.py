@@ -208,7 +208,6 @@ def test_a_name_is_what_it_was_last_registered_as(
     served: Served, saes: dict[str, RandomSae], tmp_path: Path
 ) -> None:
     llm, other = served.llm, RandomSae("jumprelu", WIDTH, 40, "blocks.0.hook_resid_pre")
-    # One of the large ones goes, and the memory of it is taken again.
     llm.saes.remove("skip")
     kept = saes["jumprelu"].write_npz(tmp_path / "params.npz")
     for sae, given in (

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine.asking import ask_all
-from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from sklearn.linear_model import LogisticRegression, RidgeClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from sklearn.svm import LinearSVC
-from support.engines import HAS_GPU, greedy, tokens
-from support.oracle_edits import PLACES, At, EditOracle
+from support.engines import HAS_GPU
+from support.oracle_edits import At, EditOracle
 from transformers import BatchEncoding
 
-from midstream import Capture, Directions, Probe, SpecError
+from midstream import Capture, Directions, SpecError
 
 TOLERANCE = 5e-4 if HAS_GPU else 1e-5
 METHODS = ["mean", "pca", "lat", "logistic", "lda"]
 made = np.random.default_rng(0)
 PAIRS = 12
-# The halves of a pair differ in three of their tokens, and in length.
 STEMS = [made.integers(3, 190, 6 + nth % 4).tolist() for nth in range(PAIRS)]
 POSITIVE = [[*stem, 11, 12, 13, 50 + nth] for nth, stem in enumerate(STEMS)]
 NEGATIVE = [[*stem, 21, 22, 50 + nth] for nth, stem in enumerate(STEMS)]
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 def reference_rows(oracle: EditOracle, prompts: list[list[int]], site: str) -> np.ndarray:
@@ -102,33 +90,6 @@ def test_the_probe_reads_plus_and_minus_one_and_the_edit_moves_by_two(
     wanted = oracle.run(POSITIVE[0], [At(found.ablate(layer="all"))])
     difference = output.activations["resid_post", 2] - wanted.values["resid_post", 2]
     assert float(difference.abs().max()) <= 10 * TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "classifier",
-    [
-        LogisticRegression(),
-        LinearDiscriminantAnalysis(),
-        RidgeClassifier(),
-        LinearSVC(),
-        make_pipeline(StandardScaler(), LogisticRegression()),
-    ],
-    ids=lambda one: type(one).__name__,
-)
-def test_a_probe_of_a_classifier_scores_as_its_decision_function(
-    wide: Any, oracle: EditOracle, classifier: Any
-) -> None:
-    rows = [reference_rows(oracle, prompts, "resid_mid")[:, 1] for prompts in (POSITIVE, NEGATIVE)]
-    rows, labels = np.concatenate(rows), np.repeat([1, 0], PAIRS)
-    classifier.fit(rows, labels)
-    probe = Probe.from_sklearn(
-        classifier, layer=1, site="resid_mid", name="c", positions="last_prompt"
-    )
-    prompts = [tokens(prompt) for prompt in POSITIVE + NEGATIVE]
-    outputs = wide.generate(prompts, greedy(1), probes=probe, use_tqdm=False)
-    found = np.array([float(output.probes["c"]) for output in outputs])
-    wanted = classifier.decision_function(rows)
-    assert np.abs(found - wanted).max() / np.abs(wanted).max() <= 10 * TOLERANCE
 
 
 class IdTokenizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from support.edit_cases import Case, Maker, all_problems, problems
 from support.engines import generated, greedy
 from support.gate_memory import LONG
 from support.inner_served import assert_rows
-from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
+from support.oracle_edits import EVERY_SITE, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
 
@@ -33,11 +32,6 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "smooth by degrees": {"smooth": 0.4, "sharpness": 2.0},
     "all": {"hold": 1, "smooth": 0.5, "release": -0.5},
 }
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 def gates(oracle: EditOracle, prompt: list[int], where: dict[str, Any]) -> dict[str, Gate]:

@@ -1,7 +1,4 @@
-"""KV of a request with edits inside attention or the MLP serves who asks for the same, and nobody
-else. Every answer is held against the same request on an engine without a prefix cache; how many
-tokens the cache served, and how many edits came with them, is asserted to the token.
-"""
+"""KV of requests with edits inside layers is shared as `test_poisoning` has it for others."""
 
 from __future__ import annotations
 

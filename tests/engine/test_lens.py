@@ -65,7 +65,6 @@ ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
 def decoded(model: Any, norm: str, stream: Tensor) -> Tensor:
     """The logits that the reference's own norm and head give for a stream."""
     module: Any = reduce(getattr, norm.split("."), model)
-    # Without its hooks.
     logits = model.get_output_embeddings()(module.forward(stream))
     cap = getattr(model.config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -89,7 +88,6 @@ def assert_lens(rows: LensRows, asked: Lens, wanted: Tensor) -> float:
     errors = [torch.zeros(1)]
     if asked.top:
         best = logprobs.topk(asked.top)
-        # Those that differ are as likely as the reference's.
         errors += [rows.logprobs - best.values, rows.logprobs - logprobs.gather(2, rows.ids)]
         assert float((rows.ids == best.indices).float().mean()) > 0.99
     if asked.tokens:
@@ -194,11 +192,9 @@ def check_registered(served: Served, weights: Any, biases: Any, jacobians: Any) 
         moved_after = [h + h @ weights[at + 1].T + biases[at + 1] for at, h in enumerate(after[:2])]
         carried = [h @ jacobians[at].T for at, h in enumerate(after[:2])]
         wanted[nth] = {
-            # The second lists its layers from the last on.
             "tuned": torch.stack(
                 [decoded(model, norm, h) for h in (moved, moved_after[::-1])[nth]], 1
             ),
-            # At the last layer it is the model's own.
             "j": torch.stack([decoded(model, norm, h) for h in (*carried, after[2])], 1),
             "logit": torch.stack([decoded(model, norm, h) for h in after], 1),
         }

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from engine.asking import ask
 from support import tiny
 from support.cached_pair import SIZE, WHOLE, Pair, fresh
 from support.edit_cases import Case, Maker, all_problems
 from support.engines import generated, greedy
-from support.oracle_edits import PLACES, At, EditOracle
+from support.oracle_edits import At, EditOracle
 
 from midstream import Affine, Capture, Gate, Scale, Steer, TokenIds
 
 PROMPTS = [[5, 17, 33, 101, 8, 77, 54, 23, 9], [150, 44, 12, 13, 99, 180, 64, 3, 70, 71, 120]]
 EVEN = list(range(0, tiny.VOCAB, 2))
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 def matrix(seed: int) -> torch.Tensor:

@@ -88,15 +88,6 @@ def test_every_operation_at_every_site_does_what_its_formula_says(served: Served
     served.check(served.given if NIGHTLY or not first else served.given[first % 3 :: 3])
 
 
-@pytest.mark.nightly
-def test_compiled_too(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, oracle, given = load("llama", tiny_models)
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    with engine(model, enforce_eager=False, **ROOM) as llm:
-        assert int(llm.llm_engine.vllm_config.compilation_config.mode) > 0
-        check(llm, oracle, given[::3])
-
-
 @pytest.mark.model
 @pytest.mark.nightly
 def test_each_operation_on_smollm2(smollm2: Path) -> None:

@@ -18,7 +18,6 @@ HIDDEN = 64
 _RANDOM = np.random.default_rng(0)
 V, W = (_RANDOM.standard_normal(HIDDEN).astype(np.float32) for _ in range(2))
 
-# All layers are captured in their words and in ours.
 THEIRS = {
     "apply_steering_vectors": [
         {"activations": lens_array([V, W]), "layer_indices": [0, 2], "scale": 3.0,

@@ -85,7 +85,6 @@ def test_the_plain_prefix_of_an_edit_of_some_positions_is_shared_both_ways(
     assert reused(pair.ask(prompt, hit, edits=steer(**where))) == 0
     pair.ask(prompt, WHOLE)
     pair.ask(prompt, WHOLE, edits=steer(**where))
-    # And the other way round, on a prompt that is new to the cache.
     other = fresh(SIZE)
     pair.ask(other, 0, edits=steer(**where))
     pair.ask(other, hit)
@@ -99,7 +98,6 @@ def test_a_conversation_steered_as_it_was_generated_goes_on_plain_and_steered(
     first = pair.ask(start, 0, count=61, edits=steer(phase="generated"))
     talk = [*start, *generated(first)]
     assert len(talk) == 101
-    # The second block holds the first generated tokens.
     pair.ask(talk, 32)
     pair.ask(talk, WHOLE)
     # Whoever asks for the same at those positions is served what was generated under it,

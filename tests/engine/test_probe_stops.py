@@ -7,7 +7,6 @@ import torch
 from support.conditions import first_met, pooled
 from support.engine_view import inspect
 from support.engines import generated, greedy, tokens
-from support.oracle import Oracle
 from support.updating import Stepped
 
 from midstream import Capture, Flag, Probe, SpecError, Steer, Stop, TokenIds
@@ -27,11 +26,6 @@ CONDITIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def oracle(tiny_llama):
-    return Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
-
-
 def probe(act=None, positions="all", name="guard", **more):
     return Probe(VECTOR, LAYER, BIAS, name=name, positions=positions, act=act, **more)
 
@@ -41,9 +35,9 @@ def ask(llm, prompts=PROMPTS, params=None, **asked):
     return llm.generate([tokens(one) for one in prompts], params, use_tqdm=False, **asked)
 
 
-def scores_in_transformers(oracle, ids):
+def scores_in_transformers(reference, ids):
     """The score of each token but the last."""
-    _, sites = oracle.run(ids[:-1])
+    _, sites = reference.run(ids[:-1])
     return (sites["resid_post", LAYER].double() @ VECTOR.double() + BIAS).tolist()
 
 
@@ -74,19 +68,18 @@ def late(scores, pool="none"):
 
 @pytest.mark.parametrize(("fields", "positions"), CONDITIONS)
 def test_a_completion_ends_at_the_token_that_transformers_scores_say(
-    llm, oracle, fields, positions
+    llm, reference, fields, positions
 ):
     whole = ask(llm)
     for prompt, output in zip(PROMPTS, whole, strict=True):
         ids = [*prompt, *generated(output)]
-        every = scores_in_transformers(oracle, ids)
+        every = scores_in_transformers(reference, ids)
         places = list(chosen(positions, prompt, ids))
         scores = [every[place] for place in places]
         condition = placed(fields, scores)
         where = first_met(scores, **condition)
         assert where is not None
         asked = probe(Stop(**condition), positions)
-        # Others in the batch go on; a flag finds the same place.
         both = [asked, probe(Flag(**condition), positions, "flag")]
         stopped, plain, flagged = ask(llm, [prompt] * 3, probes=[both, None, both[1]])
         (completion,) = stopped.outputs
@@ -101,7 +94,6 @@ def test_a_completion_ends_at_the_token_that_transformers_scores_say(
         for one in (*stopped.receipt.actions, flag):
             assert one.score == pytest.approx(value, abs=1e-4)
         assert (flag.position, flag.kind) == (places[where], "flag")
-        # The score that met the condition is the last one that is returned.
         assert stopped.probes["guard"].tolist() == pytest.approx(scores[: where + 1], abs=1e-4)
     inspect(llm).check_integrity()
 

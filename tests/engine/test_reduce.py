@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from engine.refusals import assert_refused
 from support import tiny
 from support.engine_view import inspect
 from support.engines import HAS_GPU, greedy
-from support.oracle_edits import PLACES, EditOracle
+from support.oracle_edits import EditOracle
 from support.updating import Stepped
 from torch import Tensor
 from vllm import SamplingParams
@@ -25,11 +24,6 @@ OTHER = [150, 44, 12, 13, 99, 180, 64]
 # Of the model's own rounding; see `tests/unit/runtime/worker/test_reductions.py` for the sums.
 TOLERANCE = 5e-4 if HAS_GPU else 1e-5
 KINDS = ("mean", "max", "moments", "norm")
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 def reduced(rows: Tensor, kind: str) -> Tensor:

@@ -1,7 +1,4 @@
-"""Rows of a prefix that the cache serves come from the requests that computed it.
-
-A block of KV is 32 tokens, and steps are of 64: longer prompts come in chunks.
-"""
+"""Rows of a prefix that the cache serves come from the requests that computed it."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ def test_a_prompt_that_comes_again_has_its_rows_and_a_hit(llm: Any) -> None:
     assert warm.receipt.status == "ok"
     assert "of 2 " not in str(warm.receipt)
     assert "were reused" in str(warm.receipt)
-    # Rows that nobody kept are computed, as ever.
     again = ask(llm, prompt, capture=Capture("all", ["resid_pre", "resid_post"]))
     assert (reused(again), again.num_cached_tokens) == (0, 0)
 
@@ -80,7 +76,6 @@ def test_rows_of_other_edits_are_never_reused(llm: Any) -> None:
         [Steer(vectors[0], 1, 4.0, positions=slice(70, None))],
     ]
     cold = [ask(llm, prompt, capture=ALL, edits=one) for one in edits]
-    # Up to its first edited token the last one is the plain request.
     assert [reused(one) for one in cold] == [0, 0, 0, 64]
     for one, before in zip(edits, cold, strict=True):
         warm = ask(llm, prompt, capture=ALL, edits=one)

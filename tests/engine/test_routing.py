@@ -1,7 +1,4 @@
-"""`Route` and captured logits in a mixture that chooses two of four experts and whose experts'
-module calls the router itself, against hooks in transformers. `test_inner_sites` has each of its
-forms in a mixed batch, also of a mixture whose block calls the router.
-"""
+"""`Route` and captured logits where the experts' module calls the router itself."""
 
 from __future__ import annotations
 

@@ -256,7 +256,6 @@ def test_the_consumers_request_is_kept_under_its_tag_and_id(llm: Any, folder: Pa
     with np.load(own / "resid_post.2.npz") as found:
         assert found["positions"].tolist() == [12]
         np.testing.assert_allclose(found["rows"], expected["resid_post", 2], rtol=1e-4, atol=1e-4)
-    # The same id once more would have to overwrite it.
     with pytest.raises(SpecError, match="probe_0001 exists already") as caught:
         llm.generate(PROMPTS[4], params, use_tqdm=False)
     assert caught.value.path.endswith("capture[0].request_id")
@@ -278,7 +277,6 @@ def test_an_id_that_the_store_has_is_refused_before_anything_runs(llm: Any, fold
     several = Capture(2, sink="store", request_id="for_both")
     with pytest.raises(ExistsError, match="a running request .* for each prompt its own"):
         run(llm, PROMPTS[5:7], several)
-    # Nothing of that call is left, and its id is free again.
     (alone,) = run(llm, PROMPTS[5], several)
     assert alone.capture_results["store"].status == "ok"
     store = open_store(folder / "store")

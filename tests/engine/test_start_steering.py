@@ -20,7 +20,6 @@ PROMPTS = [[9, 41, 7, 150, 66, 12], [3, 5, 8], list(range(20, 120))]
 _DRAW = torch.Generator().manual_seed(12)
 U, V = (torch.randn(tiny.HIDDEN, generator=_DRAW) * size for size in (3.0, 2.0))
 GENERATED = {"op": "scale", "factor": 1.5, "layer": 1}
-# The same as the settings of `folder`, in the order of the tiers.
 EDITS = [Steer(U, 0, 2.0), Steer(V, 1, 2.0), Scale(1.5, 1, phase="generated")]
 
 

@@ -21,7 +21,6 @@ from midstream import (
     Capture,
     LogitDiff,
     LogProb,
-    Named,
     Recovered,
     SpecError,
     Text,
@@ -37,7 +36,6 @@ TOLERANCE = 1e-4
 QUIET: dict[str, Any] = {"use_tqdm": False}
 PLACE = ("resid_post", 1)
 SPARSE = RandomSae("gated", 64, 40, "blocks.1.hook_resid_post")
-# So that a single feature changes what comes next.
 SPARSE.tensors["W_dec"] *= 8
 
 
@@ -108,22 +106,6 @@ def test_every_cell_is_what_a_hook_gives(llm: Any, oracle: PatchOracle) -> None:
     assert found.tokens[:4] == ("f", "J", "p", "n")
 
 
-@pytest.mark.parametrize("by", ["name", "mean", "rows"])
-def test_mean_ablation_is_what_a_hook_gives(llm: Any, oracle: PatchOracle, by: str) -> None:
-    taps = [("mlp_out", layer) for layer in range(3)]
-    rows = oracle.rows(ids(llm, LONGER), taps)
-    means = {tap: each.mean(0, keepdim=True) for tap, each in rows.items()}
-    source: Any = means
-    if by != "rows":
-        llm.vectors.register("average", {tap: mean[0] for tap, mean in means.items()})
-        source = Named("average") if by == "name" else "mean:average"
-    found = llm.sweep(CORRUPT, source, LogProb(A), sites="mlp_out", positions=[15, 32], **QUIET)
-    cells = [Patch(tap, put([one], means[tap])) for tap, one in product(taps, [15, 32])]
-    wanted = oracle.logprobs(ids(llm, CORRUPT), cells)[:, A].numpy()
-    assert np.ptp(wanted) > 0.01
-    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
-
-
 def test_heads_are_patched_one_by_one(llm: Any, oracle: PatchOracle) -> None:
     positions = [15, 32]
     found = llm.sweep(
@@ -161,9 +143,7 @@ def test_features_are_patched_one_by_one(
 ) -> None:
     positions = [15, 30, 32]
     rows = oracle.rows(ids(llm, CLEAN), [PLACE])[PLACE]
-    # Active ones, not in the order of their ids.
     features = SPARSE.encode(rows[positions]).amin(0).topk(4).indices.tolist()
-    # One that is not of this tap too.
     average = {PLACE: 4 * rows.mean(0), ("resid_pre", 1): rows[0]}
     llm.vectors.register("average", average)
     given = {CLEAN: rows, "mean:average": average[PLACE].expand(33, -1)}
@@ -311,7 +291,6 @@ def test_what_cannot_be_done_is_refused_by_its_argument(llm: Any, sparse: str) -
         assert error.value.path == path
 
 
-# On SmolLM2: the grid of a real question.
 QUESTION = ("The capital of Japan is the city of", "The capital of Italy is the city of")
 STREAM = ["resid_pre", "attn_out", "mlp_out"]
 

@@ -12,7 +12,6 @@ from midstream import BusyError, Capture
 FOREVER = 120.0
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 CAPTURE = Capture([1], positions="prompt")
-THREADS, CALLS = 4, 6
 
 
 def prompt_of(*ids):

@@ -131,7 +131,6 @@ def test_named_vectors_are_their_values(llm: Any) -> None:
     llm.vectors.remove("up")
     with pytest.raises(SpecError, match=r"edits.*up"):
         ask(llm, edits=[Steer("up")])
-    # A name that a tier stands for is by value there.
     llm.steering.set(base=Steer("any", 0))
     llm.vectors.remove("any")
     assert_same(ask(llm), ask_without(llm, [Steer(W, 0)]))

@@ -65,7 +65,6 @@ def test_scores_of_texts_are_transformers_log_softmax(talking: Any, oracle: Edit
     texts = ["The cat", "A longer text, of many bytes." * 3, [4, 5, 6]]
     edit = Steer(torch.ones(64), 1, 2.0)
     for edits, theirs in ((None, ()), (edit, [At(edit)])):
-        # The second time the cache has all blocks of the first, plain and steered.
         for _ in range(2):
             found = talking.score(texts, edits=edits)
             for text, score in zip(texts, found, strict=True):

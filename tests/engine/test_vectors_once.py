@@ -81,7 +81,6 @@ def test_vectors_are_sent_once_and_no_steps_message_has_their_numbers(llm, messa
     edits = [steer(0), steer(1), None, steer(0)]
     expected = [generated(one) for one in ask(llm, edits)]
     assert added(messages) == [data(0), data(1)]
-    # Again, and with a prompt of another length, whose plans are other bytes.
     assert [generated(one) for one in ask(llm, edits)] == expected
     ask(llm, edits, range(5, 90))
     assert added(messages) == []
@@ -126,7 +125,6 @@ def test_a_request_whose_vectors_the_worker_lost_while_it_waited_fails_and_no_ot
     assert (bad.outputs[0].finish_reason, bad.receipt.status) == ("error", "error")
     assert len(generated(bad)) <= 1
     assert generated(good) == expected[1]
-    # The front end counts on it.
     change(executor, VectorUpdate((), (data(60),)))
     llm.reset_prefix_cache()
     assert [generated(one) for one in ask(llm, edits)] == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from support import tiny
 from support.edit_cases import Case, Maker, all_problems, ask, problems
 from support.engines import generated, greedy
-from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
+from support.oracle_edits import EVERY_SITE, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
 
@@ -37,11 +36,6 @@ LONG = [
 SHORT = [44, 8, 150, 9, 3]
 EVEN = list(range(0, tiny.VOCAB, 2))
 THIRD = list(range(1, tiny.VOCAB, 3))
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 @pytest.fixture

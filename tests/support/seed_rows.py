@@ -33,6 +33,7 @@ _TP, _PP = (
 _TIERS = _ENGINE + "test_tiers.py::"
 _KV = _ENGINE + "test_poisoning.py::"
 _FORMULAS = _ENGINE + "test_operations.py::every_operation_at_every_site_does_what_its_formula_says"
+_CODECS = _ENGINE + "test_arena.py::what_a_codec_leaves_is_what_it_makes_of_the_rows_in_memory"
 _SINKS = _ENGINE + "test_sinks.py::"
 _DEFAULT, _ASYNC = _ENGINE + "test_default_capture.py::", _SYSTEM + "test_default_async.py::"
 _LAYERS = _UNIT + "api/test_arguments.py::"
@@ -52,7 +53,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S0.4": ("compressed rows go to npz files", _ACT_ROWS),
     "S0.5": ("rp8: random projection in uint8", _ACT_ROWS),
     "S0.6": ("full8: uint8 with scales", _ACT_ROWS),
-    "S0.7": ("topk8: indices and uint8 values", HERE),
+    "S0.7": ("topk8: indices and uint8 values", _CODECS),
     "S0.8": ("buffers per sequence", _MIX),
     "S0.9": (
         "files are local to a rank by default",
@@ -84,7 +85,10 @@ ROWS: dict[str, tuple[str, str]] = {
         "the cost depends on codec, layers and ranks",
         _LAB + "jobs/test_estimate.py::positions_codecs_and_dtypes_count_as_in_a_job",
     ),
-    "S1.7": ("sketches of 256 to 512 numbers", HERE),
+    "S1.7": (
+        "sketches of 256 to 512 numbers",
+        _UNIT + "codecs/test_rp8.py::rp8_is_the_page_s_projection_in_the_page_s_full8",
+    ),
     "S1.8": (
         "pip installs it",
         _UNIT + "test_distribution.py::the_installed_command_shows_its_version_and_its_help",
@@ -103,7 +107,7 @@ ROWS: dict[str, tuple[str, str]] = {
         _UNIT
         + "results/test_serialization.py::rows_saved_with_a_scale_per_dimension_are_read_to_half_a_step",
     ),
-    "S1.16": ("topk8 of an MLP", HERE),
+    "S1.16": ("topk8 of an MLP", _CODECS),
     "S1.17": ("rp8 of the residual stream", _ACT_ROWS),
     "S1.18": (
         "notebooks",
@@ -140,7 +144,7 @@ ROWS: dict[str, tuple[str, str]] = {
         "tests/contract/test_conventions.py::every_decoder_layer_of_vllm_is_in_the_table",
     ),
     "S2.8": ("continuous batching", _MIX),
-    "S2.9": ("torch.compile", _ENGINE + "test_operations.py::compiled_too"),
+    "S2.9": ("torch.compile", _ENGINE + "test_inner_sites.py::compiled_too"),
     "S2.10": ("CUDA graphs", _GRAPHS),
     "S2.11": ("tensor and pipeline parallelism", _TP),
     "S2.12": ("steps that capture need no eager mode", _GRAPHS),
@@ -261,7 +265,7 @@ ROWS: dict[str, tuple[str, str]] = {
         "one LLM per process",
         _ENGINE + "test_isolation.py::two_engines_in_one_process_keep_to_themselves",
     ),
-    "S3.7": ("eager mode alone", _ENGINE + "test_operations.py::compiled_too"),
+    "S3.7": ("eager mode alone", _ENGINE + "test_inner_sites.py::compiled_too"),
     "S3.8": ("SamplingParams from the package", HERE),
     "S3.9": (
         "LLM(model, layers, max_model_len, …)",
