@@ -15,7 +15,6 @@ from support.end_oracle import EndOracle
 from support.engines import engine, generated, greedy
 from support.inner_served import PROMPTS, ROOM, TIE, TOLERANCE, Served
 from support.oracle_edits import At
-from support.updating import Stepped
 
 from midstream import (
     Attention,
@@ -146,20 +145,6 @@ def test_a_prompts_log_probabilities_have_no_bias(served: Served) -> None:
         assert {key: each.logprob for key, each in one.items()} == pytest.approx(
             {key: each.logprob for key, each in other.items()}, abs=1e-5
         )
-
-
-@ONE
-def test_a_preempted_request_gets_its_bias_once_for_each_token(served: Served) -> None:
-    run, asked = Stepped(served.llm), cases(served)
-    given = [asked[1], asked[3], asked[0]]
-    for nth, one in enumerate(given):
-        params = greedy(COUNT, logprobs=TOP, detokenize=False)
-        run.add(str(nth), PROMPTS[0], params, edits=one[0])
-    run.step(3)
-    assert served.llm.reset_prefix_cache(reset_running_requests=True)
-    outputs = [output for _, output in sorted(run.finish().items())]
-    for one, output in zip(given, outputs, strict=True):
-        assert_biased(served, PROMPTS[0], output, one)
 
 
 @ONE

@@ -84,30 +84,6 @@ def test_rows_of_other_edits_are_never_reused(llm: Any) -> None:
         assert warm.receipt.edited is None or warm.receipt.edited.cached
 
 
-def test_rows_that_nobody_captured_are_computed(llm: Any) -> None:
-    prompt = fresh(100)
-    whole = Capture("all", ["resid_pre", "resid_mid", "resid_post"])
-    known = ask(llm, prompt, capture=whole)
-    ask(llm, prompt, capture=Capture([0, 2], "resid_post", slice(0, 64), reuse=True))
-    for capture, rows in (
-        (Capture(2, "resid_post", slice(3, 40), reuse=True), 37),
-        (Capture([0, 2], "resid_post", reuse=True), 64),
-        (Capture([0, 1], "resid_post", reuse=True), 0),
-        (Capture(0, "resid_pre", reuse=True), 0),
-        (Capture(0, "resid_post", codec="full8", reuse=True), 0),
-        (Capture(0, "resid_post", codec="full8", reuse=True), 96),
-        (Capture(0, "resid_post", slice(90, None), reuse=True), 6),
-    ):
-        out = ask(llm, prompt, capture=capture)
-        assert reused(out) == rows, capture
-        for tap in out.activations:
-            at = out.activations.positions_of(*tap)
-            error = 1e-5 if not capture.codec else 0.1
-            torch.testing.assert_close(
-                out.activations[tap], known.activations[tap][at], rtol=error, atol=error
-            )
-
-
 def test_a_reset_of_the_prefix_cache_takes_the_rows_along(llm: Any) -> None:
     """Whoever resets it may have changed the weights."""
     prompt = fresh(100)

@@ -102,14 +102,6 @@ def test_a_requests_own_edits_come_after_those_of_the_server(llm: Any) -> None:
     assert both.receipt.edited.applied == 2 * (len(PROMPT) + COUNT - 1)
 
 
-def test_a_request_of_one_token_under_the_generated_tier_is_no_error(llm: Any) -> None:
-    llm.steering.set(generated=Steer(W, 0))
-    output = ask(llm, greedy(1, detokenize=False))
-    assert output.receipt.edited is None or output.receipt.edited.expected == 0
-    llm.steering.clear()
-    assert_same(output, ask(llm, greedy(1, detokenize=False)))
-
-
 def test_named_vectors_are_their_values(llm: Any) -> None:
     llm.vectors.register("up", {("resid_mid", 1): U, ("resid_post", 2): V})
     llm.vectors.register("any", W)

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_view import inspect
 from support.engines import generated, greedy, tokens
 
 from midstream import ReceiptError, Steer, Vector
-from midstream.runtime.frontend.request import sent_vectors
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, UpdateVectors, arguments_of, read_request
 from midstream.runtime.protocol.vector_update import VectorUpdate
@@ -87,20 +85,6 @@ def test_vectors_are_sent_once_and_no_steps_message_has_their_numbers(llm, messa
     numbers = [data(nth)[at : at + 16] for nth in (0, 1) for at in (0, 100)]
     assert not [1 for step in messages.steps for part in numbers if part in step]
     assert max(len(step) for step in messages.steps) > 1000, "plans were in no message"
-
-
-def test_vectors_that_nobody_uses_are_dropped_and_come_again(llm, messages):
-    first = generated(ask(llm, [steer(20)])[0])
-    kept = sent_vectors.MOST_UNUSED // (4 * HIDDEN)
-    for nth in range(21, 23 + kept):
-        ask(llm, [steer(nth)], max_tokens=1)
-    dropped = {digest for update in messages.updates for digest in update.dropped}
-    assert len(dropped) >= 2
-    inspect(llm).check_integrity()
-    added(messages)
-    llm.reset_prefix_cache()
-    assert generated(ask(llm, [steer(20)])[0]) == first
-    assert added(messages) == [data(20)]
 
 
 def test_a_request_whose_vectors_the_worker_lost_while_it_waited_fails_and_no_other(
