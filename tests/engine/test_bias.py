@@ -147,19 +147,6 @@ def test_a_prompts_log_probabilities_have_no_bias(served: Served) -> None:
         )
 
 
-@ONE
-def test_server_wide_it_is_in_every_request_and_shown(served: Served) -> None:
-    served.llm.steering.set(base=Bias({7: 30.0}), generated=Bias({8: 60.0}, phase="generated"))
-    try:
-        assert "logits" in str(served.llm.steering)
-        outputs = served.ask([PROMPTS[0], PROMPTS[1]], 3, capture=None)
-        assert [generated(output) for output in outputs] == [[7, 8, 8]] * 2
-    finally:
-        served.llm.steering.clear()
-    (output,) = served.ask([PROMPTS[0]], 3, capture=None)
-    assert generated(output) == served.oracle.generate(PROMPTS[0], 3)
-
-
 def assert_logits(rows: LogitRows, asked: Logits, expected: torch.Tensor) -> None:
     """Against the reference's logits, [T, vocabulary]."""
     mine = expected[rows.positions]

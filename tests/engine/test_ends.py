@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import tiny
 from support.end_oracle import MODULES, EndOracle
-from support.engines import HAS_GPU, engine, generated, tokens
+from support.engines import HAS_GPU, engine, generated, greedy, tokens
 from support.inner_cases import fresh
 from support.inner_served import BLOCK, PROMPTS, ROOM, TOLERANCE, Served, assert_rows
 from support.oracle_edits import At, row_error
@@ -159,6 +159,7 @@ def test_compiled_too(
 )
 def test_embeddings_given_with_the_prompt_have_no_positions_yet(tiny_models: Path) -> None:
     """A model that adds positions gets these where midstream cannot see the embeddings before."""
+    params = greedy(3, detokenize=False)
     for name, tapped in (("gpt2", False), ("llama", True)):
         path, oracle = reference(name, tiny_models)
         with engine(path, **ROOM, enable_prompt_embeds=True, midstream={"sites": SITES}) as llm:
@@ -171,18 +172,10 @@ def test_embeddings_given_with_the_prompt_have_no_positions_yet(tiny_models: Pat
             if not tapped:
                 continue
             given = oracle.model.get_input_embeddings().weight[torch.tensor(PROMPTS[0])].detach()
-            served = Served(name, oracle, llm)
             outputs: list[Any] = [
-                llm.generate([one], served_params(), capture=Capture(sites=ENDS), use_tqdm=False)[0]
-                for one in ({"prompt_embeds": given}, tokens(PROMPTS[0]))
+                llm.generate([prompt], params, capture=Capture(sites=ENDS), use_tqdm=False)[0]
+                for prompt in ({"prompt_embeds": given}, tokens(PROMPTS[0]))
             ]
             for output in outputs:
                 seen = oracle.run([*PROMPTS[0], *generated(output)][:-1])
                 assert_rows(output.activations, seen)
-            assert served.name == name
-
-
-def served_params() -> Any:
-    from support.engines import greedy
-
-    return greedy(3, detokenize=False)

@@ -249,7 +249,6 @@ def test_one_edit_of_sites_of_several_widths_and_edits_of_many_sites_at_once(
         [At(of_heads)],
         [At(Gate(Scale(0.3, [1, 2], site=["q", "mlp_pre"]), far))],
         [At(maker.steer()) for maker in every],
-        [At(Scale(0.5, 1, site="z", head=2)), At(every[5].steer()), At(Scale(2, 1, site="z"))],
         [At(Replace(rows, 1, site="k", head=1, positions=slice(58, 70)),
             range(58, 70).__contains__)],
     ]  # fmt: skip

@@ -161,11 +161,6 @@ def test_registered_lenses_map_the_stream_by_the_formulas_of_their_papers(served
             SpecError, match=rf"readout_bytes is {LENS_BYTES}, of which {LENS_BYTES} are"
         ):
             lenses.register("more", JacobianLens(jacobians))
-        with pytest.raises(SpecError, match="'jacobian' has no map of the stream after 0 layers"):
-            served.ask([LONG], 1, capture=Lens(kind="jacobian", site="resid_pre"))
-        with pytest.raises(SpecError, match="reads resid_pre or resid_post") as caught:
-            served.ask([LONG], 1, capture=Lens(kind="tuned", site="resid_mid"))
-        assert caught.value.path == "capture.site"
     finally:
         for name in lenses.names:
             lenses.remove(name)

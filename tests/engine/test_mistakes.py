@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from engine.asking import ask_all
 from support.engines import tokens
-from vllm import SamplingParams
 
 from midstream import Capture, SpecError, Steer
 
@@ -42,11 +41,3 @@ def test_a_mistake_is_rejected_before_any_work(llm: Any) -> None:
     assert llm.llm_engine.has_unfinished_requests() == before is False
     with pytest.raises(SpecError, match="capture: unsupported in beam_search"):
         llm.beam_search([tokens(PROMPT)], None, capture=READ)
-
-
-def test_rows_of_several_completions_are_where_the_error_says(llm: Any) -> None:
-    params = SamplingParams(n=4, seed=0, max_tokens=2, ignore_eos=True, detokenize=False)
-    (output,) = ask_all(llm, [PROMPT], params, capture=READ)
-    with pytest.raises(AttributeError, match=r"read output\.outputs\[i\]\.activations"):
-        _ = output.activations
-    assert [len(each.activations[-1]) for each in output.outputs] == [len(PROMPT) + 1] * 4

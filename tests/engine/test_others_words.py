@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from engine.asking import ask
 from support.engines import generated, greedy
 from support.others_words import lens_array
 
-from midstream import Capture, SpecError, Steer
+from midstream import Capture, Steer
 
 PROMPT = [5, 6, 7, 8]
 HIDDEN = 64
@@ -51,11 +50,3 @@ def test_their_words_give_the_rows_and_tokens_of_ours(llm: Any) -> None:
     assert {name for name, _ in found.receipt.coming_from} == set(THEIRS)
     assert found.receipt.to_dict()["coming_from"] == dict(found.receipt.coming_from)
     assert expected.receipt.coming_from == ()
-
-
-def test_a_registered_name_is_found(llm: Any) -> None:
-    llm.vectors.register("calm", {"post_block": {1: 5 * V}})
-    found = run(llm, {"steering_name": "calm"})
-    assert generated(found) == generated(run(llm, edits=Steer("calm")))
-    with pytest.raises(SpecError, match="no vectors are registered as 'calmer'"):
-        run(llm, {"steering_name": "calmer"})

@@ -185,8 +185,7 @@ def test_guards_of_the_engine_stop_every_request_within_their_tier(llm):
     assert generated(after) == generated(whole)
 
 
-def test_a_stop_string_that_reads_like_a_stop_reason_is_refused(talking_llama, llm):
-    params = greedy(4)
-    params.stop = ["probe:guard"]
+def test_a_stop_string_that_reads_like_a_stop_reason_is_refused(llm):
+    params = greedy(4, stop=["probe:guard"])
     with pytest.raises(SpecError, match="is the stop reason of the probe"):
         ask(llm, PROMPTS[:1], params, probes=probe(Stop(above=1.0)))

@@ -66,20 +66,6 @@ def test_captured_logits_put_back_give_the_same_choice_of_experts(served: Served
     assert not torch.equal(plain.activations[END, 2], first.activations[END, 2])
 
 
-def test_a_deactivated_experts_logit_can_be_replaced_and_raised_again(served: Served) -> None:
-    prompt = PROMPTS[2]
-    row = torch.tensor([0.125, 2.5, -0.75, 0.3])
-    route = At(Route(None, [1, 3], layer=1))
-    chains = [
-        [route, At(Replace(row, 1, site="router"))],
-        [route, At(Route([3], layer=1))],
-    ]
-    outputs = served.ask([prompt] * 2, 1, edits=[[at.edit for at in ats] for ats in chains])
-    for ats, output in zip(chains, outputs, strict=True):
-        served.assert_is(prompt, output, *ats)
-    assert (outputs[0].activations["router", 1] - row).abs().max() <= TOLERANCE
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_a_router_in_an_op_that_compilers_do_not_look_into_is_read_and_edited(

@@ -259,11 +259,6 @@ def test_the_consumers_request_is_kept_under_its_tag_and_id(llm: Any, folder: Pa
     with pytest.raises(SpecError, match="probe_0001 exists already") as caught:
         llm.generate(PROMPTS[4], params, use_tqdm=False)
     assert caught.value.path.endswith("capture[0].request_id")
-    asked = {"request_id": "probe_0002", "tag": "json", "hooks": {"post_block": [2]}}
-    form = greedy(3, extra_args={"midstream": {"capture": {"filesystem": asked}}}, detokenize=False)
-    (again,) = llm.generate(PROMPTS[4], form, use_tqdm=False)
-    assert again.capture_results["filesystem"].status == "ok"
-    assert (folder / "filesystem" / "json" / "probe_0002" / "manifest.json").exists()
 
 
 def test_an_id_that_the_store_has_is_refused_before_anything_runs(llm: Any, folder: Path) -> None:

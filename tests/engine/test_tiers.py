@@ -92,16 +92,6 @@ def ask_without(llm: Any, edits: list[Any]) -> Any:
             llm.steering.set(**given)
 
 
-def test_a_requests_own_edits_come_after_those_of_the_server(llm: Any) -> None:
-    steer, scale = Steer(U, 1), Scale(0.5, 1)
-    llm.steering.set(base=steer)
-    both = ask(llm, edits=[scale])
-    llm.steering.clear()
-    assert_same(both, ask(llm, edits=[steer, scale]))
-    assert differ(both, ask(llm, edits=[scale, steer]))
-    assert both.receipt.edited.applied == 2 * (len(PROMPT) + COUNT - 1)
-
-
 def test_named_vectors_are_their_values(llm: Any) -> None:
     llm.vectors.register("up", {("resid_mid", 1): U, ("resid_post", 2): V})
     llm.vectors.register("any", W)

@@ -10,7 +10,6 @@ import torch
 from support.engines import generated, greedy, tokens
 
 from midstream import ReceiptError, Steer, Vector
-from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, UpdateVectors, arguments_of, read_request
 from midstream.runtime.protocol.vector_update import VectorUpdate
 
@@ -24,7 +23,6 @@ class Messages:
     def __init__(self, executor: Any, patch: pytest.MonkeyPatch) -> None:
         self.updates: list[VectorUpdate] = []
         self.steps: list[bytes] = []
-        self.plans: list[bytes] = []
         call, execute = executor.collective_rpc, executor.execute_model
 
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +35,6 @@ class Messages:
         def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             new = [one.sampling_params for one in scheduled.scheduled_new_reqs]
             self.steps.append(pickle.dumps(new))
-            self.plans += [payload.plan for payload in map(payload_of, new) if payload]
             return execute(scheduled, *args, **kwargs)
 
         patch.setattr(executor, "collective_rpc", collective_rpc)
