@@ -33,9 +33,8 @@ def test_any_text_is_read_or_unknown(text):
     assert found is None or found[0] in sites.NAMES
 
 
-@pytest.mark.parametrize(
-    ("name", "tap"),
-    [
+def test_names_of_other_tools_mean_sites():
+    for name, tap in (
         ("blocks.10.hook_resid_pre", ("resid_pre", 10)),
         ("blocks.10.hook_resid_mid", ("resid_mid", 10)),
         ("blocks.10.hook_resid_post", ("resid_post", 10)),
@@ -69,23 +68,20 @@ def test_any_text_is_read_or_unknown(text):
         ("resid_post.10", ("resid_post", 10)),
         ("post_attn.2", ("resid_mid", 2)),
         ("post_mlp", ("resid_post", None)),
-    ],
-)
-def test_names_of_other_tools_mean_sites(name, tap):
-    assert sites.parse(name) == tap
-    if tap[1] is not None:
-        assert Capture(sites=name) == Capture(tap[1], tap[0])
-        assert Steer([1], site=name) == Steer([1], tap[1], site=tap[0])
-        assert Probe([1], site=name) == Probe([1], tap[1], site=tap[0])
-        assert Replace([1], site=name) == Replace([1], tap[1], site=tap[0])
-        assert Scale(2, sites=name) == Scale(2, tap[1], site=tap[0])
-        assert Reading([1], site=name) == Reading([1], layer=tap[1], site=tap[0])
-        assert Gate(Scale(2, 3), {"direction": [1], "site": name}).probe.tap == tap
+    ):
+        assert sites.parse(name) == tap, name
+        if tap[1] is not None:
+            assert Capture(sites=name) == Capture(tap[1], tap[0])
+            assert Steer([1], site=name) == Steer([1], tap[1], site=tap[0])
+            assert Probe([1], site=name) == Probe([1], tap[1], site=tap[0])
+            assert Replace([1], site=name) == Replace([1], tap[1], site=tap[0])
+            assert Scale(2, sites=name) == Scale(2, tap[1], site=tap[0])
+            assert Reading([1], site=name) == Reading([1], layer=tap[1], site=tap[0])
+            assert Gate(Scale(2, 3), {"direction": [1], "site": name}).probe.tap == tap
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_a_place_of_other_tools_without_a_site_is_unsupported():
+    for name in (
         "blocks.3.hook_q_input",
         "blocks.3.hook_attn_in",
         "blocks.3.hook_mlp_in",
@@ -96,12 +92,10 @@ def test_names_of_other_tools_mean_sites(name, tap):
         "model.layers.3.self_attn.o_proj.output",
         "model.embed_tokens",
         "lm_head",
-    ],
-)
-def test_a_place_of_other_tools_without_a_site_is_unsupported(name):
-    problem = "has no site here; unsupported. Sites: `embed`, .*`final_norm`"
-    with pytest.raises(SpecError, match=problem):
-        Capture(3, sites=name)
+    ):
+        problem = "has no site here; unsupported. Sites: `embed`, .*`final_norm`"
+        with pytest.raises(SpecError, match=problem):
+            Capture(3, sites=name)
 
 
 @pytest.mark.parametrize(("name", "reduce"), [("pattern", "full"), ("attn_scores", "scores")])
@@ -112,33 +106,34 @@ def test_a_hook_with_attention_weights_leads_to_the_capture_of_these(name, reduc
     assert Attention([3], reduce=reduce).reduce == reduce
 
 
-@pytest.mark.parametrize(
-    ("name", "site"),
-    [
+def test_names_of_sites_without_a_layer():
+    for name, site in (
         ("embed", "embed"),
         ("hook_embed", "embed"),
         ("final_norm", "final_norm"),
         ("ln_final.hook_out", "final_norm"),
         ("model.norm", "final_norm"),
         ("transformer.ln_f.output", "final_norm"),
-    ],
-)
-def test_names_of_sites_without_a_layer(name, site):
-    assert sites.parse(name) == (site, None)
-    assert sites.parse(sites.transformer_lens_name((site, 7))) == (site, None)
-    assert Capture(sites=name) == Capture(sites=[site]) == Capture.parse({"sites": site})
-    assert Capture(sites=name).to_dict() == {"sites": [site], "positions": ["all"], "phase": "all"}
-    for one in (Steer([1], site=name), Scale(2, sites=name), Replace([1], site=name)):
-        assert "layer" not in one.to_dict()
-        assert type(one).parse(one.to_dict()) == one == one.replace(site=site)
-    probe = Probe([1], site=name)
-    assert Probe.parse(probe.to_dict()) == probe
-    assert (
-        Reading([1], site=name)
-        == Reading.parse(probe)
-        == Reading.parse({"direction": [1], "site": site})
-    )
-    assert Reading.parse(Reading([1], site=name).to_dict()) == Reading([1], site=name)
+    ):
+        assert sites.parse(name) == (site, None), name
+        assert sites.parse(sites.transformer_lens_name((site, 7))) == (site, None)
+        assert Capture(sites=name) == Capture(sites=[site]) == Capture.parse({"sites": site})
+        assert Capture(sites=name).to_dict() == {
+            "sites": [site],
+            "positions": ["all"],
+            "phase": "all",
+        }
+        for one in (Steer([1], site=name), Scale(2, sites=name), Replace([1], site=name)):
+            assert "layer" not in one.to_dict()
+            assert type(one).parse(one.to_dict()) == one == one.replace(site=site)
+        probe = Probe([1], site=name)
+        assert Probe.parse(probe.to_dict()) == probe
+        assert (
+            Reading([1], site=name)
+            == Reading.parse(probe)
+            == Reading.parse({"direction": [1], "site": site})
+        )
+        assert Reading.parse(Reading([1], site=name).to_dict()) == Reading([1], site=name)
 
 
 def test_a_layer_at_a_site_without_one_is_refused():
@@ -176,9 +171,8 @@ def test_names_with_layers_are_several_taps():
     assert Capture([3, 1], names) == Capture([3, 1], ["resid_pre", "resid_post"])
 
 
-@pytest.mark.parametrize(
-    ("layers", "names", "path", "problem"),
-    [
+def test_names_that_contradict_the_layers_are_rejected():
+    for layers, names, path, problem in (
         (4, "resid_post.3", "layers", "have layer 3; omit it here"),
         ("all", "resid_post.3", "layers", "have layer 3; omit it here"),
         (None, ["resid_post.3", "resid_pre"], "sites", "either every name or none"),
@@ -186,9 +180,7 @@ def test_names_with_layers_are_several_taps():
         (None, ["resid_post.3", "resid_pre.4"], "sites", "not every combination"),
         (None, ["resid_post.3", "residpost.3"], "sites[1]", "unknown site 'residpost.3'"),
         (None, "resid_post", "", "missing field `layers`"),
-    ],
-)
-def test_names_that_contradict_the_layers_are_rejected(layers, names, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Capture(layers, names)
-    assert caught.value.path == path
+    ):
+        with pytest.raises(SpecError, match=problem) as caught:
+            Capture(layers, names)
+        assert caught.value.path == path, layers

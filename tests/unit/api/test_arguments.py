@@ -72,24 +72,20 @@ def test_a_list_of_captures_is_one_per_prompt(value):
     assert per_prompt("capture", value, 2) == list(value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "count"),
-    [
+def test_a_list_of_another_length_is_refused_with_both_numbers():
+    for name, value, count in (
         ("capture", [READ, OTHER], 1),
         ("capture", [READ], 2),
         ("capture", [], 1),
         ("steer", [[ADD]], 2),
         ("steer", [None, None, None], 2),
-    ],
-)
-def test_a_list_of_another_length_is_refused_with_both_numbers(name, value, count):
-    with pytest.raises(SpecError, match=f"^{name}: {len(value)} entries for {count} prompt"):
-        per_prompt(name, value, count)
+    ):
+        with pytest.raises(SpecError, match=f"^{name}: {len(value)} entries for {count} prompt"):
+            per_prompt(name, value, count)
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
+def test_an_argument_of_another_tool_is_rejected_with_what_to_write():
+    for name, instead in (
         ("hooks", "edits=.* to change activations, capture=.* to read them"),
         ("fwd_hooks", "edits="),
         ("captures", "capture="),
@@ -99,11 +95,9 @@ def test_a_list_of_another_length_is_refused_with_both_numbers(name, value, coun
         ("edit", "edits="),
         ("probe", "probes="),
         ("layers", "capture=Capture"),
-    ],
-)
-def test_an_argument_of_another_tool_is_rejected_with_what_to_write(name, instead):
-    with pytest.raises(SpecError, match=rf"^{name}: f\(\) .* did you mean .*{instead}"):
-        check_names("f", [name], lambda use_tqdm: None)
+    ):
+        with pytest.raises(SpecError, match=rf"^{name}: f\(\) .* did you mean .*{instead}"):
+            check_names("f", [name], lambda use_tqdm: None)
 
 
 def test_vllms_own_arguments_are_its_own_matter():
@@ -178,9 +172,8 @@ def test_each_argument_is_dealt_out_by_itself():
 # ---------------------------------------------------------------- errors name the field as written
 
 
-@pytest.mark.parametrize(
-    ("path", "given", "nth", "wanted"),
-    [
+def test_the_path_of_an_error_is_as_the_caller_would_write_it():
+    for path, given, nth, wanted in (
         ("edits.layer", {"steer": {}}, 0, "steer.layer"),
         ("edits[0].layer", {"steer": {}}, 0, "steer.layer"),
         ("edits[1].layer", {"steer": [{}, {}]}, 0, "steer[1].layer"),
@@ -214,12 +207,10 @@ def test_each_argument_is_dealt_out_by_itself():
         ("prompt", {"capture": {}}, 0, "prompt"),
         ("", {"capture": {}, "steer": {}}, 0, ""),
         ("extra_args['midstream'].edits", {"steer": {}}, 0, "extra_args['midstream'].edits"),
-    ],
-)
-def test_the_path_of_an_error_is_as_the_caller_would_write_it(path, given, nth, wanted):
-    found = CallArguments(**given).explain(SpecError(path, "is wrong"), nth)
-    assert found.path == wanted
-    assert found.problem.startswith("is wrong")
+    ):
+        found = CallArguments(**given).explain(SpecError(path, "is wrong"), nth)
+        assert found.path == wanted, path
+        assert found.problem.startswith("is wrong")
 
 
 def test_what_is_wrong_with_a_value_that_is_for_all_says_for_which_prompt():
@@ -341,20 +332,17 @@ def default(
     return DefaultCapture.parse(layers, include_prefill, include_decode, last_prefill, last)
 
 
-@pytest.mark.parametrize(
-    ("given", "positions"),
-    [
+def test_the_default_capture_asks_for_the_rows_that_its_switches_say():
+    for given, positions in (
         ({}, ["generated"]),
         ({"include_prefill": True}, ["prompt", "generated"]),
         ({"last_prefill": True}, ["last_prompt", "generated"]),
         ({"last_prefill": True, "include_prefill": True}, ["last_prompt", "generated"]),
         ({"include_prefill": True, "include_decode": False}, ["prompt"]),
         ({"include_decode": False, "last": True}, ["generated"]),
-    ],
-)
-def test_the_default_capture_asks_for_the_rows_that_its_switches_say(given, positions):
-    plan = default([1, -1], **given).join(None, 16)
-    assert plan == Plan(captures=(Capture([1, -1], "resid_post", Positions.parse(positions)),))
+    ):
+        plan = default([1, -1], **given).join(None, 16)
+        assert plan == Plan(captures=(Capture([1, -1], "resid_post", Positions.parse(positions)),))
 
 
 @pytest.mark.parametrize("layers", ["all", ["all"]])
@@ -423,24 +411,21 @@ def positions(found):
     return {layer: rows[:, 1].tolist() for layer, rows in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("given", "decode", "prefill"),
-    [
+def test_an_output_has_its_rows_by_layer_as_plain_dicts():
+    for given, decode, prefill in (
         ({}, [3, 4], None),
         ({"last": True}, [4], None),
         ({"include_prefill": True}, [3, 4], [0, 1, 2]),
         ({"last_prefill": True}, [3, 4], [2]),
         ({"include_prefill": True, "include_decode": False}, None, [0, 1, 2]),
         ({"last_prefill": True, "last": True}, [4], [2]),
-    ],
-)
-def test_an_output_has_its_rows_by_layer_as_plain_dicts(given, decode, prefill):
-    found = output(completion(activations=activations(_1=range(5), _15=range(5))))
-    default([1, 15], **given).attach(found, 30)
-    for name, wanted in (("hidden_states", decode), ("prefill_hidden_states", prefill)):
-        every = {} if wanted is None else {1: wanted, 15: wanted}
-        assert positions(getattr(found, name)) == every
-        assert getattr(found, name) is getattr(found.outputs[0], name)
+    ):
+        found = output(completion(activations=activations(_1=range(5), _15=range(5))))
+        default([1, 15], **given).attach(found, 30)
+        for name, wanted in (("hidden_states", decode), ("prefill_hidden_states", prefill)):
+            every = {} if wanted is None else {1: wanted, 15: wanted}
+            assert positions(getattr(found, name)) == every
+            assert getattr(found, name) is getattr(found.outputs[0], name)
 
 
 def test_without_generated_rows_the_layers_are_there_and_empty():

@@ -137,15 +137,17 @@ def test_captures_are_taken_in_every_form(capture):
     assert plan_of(params) == Plan(captures=(Capture(12, "resid_post", "last_prompt"),))
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [("all_prompt", "prompt"), ("all_generated", "generated"), ("all", "all"), ([1, 2], [1, 2])],
-)
-def test_a_consumers_hooks_are_a_capture_each_at_its_positions(theirs, ours):
-    asked = {"hooks": {"pre_attn": [0], "post_attn": "all"}, "positions": theirs}
-    assert plan_of(SamplingParams(capture={"memory": asked})) == Plan(
-        captures=(Capture(0, "resid_pre", ours), Capture("all", "resid_mid", ours))
-    )
+def test_a_consumers_hooks_are_a_capture_each_at_its_positions():
+    for theirs, ours in (
+        ("all_prompt", "prompt"),
+        ("all_generated", "generated"),
+        ("all", "all"),
+        ([1, 2], [1, 2]),
+    ):
+        asked = {"hooks": {"pre_attn": [0], "post_attn": "all"}, "positions": theirs}
+        assert plan_of(SamplingParams(capture={"memory": asked})) == Plan(
+            captures=(Capture(0, "resid_pre", ours), Capture("all", "resid_mid", ours))
+        )
 
 
 def test_probes_are_taken():

@@ -12,9 +12,8 @@ from midstream.codecs import Cast, Full8, Raw, Rp8, Topk8, parse_codec
 from midstream.errors import SpecError, UnsupportedError
 
 
-@pytest.mark.parametrize(
-    ("text", "codec", "spec"),
-    [
+def test_a_codec_is_read_from_its_text():
+    for text, codec, spec in (
         ("raw", Raw(), "raw"),
         ("full8", Full8(), "full8"),
         ("rp8", Rp8(k=512, seed=0), "rp8:k=512,seed=0"),
@@ -24,13 +23,11 @@ from midstream.errors import SpecError, UnsupportedError
         ("cast", Cast("bfloat16"), "cast:dtype=bfloat16"),
         ("cast:dtype=float8_e4m3fn", Cast("float8_e4m3fn"), None),
         ("topk8:k=1", Topk8(k=1), "topk8:k=1"),
-    ],
-)
-def test_a_codec_is_read_from_its_text(text, codec, spec):
-    assert parse_codec(text) == codec
-    assert parse_codec(codec) is codec
-    assert spec is None or codec.spec == spec
-    assert parse_codec(codec.spec) == codec
+    ):
+        assert parse_codec(text) == codec, text
+        assert parse_codec(codec) is codec
+        assert spec is None or codec.spec == spec
+        assert parse_codec(codec.spec) == codec
 
 
 @given(st.integers(1, 4096), st.integers(0, 2**64 - 1))
@@ -39,9 +36,8 @@ def test_every_codec_s_own_text_is_read_as_that_codec(k, seed):
         assert parse_codec(codec.spec) == codec
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "problem"),
-    [
+def test_what_names_no_codec_is_refused_by_field_and_value():
+    for text, path, problem in (
         (
             None,
             "codec",
@@ -84,13 +80,11 @@ def test_every_codec_s_own_text_is_read_as_that_codec(k, seed):
         ("rp8:seed=-1", "codec.seed", "expected a decimal number, got '-1'"),
         ("rp8:seed=18446744073709551616", "codec.seed", "got an integer of 65 bits"),
         ("topk8:k=0", "codec.k", "expected 1 to 1048576, got 0"),
-    ],
-)
-def test_what_names_no_codec_is_refused_by_field_and_value(text, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        parse_codec(text)
-    assert caught.value.path == path
-    assert len(str(caught.value)) < 300
+    ):
+        with pytest.raises(SpecError, match=problem) as caught:
+            parse_codec(text)
+        assert caught.value.path == path, text
+        assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("k", [True, 1.0, "1", None])

@@ -29,17 +29,14 @@ def hexed(data: torch.Tensor) -> str:
 # ---------------------------------------------------------------- raw
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
+def test_raw_is_the_bytes_of_the_dtype():
+    for dtype, expected in (
         ("float32", "0000803f000020c00000c07f"),
         ("bfloat16", "803f20c0c07f"),
         ("float16", "003c00c1007e"),
-    ],
-)
-def test_raw_is_the_bytes_of_the_dtype(dtype, expected):
-    rows = torch.tensor([[1.0, -2.5, torch.nan]], dtype=DTYPES[dtype])
-    assert hexed(Raw().encode(rows)) == expected
+    ):
+        rows = torch.tensor([[1.0, -2.5, torch.nan]], dtype=DTYPES[dtype])
+        assert hexed(Raw().encode(rows)) == expected, dtype
 
 
 @given(st.data())
@@ -61,9 +58,8 @@ def test_raw_copies_nothing_when_it_need_not():
 # ---------------------------------------------------------------- full8, byte by byte
 
 
-@pytest.mark.parametrize(
-    ("values", "scale", "zero", "steps"),
-    [
+def test_the_bytes_of_full8():
+    for values, scale, zero, steps in (
         ((0.0, 255.0, 1.0, 100.4), "0000803f", "00000000", "00ff0164"),
         ((-1.0, 254.0, 0.5, 1.5), "0000803f", "000080bf", "00ff0202"),  # halves to the even
         ((7.5, 7.5, 7.5), "00000000", "0000f040", "000000"),
@@ -78,10 +74,8 @@ def test_raw_copies_nothing_when_it_need_not():
         ((-MAX, MAX, 0.0), "8080007c", "ffff7fff", "00ff80"),
         # The smallest denormal is its own step.
         ((0.0, TINY, 3 * TINY), "01000000", "00000000", "000103"),
-    ],
-)
-def test_the_bytes_of_full8(values, scale, zero, steps):
-    assert full8(*values)[0] == scale + zero + steps
+    ):
+        assert full8(*values)[0] == scale + zero + steps, values
 
 
 def test_what_full8_reads():

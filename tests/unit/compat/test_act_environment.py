@@ -34,19 +34,16 @@ def test_by_default_all_layers_of_every_request_go_to_files_as_sketches_of_512()
     assert sink.captures == (Capture("all", "resid_post", "all", sink="npz"),)
 
 
-@pytest.mark.parametrize(
-    ("variables", "codec"),
-    [
+def test_the_mode_is_the_codec():
+    for variables, codec in (
         ({"VLLM_ACT_MODE": "rp8", "VLLM_ACT_RP_K": "256"}, "rp8:k=256,seed=0"),
         ({"VLLM_ACT_RP_K": "16384"}, "rp8:k=16384,seed=0"),
         ({"VLLM_ACT_MODE": "full8", "VLLM_ACT_RP_K": "256"}, "full8"),
         ({"VLLM_ACT_MODE": "topk8"}, "topk8:k=64"),
         ({"VLLM_ACT_MODE": "raw", "VLLM_ACT_RETURN": "gathered"}, "raw"),
         ({"VLLM_ACT_MODE": "", "VLLM_ACT_RP_K": "", "VLLM_ACT_RETURN": ""}, "rp8:k=512,seed=0"),
-    ],
-)
-def test_the_mode_is_the_codec(variables, codec):
-    assert from_act_environment({**ON, **variables}).codec == codec
+    ):
+        assert from_act_environment({**ON, **variables}).codec == codec, variables
 
 
 def test_the_folder_is_that_of_the_sink():
@@ -81,12 +78,12 @@ def test_the_environment_is_read_when_it_is_asked_for(monkeypatch):
     assert from_act_environment() is None
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [({}, "sharded"), ({"VLLM_ACT_RETURN": "gathered"}, "gathered")],
-)
-def test_through_which_ranks_rows_leave_is_the_setting(variables, expected):
-    assert from_act_environment({**ON, **variables}).return_ == expected
+def test_through_which_ranks_rows_leave_is_the_setting():
+    for variables, expected in (
+        ({}, "sharded"),
+        ({"VLLM_ACT_RETURN": "gathered"}, "gathered"),
+    ):
+        assert from_act_environment({**ON, **variables}).return_ == expected, variables
 
 
 def test_the_worker_class_is_a_name_that_the_front_end_replaces():

@@ -51,16 +51,13 @@ def test_the_plain_form_is_the_callers_to_change():
     assert Config().to_dict()["stamp"]["version"] != "changed"
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
+def test_sites_are_canonical_and_in_the_order_of_the_forward():
+    for settings, found in (
         ("post_block", ("resid_post",)),
         (["resid_post", "pre_attn"], ("resid_pre", "resid_post")),
         (("resid_mid",), ("resid_mid",)),
-    ],
-)
-def test_sites_are_canonical_and_in_the_order_of_the_forward(given, found):
-    assert Config.parse({"sites": given}).sites == found
+    ):
+        assert Config.parse({"sites": settings}).sites == found, settings
 
 
 @pytest.mark.parametrize("value", ["all", ["all"], ("all",)])
@@ -68,9 +65,8 @@ def test_all_layers_may_be_written_as_a_word_or_a_list_of_it(value):
     assert Config.parse({"layers": value}).layers == "all"
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_what_is_wrong_is_refused_by_name():
+    for settings, message in (
         (
             {"site": ["resid_post"]},
             "midstream: unknown field 'site' (did you mean `sites`?); known: `sites`, ",
@@ -127,12 +123,10 @@ def test_all_layers_may_be_written_as_a_word_or_a_list_of_it(value):
         ({"layers": [1, "2"]}, "midstream.layers[1]: expected `int`, got `str`"),
         ({"layers": [True]}, "midstream.layers[0]: expected `int`, got `bool`"),
         ({"layers": ["all", 1]}, "midstream.layers[0]: expected `int`, got `str`"),
-    ],
-)
-def test_what_is_wrong_is_refused_by_name(given, message):
-    with pytest.raises(ConfigError) as caught:
-        Config.parse(given)
-    assert str(caught.value).startswith(message)
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Config.parse(given)
+        assert str(caught.value).startswith(message), given
 
 
 @pytest.mark.parametrize("value", [None, True, 1, "resid_post", ["resid_post"]])
@@ -154,13 +148,16 @@ def test_a_config_made_directly_is_checked_like_a_dict():
     assert Config.parse(Config(sites=["post_attn"], layers=[1])) == Config(("resid_mid",), (1,))
 
 
-@pytest.mark.parametrize(
-    "stamp",
-    [{**STAMP, "version": "0.0.0"}, {**STAMP, "op_schema": 0}, {}, None, "0.1.0"],
-)
-def test_settings_stamped_by_another_version_are_refused(stamp):
-    with pytest.raises(ConfigError, match="stamp: this process runs midstream .*same version"):
-        Config.parse({"stamp": stamp})
+def test_settings_stamped_by_another_version_are_refused():
+    for stamp in (
+        {**STAMP, "version": "0.0.0"},
+        {**STAMP, "op_schema": 0},
+        {},
+        None,
+        "0.1.0",
+    ):
+        with pytest.raises(ConfigError, match="stamp: this process runs midstream .*same version"):
+            Config.parse({"stamp": stamp})
 
 
 def test_the_callers_dict_is_left_alone():
@@ -173,17 +170,14 @@ def test_the_callers_dict_is_left_alone():
 # ---------------------------------------------------------------- layers
 
 
-@pytest.mark.parametrize(
-    ("layers", "found"),
-    [
+def test_layers_are_resolved_in_order():
+    for layers, found in (
         ("all", (0, 1, 2, 3)),
         ([3, 0], (0, 3)),
         ([-1], (3,)),
         ([-4, 1], (0, 1)),
-    ],
-)
-def test_layers_are_resolved_in_order(layers, found):
-    assert Config.parse({"layers": layers}).resolve_layers(4) == found
+    ):
+        assert Config.parse({"layers": layers}).resolve_layers(4) == found, layers
 
 
 @pytest.mark.parametrize("layer", [4, -5, 100])
@@ -239,12 +233,16 @@ def test_a_malformed_environment_variable_is_refused(monkeypatch, text, message)
         from_environment()
 
 
-@pytest.mark.parametrize(
-    "additional",
-    [None, {}, {"other": {"layers": [1]}}, {"midstream": None}, {"midstream": False}, object()],
-)
-def test_additional_config_without_midstreams_key_means_not_enabled(additional):
-    assert from_additional_config(additional) is None
+def test_additional_config_without_midstreams_key_means_not_enabled():
+    for additional in (
+        None,
+        {},
+        {"other": {"layers": [1]}},
+        {"midstream": None},
+        {"midstream": False},
+        object(),
+    ):
+        assert from_additional_config(additional) is None, additional
 
 
 def test_additional_config_with_midstreams_key_is_read_beside_other_plugins():

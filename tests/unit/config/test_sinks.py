@@ -21,19 +21,16 @@ from midstream.sinks.registry import make_sink
 HERE = {"filesystem": {"root": "/srv/acts"}}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_every_form_says_the_same():
+    for given in (
         HERE,
         {"filesystem": {"root": Path("/srv/acts")}},
         {"filesystem": "root=/srv/acts"},
         "filesystem:root=/srv/acts",
         ["filesystem:root=/srv/acts"],
         ("filesystem:root=/srv/acts",),
-    ],
-)
-def test_every_form_says_the_same(given):
-    assert plain_sinks(given) == HERE
+    ):
+        assert plain_sinks(given) == HERE, given
 
 
 def test_a_sink_in_one_word_may_have_several_settings_numbers_among_them():
@@ -177,22 +174,19 @@ class Own(Noting):
 PATH = f"{__name__}:Own"
 
 
-@pytest.mark.parametrize(
-    ("given", "level"),
-    [
+def test_a_class_by_its_path_is_a_sink():
+    for given, level in (
         (PATH, 1),
         ({"class": PATH}, 1),
         ({"class": PATH, "level": 3}, 3),
         (f"class={PATH},level=3", 3),
-    ],
-)
-def test_a_class_by_its_path_is_a_sink(given, level):
-    plain = plain_sinks({"mine": given})
-    assert json.loads(json.dumps(plain)) == plain
-    sink = make_sink(read_sinks(plain)[0])
-    assert (type(sink).__name__, sink.level) == ("Own", level)
-    (same,) = read_sinks(plain_sinks(f"mine:class={PATH}"))
-    assert type(make_sink(same)) is type(sink)
+    ):
+        plain = plain_sinks({"mine": given})
+        assert json.loads(json.dumps(plain)) == plain, given
+        sink = make_sink(read_sinks(plain)[0])
+        assert (type(sink).__name__, sink.level) == ("Own", level)
+        (same,) = read_sinks(plain_sinks(f"mine:class={PATH}"))
+        assert type(make_sink(same)) is type(sink)
 
 
 def test_an_object_is_a_sink_with_captures_and_limits_like_any_other():

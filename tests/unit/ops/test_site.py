@@ -167,9 +167,8 @@ def test_an_empty_batch_is_allowed():
     case([ADD], rows=0, width=32).run()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_buffers_of_wrong_shapes_strides_and_dtypes_are_not_bound():
+    for change, message in (
         ({"tally": torch.zeros(20, 3, dtype=torch.int32)}, "tally must be"),
         ({"tally": torch.zeros(5, 4, dtype=torch.int32)}, "tally must be"),
         ({"ids": torch.zeros(5, dtype=torch.int32)}, "ids must be"),
@@ -183,35 +182,30 @@ def test_an_empty_batch_is_allowed():
         ({"bank": torch.zeros(4, 32, dtype=torch.float64)}, "bank must be"),
         ({"ring": torch.zeros(4, 64)[:, ::2]}, "ring must be contiguous"),
         ({"ring": torch.zeros(4, 33)}, "ring must be"),
-    ],
-)
-def test_buffers_of_wrong_shapes_strides_and_dtypes_are_not_bound(change, message):
-    made = case([ADD], rows=6, width=32, captures=False)
-    for name, value in change.items():
-        setattr(made, name, value)
-    with pytest.raises(ValueError, match=message):
-        made.bound()
+    ):
+        made = case([ADD], rows=6, width=32, captures=False)
+        for name, value in change.items():
+            setattr(made, name, value)
+        with pytest.raises(ValueError, match=message):
+            made.bound()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_rows_that_do_not_fit_their_buffers_are_refused():
+    for change, message in (
         ({"residual": torch.zeros(5, 32)}, "residual must match hidden"),
         ({"residual": torch.zeros(6, 64)[:, ::2]}, "residual must match hidden"),
         ({"hidden": torch.zeros(6, 64)[:, ::2]}, "hidden must be"),
         ({"hidden": torch.zeros(60, 32), "residual": None}, "hidden must have at most"),
         ({"hidden": torch.zeros(6, 33), "residual": None}, "width must be a multiple of 32"),
         ({"hidden": torch.zeros(6, 32, dtype=torch.int32)}, "must be float32, bfloat16 or"),
-    ],
-)
-def test_rows_that_do_not_fit_their_buffers_are_refused(change, message):
-    made = case([ADD], rows=6, width=32, captures=False)
-    for name, value in change.items():
-        setattr(made, name, value)
-    before = made.hidden.clone()
-    with pytest.raises(ValueError, match=message):
-        site(*made.bound())
-    assert same_bits(made.hidden.contiguous(), before.contiguous())
+    ):
+        made = case([ADD], rows=6, width=32, captures=False)
+        for name, value in change.items():
+            setattr(made, name, value)
+        before = made.hidden.clone()
+        with pytest.raises(ValueError, match=message):
+            site(*made.bound())
+        assert same_bits(made.hidden.contiguous(), before.contiguous()), change
 
 
 def test_the_tally_of_other_buffers_is_refused():

@@ -84,18 +84,15 @@ def test_a_map_is_the_product_of_the_stream_on_entry_with_its_own_matrix():
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("ops", "kind"),
-    [
+def test_the_kind_of_a_program_says_where_its_map_is():
+    for ops, kind in (
         ([], layout.ANY),
         ([Op.SCALE], layout.ANY),
         ([Op.MAP, Op.ADD], layout.WITH_MAP),
         ([Op.PROBE, Op.GATE, Op.MAP, Op.PROBE], layout.WITH_MAP + 2),
-    ],
-)
-def test_the_kind_of_a_program_says_where_its_map_is(ops, kind):
-    assert layout.kind_of(ops, plain=False) == kind
-    assert layout.kind_of([Op.ADD], plain=True) == layout.PLAIN
+    ):
+        assert layout.kind_of(ops, plain=False) == kind, ops
+        assert layout.kind_of([Op.ADD], plain=True) == layout.PLAIN
 
 
 def test_a_map_that_would_not_see_the_stream_on_entry_has_no_kind():

@@ -111,9 +111,8 @@ def test_a_plan_tells_whether_it_needs_the_prompts_tokens(part):
     assert Plan.parse({part: {**form, "positions": TokenIds([3])}}).needs_prompt
 
 
-@pytest.mark.parametrize(
-    ("value", "path", "problem"),
-    [
+def test_a_malformed_plan_is_refused_by_the_path_of_what_is_wrong():
+    for value, path, problem in (
         ({}, "", NOTHING),
         ({"capture": []}, "capture", "the list is empty"),
         ({"capture": None}, "capture", "expected a dict or a list, got `None`"),
@@ -164,15 +163,13 @@ def test_a_plan_tells_whether_it_needs_the_prompts_tokens(part):
             "expected a dict of `capture`, `edits`, `probes`, `controller`, got `list`",
         ),
         (None, "", "expected a dict of `capture`, `edits`, `probes`, `controller`, got `None`"),
-    ],
-)
-def test_a_malformed_plan_is_refused_by_the_path_of_what_is_wrong(value, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        Plan.parse(value)
-    assert caught.value.path == path
-    assert str(caught.value).startswith(f"{path}: " if path else "")
-    with pytest.raises(SpecError, match=problem):
-        Plan.parse(json.dumps(value))
+    ):
+        with pytest.raises(SpecError, match=problem) as caught:
+            Plan.parse(value)
+        assert caught.value.path == path, value
+        assert str(caught.value).startswith(f"{path}: " if path else "")
+        with pytest.raises(SpecError, match=problem):
+            Plan.parse(json.dumps(value))
 
 
 def test_text_that_is_not_strict_json_is_refused():

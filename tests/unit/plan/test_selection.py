@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from support.refusals import refused
 
 from midstream.plan import Layers, Sites
@@ -51,9 +50,8 @@ def test_what_names_no_sites_is_refused():
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "indices"),
-    [
+def test_layers_are_all_an_index_or_a_list_of_them():
+    for value, indices in (
         ("all", "all"),
         (["all"], "all"),
         (("all",), "all"),
@@ -65,14 +63,12 @@ def test_what_names_no_sites_is_refused():
         (range(4), (0, 1, 2, 3)),
         (range(4, 0, -2), (4, 2)),
         (Layers([1, 2]), (1, 2)),
-    ],
-)
-def test_layers_are_all_an_index_or_a_list_of_them(value, indices):
-    found = Layers.parse(value)
-    assert found == Layers(value)
-    assert found.indices == indices
-    assert found.indices == "all" or all(type(index) is int for index in found.indices)
-    assert Layers.parse(found.emit()) == found
+    ):
+        found = Layers.parse(value)
+        assert found == Layers(value), value
+        assert found.indices == indices
+        assert found.indices == "all" or all(type(index) is int for index in found.indices)
+        assert Layers.parse(found.emit()) == found
 
 
 def test_what_names_no_layers_is_refused():

@@ -55,28 +55,25 @@ def test_a_sites_alias_finds_the_same_vectors():
     assert found.token_ids_of("pre_attn", 2).tolist() == [11, 12, 15]
 
 
-@pytest.mark.parametrize(
-    ("key", "more"),
-    [
+def test_what_was_not_captured_is_a_key_error_that_lists_what_was():
+    for key, more in (
         (("resid_post", 2), ""),
         (("resid_mid", 10), ""),
         (("nonsense", 10), "; 'nonsense' is no site"),
         ("resid_mid", ""),
         (10, '; a key is (site, layer), as ["resid_post", 3]; a site alone has all layers'),
-    ],
-)
-def test_what_was_not_captured_is_a_key_error_that_lists_what_was(key, more):
-    found = make()
-    assert key not in found
-    with pytest.raises(KeyError) as caught:
-        found[key]
-    assert caught.value.args[0] == (
-        f"{key!r} was not captured; there is resid_pre, resid_post; layers 2, 10; "
-        f"3 rows of 4, float32{more}"
-    )
-    if isinstance(key, tuple):
-        with pytest.raises(KeyError, match="was not captured"):
-            found.positions_of(*key)
+    ):
+        found = make()
+        assert key not in found, key
+        with pytest.raises(KeyError) as caught:
+            found[key]
+        assert caught.value.args[0] == (
+            f"{key!r} was not captured; there is resid_pre, resid_post; layers 2, 10; "
+            f"3 rows of 4, float32{more}"
+        )
+        if isinstance(key, tuple):
+            with pytest.raises(KeyError, match="was not captured"):
+                found.positions_of(*key)
 
 
 def test_it_is_a_mapping_of_what_was_captured():

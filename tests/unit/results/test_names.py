@@ -24,9 +24,8 @@ def make(rows=3, layers=(1, 3), names=("resid_post",), num_layers=4, first=0.0):
     return Activations(values, dict.fromkeys(taps, places), [5] * rows, num_layers)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
+def test_a_tap_is_read_by_any_of_its_names():
+    for key in (
         ("resid_post", 3),
         ("resid_post", -1),
         ("post_mlp", np.int64(3)),
@@ -37,23 +36,26 @@ def make(rows=3, layers=(1, 3), names=("resid_post",), num_layers=4, first=0.0):
         "resid_post.3",
         3,
         -1,
-    ],
-)
-def test_a_tap_is_read_by_any_of_its_names(key):
-    acts = make()
-    assert key in acts
-    assert acts[key] is acts["resid_post", 3]
+    ):
+        acts = make()
+        assert key in acts, key
+        assert acts[key] is acts["resid_post", 3]
 
 
-@pytest.mark.parametrize(
-    "key",
-    [("resid_pre", 3), 2, "blocks.2.hook_resid_post", "x", ("x", 1), 1.5, ("resid_post", "3")],
-)
-def test_a_tap_that_was_not_captured_is_named(key):
-    acts = make()
-    assert key not in acts
-    with pytest.raises(KeyError, match="was not captured; there is resid_post; layers 1, 3"):
-        acts[key]
+def test_a_tap_that_was_not_captured_is_named():
+    for key in (
+        ("resid_pre", 3),
+        2,
+        "blocks.2.hook_resid_post",
+        "x",
+        ("x", 1),
+        1.5,
+        ("resid_post", "3"),
+    ):
+        acts = make()
+        assert key not in acts, key
+        with pytest.raises(KeyError, match="was not captured; there is resid_post; layers 1, 3"):
+            acts[key]
 
 
 def test_a_layer_alone_needs_one_site():
@@ -136,9 +138,8 @@ def test_prompts_of_unequal_rows_are_stacked_by_one_row_alone():
     assert midstream.stack(outputs, row=-1).shape == (2, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("outputs", "given", "problem"),
-    [
+def test_what_cannot_be_stacked_is_rejected():
+    for outputs, given, problem in (
         ([], {}, "^outputs: expected at least one"),
         ([SimpleNamespace(activations=None)], {}, r"^outputs\[0\]: has no activations"),
         ([SimpleNamespace(outputs=[1, 2])], {}, r"^outputs\[0\]: has several completions"),
@@ -147,8 +148,6 @@ def test_prompts_of_unequal_rows_are_stacked_by_one_row_alone():
         ([make()], {"layers": [0]}, r"^outputs\[0\]: .*was not captured"),
         ([make(names=("resid_pre", "resid_post"))], {}, "^site: give one of the captured"),
         ([make()], {"row": 7}, r"^outputs\[0\]: "),
-    ],
-)
-def test_what_cannot_be_stacked_is_rejected(outputs, given, problem):
-    with pytest.raises(SpecError, match=problem):
-        midstream.stack(outputs, **given)
+    ):
+        with pytest.raises(SpecError, match=problem):
+            midstream.stack(outputs, **given)

@@ -82,26 +82,26 @@ def test_scale_0_is_rejected_if_an_edit_would_stay(registry):
     assert caught.value.path == "scale"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("layer", 1), ("site", "resid_post"), ("norm", "match"), ("phase", "prompt"),
-     ("positions", [0])],
-)  # fmt: skip
-def test_a_steer_for_whole_edits_has_a_scale_only(registry, field, value):
-    with pytest.raises(SpecError, match="must be omitted: `calm`") as caught:
-        expand(registry, Steer("calm", **{field: value}))
-    assert caught.value.path == field
+def test_a_steer_for_whole_edits_has_a_scale_only(registry):
+    for field, value in (
+        ("layer", 1), ("site", "resid_post"), ("norm", "match"), ("phase", "prompt"),
+     ("positions", [0]),
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match="must be omitted: `calm`") as caught:
+            expand(registry, Steer("calm", **{field: value}))
+        assert caught.value.path == field, field
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [Ablate("calm"), Clamp("calm", high=1.0), Gate(Steer("calm"), Probe(V, 0), threshold=0.0)],
-)
-def test_edits_are_no_vectors(registry, edit):
-    with pytest.raises(SpecError, match="registered with whole edits"):
-        expand(registry, edit)
-    with pytest.raises(SpecError, match="registered with whole edits"):
-        Probe("calm", 1).bind(registry.lookup)
+def test_edits_are_no_vectors(registry):
+    for edit in (
+        Ablate("calm"),
+        Clamp("calm", high=1.0),
+        Gate(Steer("calm"), Probe(V, 0), threshold=0.0),
+    ):
+        with pytest.raises(SpecError, match="registered with whole edits"):
+            expand(registry, edit)
+        with pytest.raises(SpecError, match="registered with whole edits"):
+            Probe("calm", 1).bind(registry.lookup)
 
 
 def test_a_plan_counts_expanded_edits_under_the_edit_of_the_request(registry):

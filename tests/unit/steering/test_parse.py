@@ -19,9 +19,8 @@ def found(value):
     return {(one.site, one.layer): (one.vector, one.scale) for one in read_placed(value)}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_every_form_says_the_same():
+    for value in (
         {15: V, -1: W},
         {"15": V, "-1": W},
         {np.int64(15): V, -1: W},
@@ -30,13 +29,11 @@ def found(value):
         {("resid_post", 15): V, ("post_block", -1): W},
         {"resid_post.15": V, "layer:-1": W},
         {15: V, "resid_post": {-1: W}},
-    ],
-)
-def test_every_form_says_the_same(value):
-    assert found(value) == {
-        ("resid_post", 15): (Vector.parse(V), 1.0),
-        ("resid_post", -1): (Vector.parse(W), 1.0),
-    }
+    ):
+        assert found(value) == {
+            ("resid_post", 15): (Vector.parse(V), 1.0),
+            ("resid_post", -1): (Vector.parse(W), 1.0),
+        }
 
 
 def test_a_vector_may_have_a_scale_and_any_form():

@@ -106,21 +106,18 @@ def test_matrices_are_registered_by_layer_or_for_any(registry):
     ]
 
 
-@pytest.mark.parametrize(
-    ("edit", "path", "problem"),
-    [
+def test_matrices_and_vectors_are_not_taken_for_each_other(registry):
+    for edit, path, problem in (
         (Affine(matrix="v"), "edits[0].matrix", "a square matrix: .*, got a vector of 3 numbers"),
         (Affine(matrix="act", layer=2), "edits[0].layer", "has no vector for layer 2"),
         (Affine(matrix="nobody"), "edits[0]", "no vectors are registered as 'nobody'"),
         (Steer("act"), "edits[0].vector", "expected a list of numbers, .*, got `Matrix`"),
-    ],
-)
-def test_matrices_and_vectors_are_not_taken_for_each_other(registry, edit, path, problem):
-    registry.register("act", {1: M})
-    registry.register("v", {1: V})
-    with pytest.raises(SpecError, match=problem) as caught:
-        Plan.make(edits=edit).bind(registry.lookup, 4)
-    assert caught.value.path == path
+    ):
+        registry.register("act", {1: M})
+        registry.register("v", {1: V})
+        with pytest.raises(SpecError, match=problem) as caught:
+            Plan.make(edits=edit).bind(registry.lookup, 4)
+        assert caught.value.path == path, edit
 
 
 WRONG = {

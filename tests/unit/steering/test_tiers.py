@@ -143,22 +143,19 @@ def test_what_is_no_reference_is_refused(value):
         read_reference(value)
 
 
-@pytest.mark.parametrize(
-    ("edit", "path"),
-    [
+def test_rows_that_no_request_can_have_are_refused_when_a_tier_is_set():
+    for edit, path in (
         (Steer(rows=[[1e36, 0.0], V], layer=1, positions=slice(0, 2)), "scale"),
         (
             Gate(Steer(rows=[V, W], layer=1, positions=slice(0, 2)), Reading(V, layer=3)),
             "probe.layer",
         ),
         (Steer(rows=[V, W], layer=7, positions=slice(0, 2)), "layer"),
-    ],
-)
-def test_rows_that_no_request_can_have_are_refused_when_a_tier_is_set(edit, path):
-    shape = ModelShape(4, 2, [("resid_post", layer) for layer in range(4)])
-    with pytest.raises(SpecError) as caught:
-        list(bind_part(Part("", edit), lambda name: None, shape))
-    assert caught.value.path == path
+    ):
+        shape = ModelShape(4, 2, [("resid_post", layer) for layer in range(4)])
+        with pytest.raises(SpecError) as caught:
+            list(bind_part(Part("", edit), lambda name: None, shape))
+        assert caught.value.path == path, edit
 
 
 def test_rows_that_fit_some_requests_are_set():

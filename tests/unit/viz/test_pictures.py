@@ -179,16 +179,13 @@ def test_infinite_values_have_the_colours_of_the_ends() -> None:
     assert page.all("td")[1].attributes["aria-label"] == "r, b: −inf"
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_lists_arrays_and_tensors_give_the_same_picture() -> None:
+    for values in (
         [[1.5, -2.0]],
         np.array([[1.5, -2.0]], np.float16),
         torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16, requires_grad=True),
-    ],
-)
-def test_lists_arrays_and_tensors_give_the_same_picture(values: Any) -> None:
-    assert viz.heatmap(values, ["r"], ["a", "b"]) == viz.heatmap([[1.5, -2]], ["r"], ["a", "b"])
+    ):
+        assert viz.heatmap(values, ["r"], ["a", "b"]) == viz.heatmap([[1.5, -2]], ["r"], ["a", "b"])
 
 
 def test_small_pictures_show_numbers_and_large_ones_colours_alone() -> None:
@@ -211,9 +208,8 @@ def test_many_numbered_rows_are_labelled_at_every_fifth_and_the_marked_one() -> 
     assert [row.text[:1] for row in page.all("tr", cls="marked")] == ["7"]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_a_wrong_heatmap_is_rejected() -> None:
+    for given, message in (
         ({"values": [[1, 2]]}, r"values: expected 2 rows of 2 values, .* got shape \[1, 2\]"),
         ({"values": [[1, 2], [3]]}, "values: expected rows of numbers"),
         ({"values": [["x", 2], [3, 4]]}, "values: expected rows of numbers"),
@@ -228,12 +224,14 @@ def test_many_numbered_rows_are_labelled_at_every_fifth_and_the_marked_one() -> 
         ({"texts": [["a", "b"]]}, "texts: expected 2 rows of 2 texts, as `values` has"),
         ({"details": [["a"], ["b"]]}, "details: expected 2 rows of 2 texts"),
         ({"marked": 2}, "marked: expected an index of `rows`, 0 to 1, got 2"),
-    ],
-)
-def test_a_wrong_heatmap_is_rejected(given: dict[str, Any], message: str) -> None:
-    right: dict[str, Any] = {"values": [[1, 2], [3, 4]], "rows": ["a", "b"], "columns": ["c", "d"]}
-    with pytest.raises(SpecError, match=message):
-        viz.heatmap(**{**right, **given})
+    ):
+        right: dict[str, Any] = {
+            "values": [[1, 2], [3, 4]],
+            "rows": ["a", "b"],
+            "columns": ["c", "d"],
+        }
+        with pytest.raises(SpecError, match=message):
+            viz.heatmap(**{**right, **given})
 
 
 def test_a_heatmap_has_a_largest_size() -> None:
@@ -266,18 +264,15 @@ def test_tokens_are_one_text_with_a_colour_each() -> None:
     assert "    1      1.00 x  ' cat'" in str(picture).splitlines()
 
 
-@pytest.mark.parametrize(
-    ("texts", "values", "more", "message"),
-    [
+def test_wrong_tokens_are_rejected() -> None:
+    for texts, values, more, message in (
         ("ab", [1, 2], {}, "texts: expected a list of `str`"),
         (["a", 3], [1, 2], {}, "texts: expected a list of `str`"),
         (["a"], [1, 2], {}, "values: expected 1, as `texts` has, got 2"),
         (["a"], [1], {"positions": [1, 2]}, "positions: expected 1, as `texts` has, got 2"),
-    ],
-)
-def test_wrong_tokens_are_rejected(texts: Any, values: Any, more: Any, message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        viz.tokens(texts, values, **more)
+    ):
+        with pytest.raises(SpecError, match=message):
+            viz.tokens(texts, values, **more)
 
 
 def test_a_curve_tells_all_values_of_a_place_and_breaks_at_gaps() -> None:
@@ -338,20 +333,17 @@ def test_a_curve_of_one_place_or_of_equal_values_is_drawn() -> None:
         assert len(Page(viz.curve(x, {"a": y}).body).all("rect", cls="c")) == len(x)
 
 
-@pytest.mark.parametrize(
-    ("x", "series", "message"),
-    [
+def test_a_wrong_curve_is_rejected() -> None:
+    for x, series, message in (
         ([], {"a": []}, "x: expected one or more finite numbers that ascend"),
         ([0, 0], {"a": [1, 2]}, "x: expected one or more finite numbers that ascend"),
         ([0, NAN], {"a": [1, 2]}, "x: expected one or more finite numbers that ascend"),
         ([0, 1e308], {"a": [1, 2]}, r"x: expected numbers within ±1e\+300, got 1e\+308"),
         ([0, 1], {"a": [1]}, r"series\['a'\]: expected 2 values, as `x` has, got 1"),
         ([0], {str(n): [1] for n in range(7)}, "series: expected at most 6 lines, got 7"),
-    ],
-)
-def test_a_wrong_curve_is_rejected(x: Any, series: Any, message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        viz.curve(x, series)
+    ):
+        with pytest.raises(SpecError, match=message):
+            viz.curve(x, series)
 
 
 def test_answers_stand_by_rising_strength_with_their_notes() -> None:
@@ -389,9 +381,8 @@ def test_answers_of_outputs_are_their_first_completions() -> None:
         viz.answers({1: output()})
 
 
-@pytest.mark.parametrize(
-    ("token", "shown"),
-    [
+def test_invisible_characters_of_a_token_are_shown() -> None:
+    for token, shown in (
         (" Paris", " Paris"),
         ("  ", "␣␣"),
         ("a\r\n\tb", "a␍⏎⇥b"),
@@ -401,10 +392,8 @@ def test_answers_of_outputs_are_their_first_completions() -> None:
         ("\ud83d", "\\ud83d"),
         ("\x85", "\\x85"),
         ("שלום", "שלום"),
-    ],
-)
-def test_invisible_characters_of_a_token_are_shown(token: str, shown: str) -> None:
-    assert visible(token) == shown
+    ):
+        assert visible(token) == shown, token
 
 
 def test_text_is_escaped_for_elements_and_attributes() -> None:

@@ -102,9 +102,8 @@ def test_a_score_that_is_not_finite_meets_nothing_and_does_not_stay(pool):
     assert np.isfinite(met.pooled)
 
 
-@pytest.mark.parametrize(
-    ("value", "path", "words"),
-    [
+def test_a_malformed_act_is_refused_by_its_field():
+    for value, path, words in (
         ({"stop": {}}, "stop.above", "missing"),
         ({"stop": {"above": 1, "below": 2}}, "stop.below", "give `above` or `below`"),
         ({"stop": {"above": float("nan")}}, "stop.above", "finite"),
@@ -126,12 +125,10 @@ def test_a_score_that_is_not_finite_meets_nothing_and_does_not_stay(pool):
             "switch.edits[0].token",
             "cannot be switched on",
         ),
-    ],
-)
-def test_a_malformed_act_is_refused_by_its_field(value, path, words):
-    with pytest.raises(SpecError, match=words) as caught:
-        read_act(value)
-    assert caught.value.path.startswith(path)
+    ):
+        with pytest.raises(SpecError, match=words) as caught:
+            read_act(value)
+        assert caught.value.path.startswith(path), value
 
 
 def test_a_probe_of_the_last_position_cannot_act():

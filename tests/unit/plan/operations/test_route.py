@@ -128,9 +128,8 @@ def test_a_soft_gate_is_for_a_bias_alone():
     assert np.allclose(run(gate.instructions(EXPERTS), np.zeros((1, EXPERTS)))[0, 1], 1.0)
 
 
-@pytest.mark.parametrize(
-    ("route", "path", "problem"),
-    [
+def test_what_a_models_router_cannot_do_is_rejected():
+    for route, path, problem in (
         (Route([0, 1, 2, 3], layer=1), "activate", "at most 3 experts, .* got 4"),
         (Route(None, [0, 1, 2, 3], layer=1), "deactivate", "2 of 6 experts are left, .* chooses 3"),
         (Route(6, layer=1), "activate", "6 is out of range: there are 6 experts"),
@@ -140,17 +139,15 @@ def test_a_soft_gate_is_for_a_bias_alone():
         (Route(None, 1, layer=2), "deactivate", "chosen in groups; `bias` alone is supported"),
         (Route(1, layer="all"), "activate", "chosen in groups"),
         (Route(bias={5: 1}, layer=[0, 1]), "bias", "there are 4 experts"),
-    ],
-)
-def test_what_a_models_router_cannot_do_is_rejected(route, path, problem):
-    for edit, prefix in (
-        (route, ""),
-        (Gate(route, {"direction": [1.0] * 6, "layer": 0, "site": "resid_pre"}), "edit."),
     ):
-        plan = Plan.make(None, edit)
-        with pytest.raises(SpecError, match=problem) as caught:
-            resolve(plan, SHAPE, Prompt(4), 2)
-        assert caught.value.path == f"edits[0].{prefix}{path}"
+        for edit, prefix in (
+            (route, ""),
+            (Gate(route, {"direction": [1.0] * 6, "layer": 0, "site": "resid_pre"}), "edit."),
+        ):
+            plan = Plan.make(None, edit)
+            with pytest.raises(SpecError, match=problem) as caught:
+                resolve(plan, SHAPE, Prompt(4), 2)
+            assert caught.value.path == f"edits[0].{prefix}{path}"
 
 
 def test_logits_of_float16_hold_what_it_makes_of_them():

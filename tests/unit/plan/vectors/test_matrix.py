@@ -35,9 +35,8 @@ matrices = st.integers(1, 4).flatmap(
 )
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_every_form_gives_the_same_rows():
+    for value in (
         NUMBERS,
         tuple(map(tuple, NUMBERS)),
         ROWS,
@@ -49,11 +48,9 @@ matrices = st.integers(1, 4).flatmap(
         torch.tensor(NUMBERS),
         torch.tensor(NUMBERS, dtype=torch.bfloat16, requires_grad=True),
         {"f32": TEXT, "shape": [2, 3]},
-    ],
-)
-def test_every_form_gives_the_same_rows(value):
-    assert read_rows(value) == ROWS
-    assert read_directions(value) == ROWS
+    ):
+        assert read_rows(value) == ROWS, value
+        assert read_directions(value) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -112,9 +109,8 @@ SQUARE = [[1.5, -2.0], [0.25, 8.0]]
 WORDS = base64.b64encode(struct.pack("<4f", *SQUARE[0], *SQUARE[1])).decode()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_every_form_gives_the_same_matrix():
+    for value in (
         SQUARE,
         tuple(map(tuple, SQUARE)),
         [Vector.parse(row) for row in SQUARE],
@@ -124,14 +120,12 @@ WORDS = base64.b64encode(struct.pack("<4f", *SQUARE[0], *SQUARE[1])).decode()
         torch.tensor(SQUARE, dtype=torch.bfloat16, requires_grad=True),
         torch.tensor(SQUARE, dtype=torch.float64).T.contiguous().T,
         {"f32": WORDS, "shape": [2, 2]},
-    ],
-)
-def test_every_form_gives_the_same_matrix(value):
-    found = read_matrix(value)
-    assert isinstance(found, Matrix)
-    assert found.numpy().reshape(2, 2).tolist() == SQUARE
-    assert found == matrix_of(SQUARE) == read_matrix(found)
-    assert (found.width, found.emit()) == (2, {"f32": WORDS, "shape": [2, 2]})
+    ):
+        found = read_matrix(value)
+        assert isinstance(found, Matrix), value
+        assert found.numpy().reshape(2, 2).tolist() == SQUARE
+        assert found == matrix_of(SQUARE) == read_matrix(found)
+        assert (found.width, found.emit()) == (2, {"f32": WORDS, "shape": [2, 2]})
 
 
 def test_a_matrix_of_one_number_and_a_name_are_read():

@@ -67,9 +67,8 @@ def test_a_steer_without_a_layer_is_one_for_each_tap_of_the_name():
     assert all(edit.names() == () and edit.left == () for edit in bound)
 
 
-@pytest.mark.parametrize(
-    ("place", "expected"),
-    [
+def test_what_is_given_of_the_place_is_kept_to():
+    for place, expected in (
         ({"layer": 3}, [(3, "resid_post")]),
         ({"layer": 5}, [(5, "resid_mid"), (5, "resid_post")]),
         ({"layer": 5, "site": "resid_post"}, [(5, "resid_post")]),
@@ -81,10 +80,8 @@ def test_a_steer_without_a_layer_is_one_for_each_tap_of_the_name():
         ),
         ({"layer": "all", "site": "resid_post"}, [(3, "resid_post"), (5, "resid_post")]),
         ({"layer": -3}, [(5, "resid_mid"), (5, "resid_post")]),
-    ],
-)
-def test_what_is_given_of_the_place_is_kept_to(place, expected):
-    assert places(Steer("happy", **place).bind(lookup, num_layers=8)) == expected
+    ):
+        assert places(Steer("happy", **place).bind(lookup, num_layers=8)) == expected, place
 
 
 def test_a_vector_without_a_tap_is_used_where_the_edit_is():
