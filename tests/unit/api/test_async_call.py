@@ -123,7 +123,8 @@ def test_a_call_to_which_something_applies_is_begun(given):
         front = Front(concerned)
         outputs(front, params(extra_args=extra_args), arguments)
         ((_, passed, _),) = given
-        assert "midstream" in passed.extra_args, arguments
+        assert "midstream" in passed.extra_args
+        given.clear()
         assert front.events == ["begin", "resolve ahead", "forget", "leave"]
 
 

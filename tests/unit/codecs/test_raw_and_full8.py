@@ -94,6 +94,7 @@ def test_what_full8_reads():
 def within_the_bound(rows: torch.Tensor) -> None:
     """|x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴, and float32's least denormal."""
     data = Full8().encode(rows)
+    Full8().check(data, rows.shape[1], rows.dtype)
     found = Full8().decode(data, rows.shape[1], rows.dtype).double()
     scale = data[:, :4].reshape(-1).view(torch.float32).double()[:, None]
     bound = scale * (0.5 + 2**-14) + found.abs() * 2**-24 + TINY / 2
@@ -109,11 +110,11 @@ def test_no_value_is_off_by_more_than_half_a_step_whatever_the_row(rows):
     within_the_bound(rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("size", [1e-6, 1.0, 300.0])
-@pytest.mark.parametrize("offset", [0.0, 1e3])
-def test_no_value_of_a_usual_row_is_off_by_more_than_half_a_step(dtype, size, offset):
-    within_the_bound((torch.randn(64, 1024) * size + offset).to(dtype))
+def test_no_value_of_a_usual_row_is_off_by_more_than_half_a_step():
+    for dtype in DTYPES.values():
+        for size in (1e-6, 1.0, 300.0):
+            for offset in (0.0, 1e3):
+                within_the_bound((torch.randn(64, 1024) * size + offset).to(dtype))
 
 
 @given(finite_rows())
@@ -132,8 +133,3 @@ def test_full8_is_what_the_page_says_byte_by_byte(rows):
     found = Full8().decode(data, rows.shape[1], rows.dtype).numpy()
     expected = [codec_page.read_affine(bytes(row.tolist())) for row in data]
     assert (found == np.stack(expected)).all()
-
-
-@given(finite_rows())
-def test_what_was_written_is_never_refused(rows):
-    Full8().check(Full8().encode(rows), rows.shape[1], rows.dtype)

@@ -103,11 +103,7 @@ def test_a_sketch_beyond_float32_reads_nan():
     found = Rp8(k=64).decode(Rp8(k=64).encode(rows), 64, rows.dtype)
     assert found.isnan().all()
     assert Rp8(k=8).decode(Rp8(k=8).encode(rows * 1e-3), 64, rows.dtype).isfinite().all()
-
-
-def test_a_zero_row_has_a_zero_sketch():
-    rows = torch.zeros(2, 10)
-    assert (Rp8(k=5).decode(Rp8(k=5).encode(rows), 10, rows.dtype) == 0).all()
+    assert (Rp8(k=8).decode(Rp8(k=8).encode(rows * 0), 64, rows.dtype) == 0).all()
 
 
 def test_the_projection_is_made_once_for_a_device():
