@@ -18,6 +18,7 @@ from midstream.ops.site_triton import MAX_WIDTH
 
 FRESH, COUNTED = Flags.FRESH, Flags.COUNTED
 BOTH = FRESH | COUNTED
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(made: Case) -> Case:
@@ -33,16 +34,16 @@ def single(*steps: Step, rows: int = 4, width: int = 16) -> tuple[Case, torch.Te
 
 
 @pytest.mark.parametrize("name", [*NOOPS, *NOOPS_OF_MAPS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("residual", [True, False])
-def test_what_adds_up_to_nothing_leaves_every_bit_in_place(name, dtype, residual):
-    made = noop_case(name, dtype=dtype, residual=residual)
-    before = made.hidden.clone()
-    run(made)
-    assert same_bits(made.hidden, before)
+def test_what_adds_up_to_nothing_leaves_every_bit_in_place(name):
     steps = {**NOOPS, **NOOPS_OF_MAPS}[name]
     counted = sum(Flags.COUNTED in step.flags and not step.ids for step in steps)
-    assert (made.tally[: len(before), layout.EDITS] >= counted).all()
+    for dtype in DTYPES:
+        for residual in (True, False):
+            made = noop_case(name, dtype=dtype, residual=residual)
+            before = made.hidden.clone()
+            run(made)
+            assert same_bits(made.hidden, before), (dtype, residual)
+            assert (made.tally[: len(before), layout.EDITS] >= counted).all()
 
 
 def test_a_direction_is_taken_out_by_clipping_to_zero():
@@ -56,20 +57,6 @@ def test_matched_additions_have_the_length_of_h():
     made, before = single(Step(Op.ADD_MATCHED, write=2, a=1.0))
     moved = (made.hidden - before).norm(dim=1) / made.bank[2].norm()
     torch.testing.assert_close(moved, before.norm(dim=1))
-
-
-def test_a_replaced_row_is_the_written_vector_and_half_of_it_lies_between():
-    made, _ = single(Step(Op.REPLACE, write=4, a=1.0))
-    torch.testing.assert_close(made.hidden, made.bank[4].expand(4, -1))
-    made, before = single(Step(Op.REPLACE, write=4, a=0.5))
-    torch.testing.assert_close(made.hidden, (before + made.bank[4]) / 2)
-
-
-def test_a_scale_of_three_triples_the_stream_of_both_halves():
-    made = case([[Step(Op.SCALE, a=3.0)]], rows=3, width=8, captures=False)
-    stream = made.hidden + made.residual
-    run(made)
-    torch.testing.assert_close(made.hidden + made.residual, 3 * stream)
 
 
 def test_a_map_is_the_product_of_the_stream_on_entry_with_its_own_matrix():
@@ -92,10 +79,7 @@ def test_the_kind_of_a_program_says_where_its_map_is():
         ([Op.PROBE, Op.GATE, Op.MAP, Op.PROBE], layout.WITH_MAP + 2),
     ):
         assert layout.kind_of(ops, plain=False) == kind, ops
-        assert layout.kind_of([Op.ADD], plain=True) == layout.PLAIN
-
-
-def test_a_map_that_would_not_see_the_stream_on_entry_has_no_kind():
+    assert layout.kind_of([Op.ADD], plain=True) == layout.PLAIN
     refused(
         lambda ops: layout.kind_of(ops, plain=False),
         ([Op.ADD, Op.MAP], "before the MAP changes h"),
@@ -131,29 +115,26 @@ def test_kept_norms_are_those_of_h_and_directions_are_those_of_the_sum():
     torch.testing.assert_close(made.hidden.norm(dim=1), before.norm(dim=1))
     wanted = torch.nn.functional.normalize(before + 2 * made.bank[5], dim=1)
     torch.testing.assert_close(torch.nn.functional.normalize(made.hidden, dim=1), wanted)
-
-
-def test_a_vector_that_becomes_zero_is_not_scaled_back():
     made, _ = single(Step(Op.SCALE, a=0.0, flags=BOTH | Flags.KEEP))
-    assert torch.equal(made.hidden, torch.zeros_like(made.hidden))
+    assert torch.equal(made.hidden, torch.zeros_like(made.hidden)), "it has no direction to keep"
 
 
-@pytest.mark.parametrize("sharpness", [1.0, -1.0, 3e38])
-def test_a_gate_is_a_sigmoid_of_a_reading_and_closes_and_opens_fully(sharpness):
-    made, before = single(
-        Step(Op.GATE, read=1, a=0.5, b=1.5, c=sharpness, flags=FRESH),
-        Step(Op.ADD, write=2, a=1.0, flags=COUNTED | Flags.GATED),
-        rows=5,
-        width=3,
-    )
-    made.bank[:] = 0
-    made.bank[1, 0] = made.bank[2, 1] = 1
-    made.hidden.copy_(before.zero_())
-    made.hidden[:, 0] = torch.tensor([1.0, 2.0, -300.0, 300.0, 0.0])
-    run(made)
-    seen = sharpness * (made.hidden[:, 0].double() + 0.5 - 1.5)
-    torch.testing.assert_close(made.hidden[:, 1], torch.sigmoid(seen).float())
-    assert made.hidden[2:4, 1].tolist() == ([0, 1] if sharpness > 0 else [1, 0])
+def test_a_gate_is_a_sigmoid_of_a_reading_and_closes_and_opens_fully():
+    for sharpness in (1.0, -1.0, 3e38):
+        made, before = single(
+            Step(Op.GATE, read=1, a=0.5, b=1.5, c=sharpness, flags=FRESH),
+            Step(Op.ADD, write=2, a=1.0, flags=COUNTED | Flags.GATED),
+            rows=5,
+            width=3,
+        )
+        made.bank[:] = 0
+        made.bank[1, 0] = made.bank[2, 1] = 1
+        made.hidden.copy_(before.zero_())
+        made.hidden[:, 0] = torch.tensor([1.0, 2.0, -300.0, 300.0, 0.0])
+        run(made)
+        seen = sharpness * (made.hidden[:, 0].double() + 0.5 - 1.5)
+        torch.testing.assert_close(made.hidden[:, 1], torch.sigmoid(seen).float())
+        assert made.hidden[2:4, 1].tolist() == ([0, 1] if sharpness > 0 else [1, 0])
 
 
 def test_a_step_gate_is_open_above_its_threshold_only_and_reads_an_earlier_sites_score():
@@ -195,19 +176,16 @@ def test_probes_write_their_column_and_nothing_else():
     assert same_bits(made.scores, again.scores)
 
 
-@pytest.mark.parametrize("others", [False, True])
-def test_tokens_whose_id_is_not_meant_get_nothing_of_an_instruction(others):
-    flags = BOTH | (Flags.OTHER_IDS if others else Flags.NONE)
-    made = case(
-        [[Step(Op.ADD, write=1, a=1.0, ids=(2, 5), flags=flags)]], rows=4, width=8,
-        residual=False, captures=False,
-    )  # fmt: skip
-    made.ids[:4] = torch.tensor([5, 3, 2, 0])
-    before, tally = made.hidden.clone(), made.tally.clone()
-    run(made)
-    meant = torch.tensor([True, False, True, False]) ^ others
-    assert torch.equal((made.hidden != before).any(1), meant)
-    assert torch.equal((made.tally - tally)[:4, layout.EDITS], meant.int())
+def test_tokens_whose_id_is_not_meant_get_nothing_of_an_instruction():
+    for others in (False, True):
+        step = Step(Op.ADD, write=1, a=1.0, ids=(2, 5), flags=BOTH | Flags.OTHER_IDS * others)
+        made = case([[step]], rows=4, width=8, residual=False, captures=False)
+        made.ids[:4] = torch.tensor([5, 3, 2, 0])
+        before, tally = made.hidden.clone(), made.tally.clone()
+        run(made)
+        meant = torch.tensor([True, False, True, False]) ^ others
+        assert torch.equal((made.hidden != before).any(1), meant)
+        assert torch.equal((made.tally - tally)[:4, layout.EDITS], meant.int())
 
 
 def test_an_instruction_that_does_not_apply_does_not_take_h_anew():
@@ -254,17 +232,17 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", HUGE)
-def test_an_edit_that_overflows_saturates_and_flags_its_rows_alone(name, dtype):
-    made = overflowing(dtype, *HUGE[name])
-    made.bank[1:3] *= 10
-    wanted = expected(made)
-    run(made)
-    assert made.hidden.isfinite().all()
-    assert float(made.hidden.abs().max()) <= layout.limit_of(str(dtype).removeprefix("torch."))
-    assert made.tally[:4, layout.NONFINITE].tolist() == [0, 1, 1, 0]
-    assert_same(made, wanted, exact=False)
+def test_an_edit_that_overflows_saturates_and_flags_its_rows_alone(name):
+    for dtype in DTYPES:
+        made = overflowing(dtype, *HUGE[name])
+        made.bank[1:3] *= 10
+        wanted = expected(made)
+        run(made)
+        assert made.hidden.isfinite().all(), dtype
+        assert float(made.hidden.abs().max()) <= layout.limit_of(str(dtype).removeprefix("torch."))
+        assert made.tally[:4, layout.NONFINITE].tolist() == [0, 1, 1, 0]
+        assert_same(made, wanted, exact=False)
 
 
 def test_the_largest_values_of_an_edit_have_a_norm_in_float32():
@@ -272,17 +250,17 @@ def test_the_largest_values_of_an_edit_have_a_norm_in_float32():
     assert math.isfinite(float((row * row).sum()))
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("residual", [True, False])
-def test_values_of_the_model_that_are_not_finite_are_flagged_where_they_are_captured(bad, residual):
-    made = overflowing(torch.bfloat16, Step(Op.ADD, write=1, a=0.0))
-    made.hidden[3, 5] = bad
-    if residual:
-        made.residual = torch.zeros_like(made.hidden)
-    before = made.hidden.clone()
-    run(made)
-    assert made.tally[:4, layout.NONFINITE].tolist() == [0, 0, 0, 1]
-    assert same_bits(made.hidden, before)
+def test_values_of_the_model_that_are_not_finite_are_flagged_where_they_are_captured():
+    for bad in (math.inf, -math.inf, math.nan):
+        for residual in (True, False):
+            made = overflowing(torch.bfloat16, Step(Op.ADD, write=1, a=0.0))
+            made.hidden[3, 5] = bad
+            if residual:
+                made.residual = torch.zeros_like(made.hidden)
+            before = made.hidden.clone()
+            run(made)
+            assert made.tally[:4, layout.NONFINITE].tolist() == [0, 0, 0, 1]
+            assert same_bits(made.hidden, before)
 
 
 def test_a_score_that_is_not_finite_is_flagged():
@@ -295,17 +273,16 @@ def test_a_score_that_is_not_finite_is_flagged():
     assert made.tally[:4, layout.NONFINITE].tolist() == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e4, 1e12, -1e12])
 @pytest.mark.parametrize("residual", [True, False])
-def test_a_norm_is_kept_at_any_scale(scale, residual):
-    flags = BOTH | Flags.KEEP
-    made = case(
-        [[Step(Op.ADD, write=1, a=scale, flags=flags)]],
-        rows=3, width=576, residual=residual, captures=False,
-    )  # fmt: skip
-    stream = made.hidden.double() + (0 if made.residual is None else made.residual.double())
-    wanted = stream + scale * made.bank[1].double()
-    wanted *= stream.norm(dim=1, keepdim=True) / wanted.norm(dim=1, keepdim=True)
-    run(made)
-    found = made.hidden.double() + (0 if made.residual is None else made.residual.double())
-    torch.testing.assert_close(found, wanted, atol=5e-6, rtol=0)
+def test_a_norm_is_kept_at_any_scale(residual):
+    def stream(made):
+        return made.hidden.double() + (made.residual.double() if residual else 0)
+
+    for scale in (1.0, 1e4, 1e12, -1e12):
+        step = Step(Op.ADD, write=1, a=scale, flags=BOTH | Flags.KEEP)
+        made = case([[step]], rows=3, width=576, residual=residual, captures=False)
+        before = stream(made)
+        wanted = before + scale * made.bank[1].double()
+        wanted *= before.norm(dim=1, keepdim=True) / wanted.norm(dim=1, keepdim=True)
+        run(made)
+        torch.testing.assert_close(stream(made), wanted, atol=5e-6, rtol=0)
