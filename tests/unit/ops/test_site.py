@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
