@@ -36,6 +36,8 @@ PATCHED = [
     "vllm.v1.engine.output_processor.instrument_manual",
     "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device",
 ]
+
+
 def run(*arguments):
     kept = {k: v for k, v in os.environ.items() if k not in ("MIDSTREAM", "VLLM_PLUGINS")}
     done = subprocess.run(
@@ -120,10 +122,7 @@ print("RESULT", json.dumps(sorted(set(sys.modules) - before)))
 
 
 def test_importing_midstream_brings_in_neither_torch_nor_vllm_nor_numpy():
-    for statement in (
-        "import midstream",
-        "from midstream.plugin import register; register()",
-    ):
+    for statement in ("import midstream", "from midstream.plugin import register; register()"):
         imported = run("-c", IMPORTS.format(statement=statement))
         assert any(name.startswith("midstream.plan") for name in imported), statement
         others = {name.split(".")[0] for name in imported} - {"midstream"}

@@ -13,13 +13,7 @@ from support.misspelling import ASKED, misspelt
 from support.refusals import refused
 
 import midstream
-from midstream.compat.foreign_fields import (
-    FOREIGN,
-    OWN,
-    check_body,
-    check_extra_args,
-    names_in,
-)
+from midstream.compat.foreign_fields import FOREIGN, OWN, check_body, check_extra_args, names_in
 from midstream.errors import SpecError
 from midstream.plan import Capture, Steer
 from midstream.plan.operations.plain import PLAIN

@@ -110,10 +110,7 @@ def test_a_malformed_array_is_rejected_with_its_place():
     )
 
 
-@given(
-    st.sampled_from(DTYPES),
-    st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=8),
-)
+@given(st.sampled_from(DTYPES), st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=8))
 def test_numbers_come_back_as_they_were(dtype, numbers):
     array = np.array(numbers, np.float32)
     if dtype == "bfloat16":

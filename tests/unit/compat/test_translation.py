@@ -18,17 +18,7 @@ from midstream.api.sampling_params import read_plan
 from midstream.compat import easysteer, vllm_fork, vllm_lens
 from midstream.compat.translation import translate, without_translated
 from midstream.errors import SpecError
-from midstream.plan import (
-    Ablate,
-    Capture,
-    Clamp,
-    Plan,
-    Replace,
-    Span,
-    Steer,
-    TokenIds,
-    Window,
-)
+from midstream.plan import Ablate, Capture, Clamp, Plan, Replace, Span, Steer, TokenIds, Window
 
 W = [0.5, 0.0, -1.0]
 BOTH = {"prompt": "all", "generation": "all"}

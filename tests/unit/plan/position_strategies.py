@@ -111,9 +111,7 @@ edit_positions = positions(EDIT_WORDS)
 
 
 def prompt_of(
-    ids: Sequence[int],
-    messages: Sequence[Message] | None = (),
-    media: Sequence[MediaItem] = (),
+    ids: Sequence[int], messages: Sequence[Message] | None = (), media: Sequence[MediaItem] = ()
 ) -> Prompt:
     """A prompt of tokens of PIECES."""
     starts, stops, text = [], [], ""

@@ -180,10 +180,7 @@ def plain_edits(
         affines(width, at),
         lorefts(width, at),
         st.builds(
-            lambda rows, alpha, place: Replace(rows, alpha=alpha, **place),
-            rows(width),
-            eighths,
-            at,
+            lambda rows, alpha, place: Replace(rows, alpha=alpha, **place), rows(width), eighths, at
         ),
         st.builds(
             lambda factor, shift, place: Scale(factor, shift=shift, **place),
@@ -210,9 +207,7 @@ def readings(width: int = WIDTH, own: bool = True) -> st.SearchStrategy[Reading]
 
 
 def gates(
-    width: int = WIDTH,
-    places: st.SearchStrategy[dict[str, Any]] | None = None,
-    own: bool = False,
+    width: int = WIDTH, places: st.SearchStrategy[dict[str, Any]] | None = None, own: bool = False
 ) -> st.SearchStrategy[Gate]:
     sharpness = st.none() | eighths.filter(bool)
     return st.builds(Gate, plain_edits(width, places), readings(width, own), eighths, sharpness)
@@ -247,9 +242,7 @@ def named_edits(draw: st.DrawFn) -> Edit:
     )
 
 
-def probes(
-    positions: st.SearchStrategy[Positions] = capture_positions,
-) -> st.SearchStrategy[Probe]:
+def probes(positions: st.SearchStrategy[Positions] = capture_positions) -> st.SearchStrategy[Probe]:
     return st.builds(
         Probe,
         numbers(WIDTH),
@@ -298,9 +291,7 @@ def _plans(
     )
 
 
-def _of_length(
-    positions: st.SearchStrategy[Positions],
-) -> st.SearchStrategy[Positions]:
+def _of_length(positions: st.SearchStrategy[Positions]) -> st.SearchStrategy[Positions]:
     return positions.filter(lambda found: not found.needs_prompt)
 
 

@@ -22,21 +22,9 @@ def test_aliases_become_canonical_names():
 def test_what_names_no_sites_is_refused():
     refused(
         Sites,
-        (
-            [],
-            "",
-            "at least one site; known: `embed`, `resid_pre`, .*, `resid_post`, `final_norm`",
-        ),
-        (
-            "resid_pots",
-            "",
-            "unknown site 'resid_pots' .did you mean `resid_post`.*known: `embed`",
-        ),
-        (
-            "",
-            "",
-            "unknown site ''; known: `embed`, `resid_pre`, .*, `resid_post`, `final_norm`",
-        ),
+        ([], "", "at least one site; known: `embed`, `resid_pre`, .*, `resid_post`, `final_norm`"),
+        ("resid_pots", "", "unknown site 'resid_pots' .did you mean `resid_post`.*known: `embed`"),
+        ("", "", "unknown site ''; known: `embed`, `resid_pre`, .*, `resid_post`, `final_norm`"),
         (["resid_post", "x" * 10_000], "[1]", "unknown site 'x{59}…; known"),
         (
             ["resid_post", "resid_post"],

@@ -67,10 +67,7 @@ def test_its_text_counts_what_was_asked_for_and_nothing_else():
             ],
         ),
         (Receipt("7", 5, 3, (), None), []),
-        (
-            BROKEN,
-            ["  captured 6 of 7 rows, at 1 sites of layers", "  first <problem>", "  second"],
-        ),
+        (BROKEN, ["  captured 6 of 7 rows, at 1 sites of layers", "  first <problem>", "  second"]),
     ):
         first = f"request {receipt.request_id}: {receipt.status}; {head}"
         assert str(receipt).splitlines() == [first, *lines]

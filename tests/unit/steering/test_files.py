@@ -27,10 +27,7 @@ from midstream.steering.files import read_file, read_json_file
 from midstream.steering.parse import read_placed
 
 ROWS = {"15": [1.0, 2.5], "pre_attn:0": [-3.0, 0.5]}
-WANTED = {
-    ("resid_post", 15): Vector.parse([1.0, 2.5]),
-    ("resid_pre", 0): Vector.parse([-3.0, 0.5]),
-}
+WANTED = {("resid_post", 15): Vector.parse([1.0, 2.5]), ("resid_pre", 0): Vector.parse([-3.0, 0.5])}
 
 
 def found(path):
@@ -268,10 +265,7 @@ def test_what_is_no_control_vector_is_refused_with_the_reason(tmp_path):
         (control_vector({b"direction.01": [1.0]}), "is not a tap"),
         (control_vector({b"direction.1": [[1.0, 2.0], [3.0, 4.0]]}), "one dimension"),
         (
-            gguf_bytes(
-                quantised,
-                [(b"direction.1", (32,), 8, bytes(34))],
-            ),
+            gguf_bytes(quantised, [(b"direction.1", (32,), 8, bytes(34))]),
             r"GGML type 8; expected one of 0 \(F32\), 1 \(F16\)",
         ),
         (control_vector({}), "the file contains no vectors"),

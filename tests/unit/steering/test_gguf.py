@@ -71,9 +71,7 @@ def test_every_truncation_is_a_model_error() -> None:
             read_gguf(whole[:end])
 
 
-@given(
-    flips=st.lists(st.tuples(st.integers(0, 220), st.integers(0, 255)), min_size=1, max_size=4),
-)
+@given(flips=st.lists(st.tuples(st.integers(0, 220), st.integers(0, 255)), min_size=1, max_size=4))
 @settings(max_examples=rounds(suite=150, nightly=1200))
 def test_damage_is_a_model_error_or_reads(flips: list[tuple[int, int]]) -> None:
     damaged = bytearray(small_file())

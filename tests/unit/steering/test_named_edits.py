@@ -12,18 +12,7 @@ from support.refusals import refused
 
 from midstream.client.protocol import upload_of
 from midstream.errors import NoRoomError, SpecError
-from midstream.plan import (
-    Ablate,
-    Clamp,
-    Gate,
-    ModelShape,
-    Named,
-    Plan,
-    Probe,
-    Route,
-    Scale,
-    Steer,
-)
+from midstream.plan import Ablate, Clamp, Gate, ModelShape, Named, Plan, Probe, Route, Scale, Steer
 from midstream.plan.operations import bind_edit
 from midstream.plan.vectors.named_lookup import NamedEdits
 from midstream.steering import VectorRegistry
@@ -104,10 +93,7 @@ def test_names_within_a_name_are_resolved_when_it_is_registered(registry):
     registry.register("both", {"base": [("v", 2.0), "calm"]})
     registry.register("v", {1: W})
     registry.remove("calm")
-    assert expand(registry, Steer("both")) == (
-        Steer(V, 1, scale=2.0, site="resid_post"),
-        *EXPANDED,
-    )
+    assert expand(registry, Steer("both")) == (Steer(V, 1, scale=2.0, site="resid_post"), *EXPANDED)
 
 
 def test_server_wide_steering_takes_a_name_of_whole_edits_in_the_base_tier(registry):

@@ -42,12 +42,7 @@ FORMS = [
     ([], []),
     (
         ["happy", ("sad", -1), Steer(V, 1), {15: V}],
-        [
-            Steer("happy"),
-            Steer(Named("sad", -1.0)),
-            Steer(V, 1),
-            Steer(V, 15, site="resid_post"),
-        ],
+        [Steer("happy"), Steer(Named("sad", -1.0)), Steer(V, 1), Steer(V, 15, site="resid_post")],
     ),
     ((Steer(V, 1), "happy"), [Steer(V, 1), Steer("happy")]),
 ]

@@ -43,10 +43,7 @@ def every_kind(texts: list[str]) -> dict[str, viz.Picture]:
             y_title=first,
         ),
         "answers": viz.answers(
-            dict(enumerate(texts)),
-            prompt=first,
-            notes=dict(enumerate(texts)),
-            title=first,
+            dict(enumerate(texts)), prompt=first, notes=dict(enumerate(texts)), title=first
         ),
     }
 

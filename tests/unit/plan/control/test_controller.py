@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream import (
-    Controller,
-    Plan,
-    Probe,
-    SpecError,
-    Steer,
-    Threshold,
-    Vector,
-)
+from midstream import Controller, Plan, Probe, SpecError, Steer, Threshold, Vector
 from midstream.plan.control.control_laws import Observed
 
 numbers = st.floats(-100, 100, width=32)

@@ -7,16 +7,7 @@ from support.refusals import refused
 
 from midstream.errors import SpecError
 from midstream.ops.layout import HELD, Flags, Op
-from midstream.plan import (
-    Gate,
-    ModelShape,
-    Plan,
-    Prompt,
-    Reading,
-    Scale,
-    Steer,
-    TokenIds,
-)
+from midstream.plan import Gate, ModelShape, Plan, Prompt, Reading, Scale, Steer, TokenIds
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.resolve.wire import from_bytes, to_bytes
 

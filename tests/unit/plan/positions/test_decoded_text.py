@@ -166,10 +166,7 @@ def test_smollm2s_pieces_are_together_the_decoded_text(smollm2):
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-@given(
-    st.lists(st.text("thecat \n", max_size=6), min_size=2, max_size=5),
-    st.data(),
-)
+@given(st.lists(st.text("thecat \n", max_size=6), min_size=2, max_size=5), st.data())
 @settings(max_examples=rounds(suite=150, nightly=1200))
 def test_tokens_of_media_have_the_characters_of_what_stands_for_them(tokenizer, texts, data):
     mark = "<|im_end|>"

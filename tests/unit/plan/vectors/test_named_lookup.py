@@ -111,10 +111,7 @@ def test_a_replaced_row_can_be_a_name():
 
 def test_directions_can_be_names_beside_vectors():
     bound = Ablate(["low", [1.0, 9.0]], strength=0.5).bind(lookup)
-    assert bound == (
-        Ablate([V3, [1.0, 9.0]], 3, 0.5),
-        Ablate([V5, [1.0, 9.0]], 5, 0.5),
-    )
+    assert bound == (Ablate([V3, [1.0, 9.0]], 3, 0.5), Ablate([V5, [1.0, 9.0]], 5, 0.5))
     assert Clamp("sad", low=1).bind(lookup) == (Clamp(V7, 7, low=1),)
     assert Ablate(["any", "sad"]).bind(lookup) == (Ablate([ANY, V7], 7),)
     assert Ablate(["any", "sad"]).names() == ("any", "sad")
@@ -138,10 +135,7 @@ def test_a_gates_direction_is_read_where_it_is_registered():
     each = Gate(Steer(ANY, [3, -3]), "low").bind(lookup, 8)
     assert each == (Gate(Steer(ANY, 3), V3), Gate(Steer(ANY, 5), V5))
     both = Gate(Steer("low"), "low", sharpness=2).bind(lookup)
-    assert both == (
-        Gate(Steer(V3, 3), V3, sharpness=2),
-        Gate(Steer(V5, 5), V5, sharpness=2),
-    )
+    assert both == (Gate(Steer(V3, 3), V3, sharpness=2), Gate(Steer(V5, 5), V5, sharpness=2))
 
 
 def test_a_probe_by_name_is_at_the_one_tap_of_the_name():
@@ -205,12 +199,7 @@ def test_a_plan_is_bound_as_a_whole():
     )
     assert plan.names() == ("low", "sad", "any")
     bound = plan.bind(lookup)
-    assert bound.edits == (
-        Steer(V3, 3, 2),
-        Steer(V5, 5, 2),
-        Scale(2, 0),
-        Gate(Steer(V7, 7), ANY),
-    )
+    assert bound.edits == (Steer(V3, 3, 2), Steer(V5, 5, 2), Scale(2, 0), Gate(Steer(V7, 7), ANY))
     assert bound.probes == (Probe(V7, 7, name="a"), Probe([1, 2], 0))
     assert bound.origins == (0, 0, 1, 2)
     assert bound.names() == ()
