@@ -162,12 +162,12 @@ def steers(width: int, places: st.SearchStrategy[dict[str, Any]]) -> st.SearchSt
     )
 
 
-def plain_edits(
+def plain_kinds(
     width: int = WIDTH, places: st.SearchStrategy[dict[str, Any]] | None = None
-) -> st.SearchStrategy[PlainEdit]:
-    """Every operation but Gate, with vectors by value."""
+) -> list[st.SearchStrategy[PlainEdit]]:
+    """A strategy for each operation but Gate, with vectors by value."""
     at = where() if places is None else places
-    edits = st.one_of(
+    kinds = (
         steers(width, at),
         st.builds(
             lambda rows, strength, place: Ablate(rows, strength=strength, subspace=True, **place),
@@ -189,7 +189,15 @@ def plain_edits(
             at,
         ),
     )
-    return st.builds(_with_norm, edits, st.sampled_from([None, "keep"]))
+    norms = st.sampled_from([None, "keep"])
+    return [st.builds(_with_norm, kind, norms) for kind in kinds]
+
+
+def plain_edits(
+    width: int = WIDTH, places: st.SearchStrategy[dict[str, Any]] | None = None
+) -> st.SearchStrategy[PlainEdit]:
+    """Any of them."""
+    return st.one_of(plain_kinds(width, places))
 
 
 def _with_norm(edit: PlainEdit, norm: str | None) -> PlainEdit:

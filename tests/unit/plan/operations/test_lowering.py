@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.formulas import apply, run, wide
 from support.nightly import rounds
 from support.refusals import refused
-from unit.plan.strategies import edits, gates, named_edits, plain_edits
+from unit.plan.strategies import edits, gates, named_edits, plain_edits, plain_kinds
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
@@ -39,10 +39,14 @@ def agree(found, expected, scale):
     return np.allclose(found, expected, rtol=1e-5, atol=1e-5 * (1 + np.abs(scale).max()))
 
 
-@given(cases(plain_edits(WIDTH) | gates(WIDTH, own=True)))
-@settings(max_examples=rounds(suite=200, nightly=1600))
-def test_the_instructions_of_an_edit_compute_its_formula(case):
-    edit, h = case
+KINDS = [*plain_kinds(WIDTH), gates(WIDTH, own=True)]
+
+
+@pytest.mark.parametrize("nth", range(len(KINDS)))
+@given(data=st.data())
+@settings(max_examples=rounds(suite=10, nightly=400))
+def test_the_instructions_of_an_edit_compute_its_formula(nth, data):
+    edit, h = data.draw(cases(KINDS[nth]))
     expected = apply(edit, h)
     assert agree(run(edit.instructions(WIDTH), h), expected, np.maximum(abs(h), abs(expected)))
 
