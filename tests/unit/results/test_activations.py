@@ -69,6 +69,10 @@ def test_what_was_not_captured_is_a_key_error_that_lists_what_was():
         if isinstance(key, tuple):
             with pytest.raises(KeyError, match="was not captured"):
                 found.positions_of(*key)
+    for key in ("blocks.3.hook_resid_post", ("x", 1), 1.5, ("resid_post", "10")):
+        assert key not in found, key
+        with pytest.raises(KeyError, match="was not captured; there is resid_pre"):
+            found[key]
 
 
 def test_it_is_a_mapping_of_what_was_captured():

@@ -43,22 +43,6 @@ def test_a_tap_is_read_by_any_of_its_names():
         assert acts[key] is acts["resid_post", 3]
 
 
-def test_a_tap_that_was_not_captured_is_named():
-    for key in (
-        ("resid_pre", 3),
-        2,
-        "blocks.2.hook_resid_post",
-        "x",
-        ("x", 1),
-        1.5,
-        ("resid_post", "3"),
-    ):
-        acts = make()
-        assert key not in acts, key
-        with pytest.raises(KeyError, match="was not captured; there is resid_post; layers 1, 3"):
-            acts[key]
-
-
 def test_a_layer_that_is_no_key_says_why():
     assert 3 not in make(names=("resid_pre", "resid_post"))
     with pytest.raises(KeyError, match="the number of layers is unknown here"):

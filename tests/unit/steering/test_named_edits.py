@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 from hypothesis import given
@@ -175,26 +174,6 @@ def test_any_other_file_is_rejected_with_its_name(tmp_path_factory, content):
     with pytest.raises(SpecError):
         registry.register("x", path)
     assert len(registry) == 0
-
-
-def test_a_lookup_finds_one_registration_while_others_replace_it(registry):
-    other = {"base": [Steer(W, 0)] * 3}
-    registry.register("other", other)
-    wanted = {registry.lookup("calm"), registry.lookup("other")}
-    stop = threading.Event()
-
-    def replace_it():
-        while not stop.is_set():
-            registry.register("calm", other)
-            registry.register("calm", CALM)
-
-    thread = threading.Thread(target=replace_it)
-    thread.start()
-    try:
-        assert all(registry.lookup("calm") in wanted for _ in range(2000))
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_edits_of_sites_of_any_width_are_registered_within_a_limit():

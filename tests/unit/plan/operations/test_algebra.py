@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from support.formulas import run
 from unit.plan.strategies import directions, numbers
@@ -65,11 +64,10 @@ def test_where_the_sum_is_nothing_there_is_no_norm_to_keep():
     assert (do(np.array([[1.0, 0, 0, 0]]), Steer([-1, 0, 0, 0], 0, norm="keep")) == 0).all()
 
 
-@pytest.mark.parametrize("size", [1e-40, 1e-30, 1e30])
-def test_a_matched_vectors_own_length_does_not_matter(size):
-    h = np.array([[0.0, 3.0, 4.0, 0.0]])
-    found = do(h, Steer([size, 0, 0, 0], 0, scale=2, norm="match"))
-    assert np.allclose(found, [[10, 3, 4, 0]])
+def test_a_matched_vectors_own_length_does_not_matter():
+    for size in (1e-40, 1e-30, 1e30):
+        steer = Steer([size, 0, 0, 0], 0, scale=2, norm="match")
+        assert np.allclose(do(np.array([[0.0, 3.0, 4.0, 0.0]]), steer), [[10, 3, 4, 0]])
 
 
 def test_the_kth_token_gets_the_kth_row():
@@ -80,42 +78,7 @@ def test_the_kth_token_gets_the_kth_row():
     assert (run([step], h[:2], positions=[2, 0]) == [rows[2], rows[0]]).all()
 
 
-@pytest.mark.parametrize("norm", [None, "match", "keep"])
-def test_steering_by_a_row_per_token_is_steering_each_token_by_its_row(norm):
-    rows = [[1, 0, 2, 1], [0, 0, 0, 0], [3, 1, -3, 0]]
-    h = np.array([[1.0, 2, 3, 4], [4, 3, 2, 1], [0, 1, 0, 1]])
-    found = do(h, Steer(rows=rows, layer=0, scale=1.5, norm=norm))
-    for nth, row in enumerate(rows):
-        alone = do(h[nth : nth + 1], Steer(row, 0, 1.5, norm=norm)) if any(row) else h[nth]
-        assert np.allclose(found[nth], alone)
-    (step,) = Steer(rows=rows, layer=0, norm=norm).instructions(WIDTH)
-    moved = run([step], h[:2], positions=[2, 0])
-    assert np.allclose(moved[1], do(h[1:2], Steer(rows[0], 0, norm=norm)))
-
-
-def test_order_matters_where_it_should():
-    h = np.array([[1.0, 2, 3, 4]])
-    steer, ablate = Steer([1, 1, 0, 0], 0), Ablate([1, 0, 0, 0], 0)
-    for first, second in [
-        (steer, ablate),
-        (steer, Scale(2, 0)),
-        (steer, Clamp([1, 0, 0, 0], 0, high=1.5)),
-        (steer, Replace([1, 1, 1, 1], 0)),
-        (steer, Gate(steer, Reading([1, 0, 0, 0]), threshold=1.5)),
-        (ablate, Ablate([1, 1, 0, 0], 0)),
-        (steer, Feature([1, 0, 0, 0], [0, 0, 1, 0], 0, value=5)),
-    ]:
-        assert not np.allclose(do(h, first, second), do(h, second, first)), second
-    across = Steer([0, 1, 0, 0], 0)
-    assert np.allclose(do(h, across, ablate), do(h, ablate, across))
-
-
 def test_all_terms_of_one_edit_read_the_same_vector():
     # The first term writes what the second one reads.
     edit = Affine([[1, 0, 0, 0], [0, 1, 0, 0]], [[0, 1, 0, 0], [0, 0, 1, 0]], 0)
     assert (do(np.array([[1.0, 0, 0, 0]]), edit) == [[1, 1, 0, 0]]).all()
-
-
-def test_an_added_feature_is_a_steering_vector():
-    feature = Feature([1, 0, 0, 0], [0, 1, 0, 0], 0, mode="add", value=3)
-    assert feature.instructions(WIDTH) == Steer([0, 1, 0, 0], 0, 3).instructions(WIDTH)

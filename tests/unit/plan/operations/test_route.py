@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +12,6 @@ from support.refusals import refused_calls
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
 from midstream.plan import Gate, ModelShape, Plan, Positions, Prompt, Route
-from midstream.plan.operations import parse_edit
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.shape import VectorSize
 
@@ -71,15 +68,6 @@ def test_behind_a_gate_it_is_all_or_nothing(route, h, is_open):
     assert [step.counted for step in steps[1:]] == [False] * (len(steps) - 2) + [True]
     found = run(steps, h)
     assert np.array_equal(found, run(route.instructions(EXPERTS), h) if is_open else h)
-
-
-@given(routes())
-def test_it_survives_json(route):
-    again = parse_edit(json.loads(json.dumps(route.to_dict())))
-    assert again == route
-    assert hash(again) == hash(route)
-    assert route.replace(layer=2).layers.indices == (2,)
-    assert route.replace(layer=2).own() == route.own()
 
 
 def test_its_json_has_what_was_given():

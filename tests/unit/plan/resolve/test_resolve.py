@@ -15,7 +15,6 @@ from midstream.plan import (
     Capture,
     Clamp,
     Gate,
-    Match,
     ModelShape,
     Plan,
     Probe,
@@ -71,12 +70,6 @@ def test_a_capture_of_every_request_that_selects_nothing_here_is_left_out():
     assert _resolve(also=(generated,), max_tokens=1).captures == ()
 
 
-def test_all_layers_are_all_that_are_tapped_of_each_site():
-    shape = ModelShape(30, 4, [("resid_post", 4), ("resid_post", 2), ("resid_mid", 3)])
-    plan = _resolve(Capture("all", ["resid_mid", "resid_post"]), shape=shape)
-    assert plan.captures[0].taps == (("resid_post", 2), ("resid_mid", 3), ("resid_post", 4))
-
-
 def test_an_edit_keeps_its_vector_scale_and_place():
     steer = Steer(V, 3, scale=-2.5, site="resid_mid", positions=[-1, slice(2, 4)])
     (edit,) = _resolve(edits=steer).edits
@@ -99,12 +92,6 @@ def test_an_edit_of_several_layers_and_sites_is_one_at_each_tap_with_shared_inst
     assert taps == [("resid_pre", 3), ("resid_post", 3), ("resid_pre", 7), ("resid_post", 7)]
     assert {edit.source for edit in plan.edits[1:]} == {1}
     assert len({id(edit.steps) for edit in plan.edits[1:]}) == 1
-
-
-def test_generated_tokens_by_their_ids_are_left_to_be_matched():
-    steer = Steer(V, 3, positions=[0, {"tokens": [9, 4]}])
-    plan = _resolve(edits=steer, prompt=Prompt(3, token_ids=(1, 4, 2)))
-    assert plan.edits[0].where == Where(((0, 2),), (Match(((3, None),), (4, 9)),))
 
 
 # ---------------------------------------------------------------- probes
