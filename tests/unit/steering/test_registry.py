@@ -169,6 +169,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_there(registry):
     assert vectors == registry.lookup("happy")
     refused(registry.lookup, ("hapy", r"did you mean `happy`\?\); registered: `happy`"))
     refused(registry.lookup, (3, "`str`, got `int`"))
+    refused(registry.lookup, ("v.safetensors", r"llm\.vectors\.register\(name, path\)"))
     for ask in (registry.remove, registry.show):
         refused(ask, ("hapy", "did you mean"))
     registry.remove("happy")
