@@ -74,7 +74,7 @@ def ours() -> list[str]:
     return sorted(name for name in sys.modules if name.split(".")[0] == "midstream")
 
 
-def in_fork(scenario: Callable[[], None], modules: list[ModuleType], fresh: bool = True) -> Any:
+def in_fork(scenario: Callable[[], None], modules: list[ModuleType]) -> Any:
     """What a scenario changes, seen in a process of its own."""
     import vllm.plugins
 
@@ -82,8 +82,7 @@ def in_fork(scenario: Callable[[], None], modules: list[ModuleType], fresh: bool
     child = os.fork()
     if child == 0:
         before = snapshot(modules)
-        if fresh:
-            vllm.plugins.plugins_loaded = False
+        vllm.plugins.plugins_loaded = False
         try:
             scenario()
             error = ""
@@ -215,7 +214,7 @@ def main() -> None:
     found["after_engine_args"] = changed(before, snapshot(modules))
     found["ours"] = ours()
     found["environment_kept"] = environment == dict(os.environ)
-    scenarios = {
+    enabled = {
         "args": engine_args(ENABLED),
         "args, with settings": engine_args({"midstream": {"layers": [1]}, **OTHERS}),
         "args, in the environment": engine_args(environment="1"),
@@ -243,6 +242,8 @@ def main() -> None:
         "core": engine_core(ENABLED),
         "worker": worker(ENABLED),
         "twice": twice,
+    }
+    idle = {
         "args, plain": engine_args(),
         "args, of others": engine_args(OTHERS),
         "args, false": engine_args({"midstream": False}),
@@ -270,8 +271,9 @@ def main() -> None:
         "worker, plain": worker({}),
         "worker, of others": worker(OTHERS),
     }
-    found["scenarios"] = {name: in_fork(run, modules) for name, run in scenarios.items()}
-    found["scenarios"]["plain, then enabled"] = in_fork(plain_then_enabled, modules, fresh=True)
+    for kind, scenarios in (("enabled", enabled), ("idle", idle)):
+        found[kind] = {name: in_fork(run, modules) for name, run in scenarios.items()}
+    found["plain, then enabled"] = in_fork(plain_then_enabled, modules)
     sys.stdout.write(f"\nRESULT {json.dumps(found)}\n")
 
 

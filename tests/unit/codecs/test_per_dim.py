@@ -41,11 +41,6 @@ def test_a_dimension_that_is_not_finite_decodes_to_nan_and_no_other_does(bad):
     assert found[:, 2].isnan().all()
 
 
-def test_a_block_without_rows_has_none():
-    block = Full8PerDim().encode(torch.zeros(0, 5))
-    assert Full8PerDim().decode(block).shape == (0, 5)
-
-
 def test_what_is_not_a_block_is_rejected():
     for block in (torch.zeros(3), torch.zeros(3, 9), torch.zeros(3, 7, dtype=torch.uint8)):
         with pytest.raises(

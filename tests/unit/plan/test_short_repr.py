@@ -27,9 +27,8 @@ V = torch.tensor([3.0, 4.0])
 SHOWN = f"Vector(size=2, norm=5, digest='{Steer(V, 0).vector.digest[:8]}')"
 
 
-@pytest.mark.parametrize(
-    ("one", "text"),
-    [
+def test_a_text_is_the_call_without_what_is_the_default() -> None:
+    for one, text in (
         (Capture([5, 6]), "Capture(layers=[5, 6])"),
         (
             Capture("all", ["q", "z"], positions=-1, max_rows=3),
@@ -74,11 +73,9 @@ SHOWN = f"Vector(size=2, norm=5, digest='{Steer(V, 0).vector.digest[:8]}')"
                 None, False, top_k=2, is_transcoder=True),
             "<TopK(2) transcoder: 4 features, width 8>",
         ),
-    ],
-)  # fmt: skip
-def test_a_text_is_the_call_without_what_is_the_default(one: object, text: str) -> None:
-    assert repr(one).startswith(text)
-    assert isinstance(one, Gate) or repr(one) == text
+    ):  # fmt: skip
+        assert repr(one).startswith(text), one
+        assert isinstance(one, Gate) or repr(one) == text
 
 
 @pytest.mark.parametrize(

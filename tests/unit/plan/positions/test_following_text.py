@@ -97,9 +97,8 @@ def test_a_text_that_cannot_be_told_from_its_prompt_is_rejected() -> None:
     assert caught.value.path == "texts[1]"
 
 
-@pytest.mark.parametrize(
-    ("texts", "prompts", "path", "problem"),
-    [
+def test_what_is_malformed_is_refused() -> None:
+    for texts, prompts, path, problem in (
         (["a"], ["b", "c"], "prompts", "2 for 1 texts; give one each"),
         (["a", ""], ["b", "c"], "texts[1]", "expected at least one token"),
         (
@@ -109,9 +108,7 @@ def test_a_text_that_cannot_be_told_from_its_prompt_is_rejected() -> None:
             "expected a text, or a list of token ids, got `float`",
         ),
         (["a", [1, "b"]], ["b", "c"], "texts[1]", "expected a text, or a list of token ids"),
-    ],
-)
-def test_what_is_malformed_is_refused(texts: Any, prompts: Any, path: str, problem: str) -> None:
-    with pytest.raises(SpecError, match=problem) as caught:
-        encode_texts("texts", texts, prompts, lambda: BYTES)
-    assert caught.value.path == path
+    ):
+        with pytest.raises(SpecError, match=problem) as caught:
+            encode_texts("texts", texts, prompts, lambda: BYTES)
+        assert caught.value.path == path, texts

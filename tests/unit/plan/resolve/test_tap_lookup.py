@@ -23,11 +23,6 @@ SOME = ModelShape(
 )
 
 
-def test_taps_are_ordered_as_a_forward_pass_reaches_them():
-    backwards = EVERY[::-1]
-    assert sorted(backwards, key=order) == EVERY
-
-
 @given(
     st.lists(st.integers(-4, 3), min_size=1, max_size=4, unique_by=lambda layer: layer % 4),
     st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True),
@@ -65,9 +60,8 @@ def test_all_layers_are_those_at_which_the_site_is_tapped():
     assert both == (("resid_post", 0), ("resid_post", 2), ("mlp_out", 3))
 
 
-@pytest.mark.parametrize(
-    ("layers", "sites", "path", "problem"),
-    [
+def test_what_is_not_there_is_refused_under_the_field_that_asked():
+    for layers, sites, path, problem in (
         ([1], "resid_post", "l", "resid_post at layer 1 is not tapped; add it to the settings"),
         ([0, 1], "resid_post", "l[1]", "resid_post at layer 1 is not tapped"),
         ([3], "resid_post", "l", "resid_post at layer 3 cannot be tapped: none"),
@@ -76,20 +70,13 @@ def test_all_layers_are_those_at_which_the_site_is_tapped():
         ([0], "mlp_in", "l", "mlp_in at layer 0 cannot be tapped: no norm there"),
         ("all", "mlp_in", "s", "mlp_in cannot be tapped at any layer: no norm there"),
         ("all", ["resid_post", "resid_pre"], "s[1]", "resid_pre at any layer is not tapped"),
-        (
-            [0, 4],
-            "resid_post",
-            "l[1]",
-            r"layer 4 is out of range: the model has 4 layers, expected 0 to 3",
-        ),
+        ([0, 4], "resid_post", "l[1]", r"layer 4 is out of range: .* 4 layers, expected 0 to 3"),
         ([-5], "resid_post", "l", r"out of range: .* \(or −4 to −1\)"),
         ([2, -2], "resid_post", "l[1]", "layer -2 is the same as layer 2: the model has 4 layers"),
-    ],
-)
-def test_what_is_not_there_is_refused_under_the_field_that_asked(layers, sites, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        find_taps(Layers.parse(layers), Sites.parse(sites), SOME, "l", "s")
-    assert caught.value.path == path
+    ):
+        with pytest.raises(SpecError, match=problem) as caught:
+            find_taps(Layers.parse(layers), Sites.parse(sites), SOME, "l", "s")
+        assert caught.value.path == path, layers
 
 
 @given(st.integers(-9, 9))
