@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import async_changes, async_sweeps
+from support import async_changes
 from support.async_calls import COUNT, KINDS, ask, params, prompt, refusal, taken, vector
 from support.async_evaluations import evaluate
 from support.async_lenses import stream_of_lenses
@@ -360,7 +360,6 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await waiting(llm, found)
         await async_changes.updates(llm, found)
         await async_changes.stops(llm, found)
-        found["sweep"] = await async_sweeps.sweep(llm)
         await server_wide(llm, found)
         found["evaluated"] = [await evaluate(llm)]
         await inspect(llm).check_integrity()
@@ -383,9 +382,6 @@ def offline(model: Path, found: dict[str, Any]) -> None:
         found["offline"] = [
             {"generated": list(one.outputs[0].token_ids), **results(one)} for one in outputs
         ]
-        asked = (async_sweeps.PROMPT, async_sweeps.SOURCE, async_sweeps.METRIC)
-        swept = llm.sweep(*asked, use_tqdm=False, **async_sweeps.ASKED)
-        found["offline sweep"] = swept.to_json()
 
 
 def listed(value: Any) -> Any:

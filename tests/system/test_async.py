@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.async_calls import COUNT, KINDS, assert_alike, assert_close, prompt, vector
@@ -29,12 +28,6 @@ def rows(nth: int) -> int:
 @pytest.mark.parametrize("nth", range(COUNT))
 def test_each_of_twenty_at_once_gets_what_the_offline_engine_gives(found, nth):
     assert_alike(found["mix"][nth], found["offline"][nth], bool(plan(nth)))
-
-
-def test_scores_come_while_requests_go_on(found):
-    # Of any one there may be none: vLLM merges outputs that nobody has fetched yet.
-    partial = [scores for mine in found["mix"] for _, scores, *_ in mine["partial"]]
-    assert any(scores is not None for scores in partial)
 
 
 @pytest.mark.parametrize("nth", range(COUNT))
@@ -173,8 +166,10 @@ def test_an_output_shows_the_rows_of_the_tokens_before_its_last_and_the_last_sho
         begin = stop if is_delta else 0
 
 
-def test_most_streams_show_rows_before_their_last_output(found):
-    """Not all: vLLM merges the outputs of a stream that is read too slowly."""
+def test_most_streams_show_rows_and_scores_before_their_last_output(found):
+    # Not all: vLLM merges the outputs of a stream that is read too slowly.
+    partial = [scores for mine in found["mix"] for _, scores, *_ in mine["partial"]]
+    assert any(scores is not None for scores in partial)
     assert sum(len(one["shown"]) > 1 for one in found["streams"]) > 12
 
 
@@ -256,32 +251,6 @@ def test_fits_scores_of_texts_and_tried_strengths_are_those_of_the_offline_engin
     for name in ("fitted", "scores", "effect", "perplexity"):
         for one, other in zip(mine[name], theirs[name], strict=True):
             assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
-
-
-def test_a_sweep_is_what_the_offline_engine_gives(found):
-    from midstream import Sweep
-
-    mine, theirs = (
-        Sweep.from_json(one) for one in (found["sweep"]["sweep"], found["offline sweep"])
-    )
-    assert mine.coords == theirs.coords
-    assert np.ptp(theirs.values) > 0.1
-    assert np.abs(mine.values - theirs.values).max() < 1e-4
-    assert (mine.receipts.status, mine.receipts.expected) == ("ok", theirs.receipts.expected)
-
-
-def test_each_cell_of_a_sweep_is_told_as_it_comes(found):
-    from midstream import Sweep
-
-    mine = Sweep.from_json(found["sweep"]["sweep"])
-    cells = found["sweep"]["cells"]
-    assert len({index for index, _ in cells}) == len(cells) == mine.values.size
-    assert all(mine.values[index] == np.float32(value) for index, value in cells)
-
-
-def test_a_cancelled_sweep_leaves_nothing_and_one_without_alignment_is_refused(found):
-    assert found["sweep"]["cancelled"] == "CancelledError"
-    assert found["sweep"]["refused"] == "align"
 
 
 def test_edits_of_running_requests_change_where_their_receipts_say(

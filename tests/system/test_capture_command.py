@@ -25,7 +25,7 @@ from midstream.lab.jobs.engine import VllmEngine
 from midstream.lab.jobs.estimate import estimate_job
 from midstream.store import verify
 
-LINES = 400
+LINES = 300
 TOO_LONG = "x" * 300
 CAPTURE = {"layers": [0, 2], "sites": ["resid_post", "mlp_out"]}
 SITES = ["resid_pre", "mlp_out", "resid_post"]
@@ -148,21 +148,11 @@ def test_conversations_are_written_out_by_the_models_template(llm, talking_llama
     what = Capture(**CAPTURE, positions=where)
     summary = run(llm, tmp_path, lines, capture=what, chat=True, keep_prompts=True)
     assert (summary.counts.stored, summary.counts.failed) == (13, 1)
-    guess = estimate_job(
-        Job(
-            model=str(talking_llama),
-            data=str(tmp_path / "prompts.jsonl"),
-            out=str(tmp_path / "acts"),
-            capture=what,
-            chat=True,
-            dtype="float32",
-        )
-    )
-    assert (guess.rows, guess.nbytes, guess.failed) == (
-        summary.counts.rows,
-        summary.counts.nbytes,
-        1,
-    )
+    files = {"data": str(tmp_path / "prompts.jsonl"), "out": str(tmp_path / "acts")}
+    model = {"model": str(talking_llama), "dtype": "float32"}
+    guess = estimate_job(Job(**model, **files, capture=what, chat=True))
+    counts = summary.counts
+    assert (guess.rows, guess.nbytes, guess.failed) == (counts.rows, counts.nbytes, 1)
     talks.append([{"role": "user", "content": "alone"}])
     outputs = llm.chat(
         talks, SamplingParams(temperature=0, max_tokens=1), capture=what, use_tqdm=False
@@ -173,18 +163,6 @@ def test_conversations_are_written_out_by_the_models_template(llm, talking_llama
     own = found[1].metadata["midstream"]
     assert own["prompt"].startswith("<|im_start|>user\n" + TEXTS[0])
     assert own["receipt"]["status"] == "ok"
-
-
-def test_a_message_that_no_template_can_take_fails_its_line_alone(llm, tmp_path):
-    lines = [
-        {"messages": [{"role": "user", "content": [{"type": "video", "video": 7}]}]},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "user", "content": "fine"}]},
-    ]
-    summary = run(llm, tmp_path, lines, chat=True)
-    assert 3 in stored(tmp_path)
-    assert summary.counts.stored + summary.counts.failed == 3
-    assert summary.counts.failed >= 1
 
 
 def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path):
@@ -201,10 +179,8 @@ def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path):
 @pytest.mark.parametrize(
     ("layers", "positions", "codec", "max_tokens"),
     [
-        ([0, 2], "prompt", "raw", 1),
         ("all", "all", "full8", 4),
         ([-1], Text("cat"), "topk8:k=8", 1),
-        ([0, 2], "last_prompt", "raw", 1),
     ],
 )
 def test_an_estimate_is_what_the_job_then_writes(
