@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncGenerator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from support.output_results import results
 from midstream.runtime.frontend.rpc.replicas import busy
 
 REPLICAS = 2
-COUNT = 48
+COUNT = 40
 SEVERAL = 6
-BANK_ROWS = 24
-MIDSTREAM = {"sites": ALL_SITES, "bank_rows": BANK_ROWS, "sinks": {"rows": {}}}
+MIDSTREAM = {"sites": ALL_SITES, "bank_rows": 24}
 SETTINGS: dict[str, Any] = {
     # vLLM's CPU backend cannot sample with a seed where a prompt comes in chunks.
     **SINGLE, "max_num_batched_tokens": 512, "midstream": MIDSTREAM, "max_num_seqs": 16,
@@ -38,19 +36,7 @@ def prompt(nth: int) -> dict[str, list[int]]:
 
 def plan(nth: int) -> dict[str, Any]:
     """What request `nth` asks for: each kind of edit, captures, probes, nothing."""
-    from midstream import (
-        Ablate,
-        Affine,
-        Capture,
-        Clamp,
-        Feature,
-        Gate,
-        LoReFT,
-        Probe,
-        Replace,
-        Scale,
-        Steer,
-    )
+    from midstream import Ablate, Affine, Capture, Clamp, Gate, Probe, Replace, Scale, Steer
 
     # Not the same vectors each time: replicas hold different ones.
     one, two, three = (vector(50 + nth % 5 + 7 * n) for n in range(3))
@@ -64,11 +50,6 @@ def plan(nth: int) -> dict[str, Any]:
         {"edits": Ablate(pair, 1), "probes": Probe(three, 2, name="after")},
         {"edits": Clamp(one, value=0.8, layer=0), "capture": last},
         {"edits": Affine(pair, pair.flip(0), bias=[0.1, 0.2], scale=0.3, layer=1), "capture": last},
-        {
-            "edits": LoReFT(torch.linalg.qr(pair.T).Q.T.contiguous(), pair.flip(0), [0, 1], 1),
-            "capture": last,
-        },
-        {"edits": Feature(one, two, mode="add", value=0.6, bias=0.1, layer=1), "capture": last},
         {
             "edits": [Replace(two, positions=[1, -1], layer=0), Scale(1.3, 1, site="resid_mid")],
             "capture": every,
@@ -85,7 +66,7 @@ def plan(nth: int) -> dict[str, Any]:
             ]
         },
         {},
-    ][nth % 12]
+    ][nth % 10]
 
 
 def params(nth: int, **more: Any) -> Any:
@@ -100,14 +81,8 @@ def sampled(nth: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        n=3,
-        seed=nth,
-        max_tokens=8,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    given = {"n": 3, "seed": nth, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 class Spy:
@@ -207,13 +182,10 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
 
     async def watch(nth: int) -> dict[str, Any]:
         shown, generated = [], 0
-        captures = [
-            Capture([0, 2], ["resid_mid"], stream=True),
-            Capture("all", ALL_SITES, sink="rows"),
-        ]
         kind = ("CUMULATIVE", "DELTA")[nth % 2]
         sampling = params(0, max_tokens=24, kind=kind)
-        given = {"capture": captures, "probes": Probe(vector(0), 1, name="p")}
+        capture = Capture([0, 2], ["resid_mid"], stream=True)
+        given = {"capture": capture, "probes": Probe(vector(0), 1, name="p")}
         name = f"stream{nth}"
         async for output in llm.generate(prompt(nth), sampling, name, **given):
             count = len(output.outputs[0].token_ids)
@@ -224,17 +196,6 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         return {"shown": shown, **results(output)}
 
     found["streams"] = await asyncio.gather(*(watch(nth) for nth in range(8)))
-    sink = inspect(llm).sink("rows")
-    pieces = []
-    for nth in range(8):
-        name = next(
-            one.request_id for one in sink.given if one.request_id.startswith(f"stream{nth}")
-        )
-        rows, parts = sink.whole(name)
-        pieces.append(
-            (len(parts), {tap: each[0].view(torch.float32) for tap, each in rows.items()})
-        )
-    found["pieces"] = pieces
     await inspect(llm).check_integrity()
 
 
@@ -314,14 +275,8 @@ async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
 async def main(model: str, found: dict[str, Any]) -> None:
     from midstream import AsyncLLM
     from midstream.config.config import Config
-    from midstream.runtime.frontend.results import row_streamer
-    from midstream.sinks import registry as finding
     from midstream.transport.sizing import arena_settings
 
-    entry = EntryPoint("rows", "support.sinking:AsTheyCome", finding.GROUP)
-    finding.entry_points = lambda group: [entry]  # type: ignore[assignment,misc]
-    # Otherwise a request may end between two checks, and its sink gets no piece before.
-    row_streamer.CHECK_SECONDS = 0.0
     found["memory"] = arena_settings(Config(), 1).budget
     name_vectors()
     llm = AsyncLLM(model, data_parallel_size=REPLICAS, **SETTINGS)
@@ -341,8 +296,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
 def single(model: Path, found: dict[str, Any]) -> None:
     from midstream import Capture, Probe
 
-    own = {**SETTINGS, "midstream": {**MIDSTREAM, "sinks": {}}}
-    with engine(model, **own) as llm:
+    with engine(model, **SETTINGS) as llm:
 
         def run(prompts: list[Any], sampling: list[Any], plans: list[dict[str, Any]]) -> Any:
             asked = {
@@ -365,7 +319,10 @@ def single(model: Path, found: dict[str, Any]) -> None:
             [plan(n) for n in range(SEVERAL)],
         )
         found["single several"] = [[results(child) for child in one.outputs] for one in outputs]
-        streamed = {"capture": Capture("all", ALL_SITES), "probes": Probe(vector(0), 1, name="p")}
+        streamed = {
+            "capture": Capture([0, 2], ["resid_mid"]),
+            "probes": Probe(vector(0), 1, name="p"),
+        }
         outputs = run(
             [prompt(n) for n in range(8)],
             [params(0, max_tokens=24, kind="FINAL_ONLY")] * 8,

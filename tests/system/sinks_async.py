@@ -154,34 +154,6 @@ def wait_for_end(sink: Any, name: str) -> None:
         time.sleep(0.01)
 
 
-async def several(llm: Any, found: dict[str, Any]) -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    from midstream import Capture
-
-    captures = [Capture(1), Capture(1, sink="rows")]
-    sampling = SamplingParams(
-        n=2, seed=3, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
-    )
-    sampling.detokenize = False
-    output = await ask(llm, "several", prompt(5), sampling, captures)
-    rows = inspect(llm).sink("rows")
-    found["several"] = []
-    for nth, completion in enumerate(output.outputs):
-        put_together, pieces = rows.whole("several", nth)
-        mine = taken(completion.activations)
-        found["several"].append((mine, as_rows(put_together), len(pieces)))
-    rows.go.clear()
-    slow = asyncio.create_task(ask(llm, "slow rows", prompt(5), params(0, max_tokens=30), captures))
-    quick = await ask(llm, "quick", prompt(5), params(0, max_tokens=30), Capture(1))
-    found["slow rows is done"] = (quick.receipt.status, slow.done())
-    rows.go.set()
-    output = await slow
-    found["slow rows"] = (taken(output.activations), as_rows(rows.whole("slow rows")[0]))
-    await inspect(llm).check_integrity()
-
-
 async def aborts(llm: Any, found: dict[str, Any]) -> None:
     from midstream import Capture
     from midstream.store import open_store
@@ -278,7 +250,6 @@ async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
     try:
         await at_once(llm, found)
         await problems(llm, found)
-        await several(llm, found)
         await aborts(llm, found)
         await session(llm, found)
         await named(llm, found)

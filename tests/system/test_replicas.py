@@ -46,7 +46,7 @@ def test_both_replicas_ran_some_of_each_kind(found):
     assert [len(sent) for sent in found["sent"]] == [1] * COUNT
     by_kind: dict[int, set[int]] = {}
     for nth, [where] in enumerate(found["sent"]):
-        by_kind.setdefault(nth % 12, set()).add(where)
+        by_kind.setdefault(nth % 10, set()).add(where)
     assert sum(len(where) == 2 for where in by_kind.values()) >= 8
     counts = [sum(where == [number] for where in found["sent"]) for number in range(2)]
     assert min(counts) >= COUNT // 4
@@ -58,7 +58,7 @@ def test_the_status_has_the_workers_of_each_replica(found):
     workers = found["usage"]["workers"]
     assert [worker["replica"] for worker in workers] == [0, 1]
     assert all(worker["steps"]["active"] > 0 for worker in workers)
-    assert found["usage"]["totals"]["completions"] == {"ok": COUNT - COUNT // 12}
+    assert found["usage"]["totals"]["completions"] == {"ok": COUNT - COUNT // 10}
 
 
 def test_replicas_share_the_memory_of_their_machine(found):
@@ -135,15 +135,6 @@ def test_rows_and_scores_on_the_way_are_those_of_the_end(found, nth):
             assert positions.tolist() == list(range(begin, stop))
             assert torch.equal(values, last[tap][0][begin:stop])
         begin = stop if nth % 2 else 0
-
-
-@pytest.mark.parametrize("nth", range(8))
-def test_rows_come_to_a_sink_in_pieces_and_whole(found, nth):
-    count, values = found["pieces"][nth]
-    assert count > 1
-    assert len(values) == 9
-    for tap, (expected, _) in found["single streams"][nth]["activations"].items():
-        torch.testing.assert_close(values[tap], expected, rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------- ends

@@ -46,18 +46,6 @@ def test_rows_come_in_pieces_while_requests_run(found):
     assert sum(mine["pieces"] for mine in found["many"]) > 2 * COUNT
 
 
-def test_each_of_several_completions_comes_in_its_own_pieces(found):
-    for memory, rows, pieces in found["several"]:
-        assert pieces > 1
-        assert_same(rows, memory)
-
-
-def test_a_sink_that_is_slow_to_take_pieces_keeps_its_own_requests_waiting(found):
-    assert found["slow rows is done"] == ("ok", False)
-    memory, rows = found["slow rows"]
-    assert_same(rows, memory)
-
-
 def test_what_was_begun_for_a_sink_is_ended_though_its_request_was_not(found):
     for name in ("aborted", "left"):
         *before, last = found["ended pieces"][name]
