@@ -97,64 +97,14 @@ async def requests(llm: Any, found: dict[str, Any]) -> None:
     given = tokens(prompt(0, 21))
     free = await ask(llm, "free", given, params(24, allowed_token_ids=LETTERS), **ASKED)
     stop = {"stop": [free["text"][9:11]], "allowed_token_ids": LETTERS}
-    several = {"n": 3, "temperature": 2.0}
     kinds = ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
-    calls = {
-        **{
-            f"stop {kind}": (prompt(0, 21), params(24, kind, **stop), {"priority": nth})
-            for nth, kind in enumerate(kinds)
-        },
-        "several": (prompt(1, 30), _sampled(6, **several), {}),
-        "several stop": (prompt(2, 9), _sampled(24, **several, stop=["a", "e", "o"]), {}),
-        "one token": (prompt(3, 18), params(1), {"priority": -1}),
-        "one and one": (prompt(4, 1), params(1, "DELTA"), {}),
-        **{
-            f"priority {nth}": (prompt(5 + nth, 8 + 5 * nth), params(5), {"priority": 9 - nth})
-            for nth in range(6)
-        },
-    }
     done = await asyncio.gather(
         *(
-            ask(llm, name, tokens(given), sampling, **more, **ASKED)
-            for name, (given, sampling, more) in calls.items()
+            ask(llm, f"stop {kind}", given, params(24, kind, **stop), priority=nth, **ASKED)
+            for nth, kind in enumerate(kinds)
         )
     )
-    found["requests"] = dict(zip(calls, done, strict=True))
-    await inspect(llm).check_integrity()
-
-
-def _sampled(max_tokens: int, **more: Any) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, **more
-    )
-
-
-async def aborts(llm: Any, found: dict[str, Any]) -> None:
-    others = [
-        asyncio.create_task(
-            ask(llm, f"beside {n}", tokens(prompt(20 + n, 12)), params(30), **ASKED)
-        )
-        for n in range(2)
-    ]
-    calls = [
-        asyncio.create_task(
-            ask(llm, f"aborted {n}", tokens(prompt(30 + n, 60)), params(180), **ASKED)
-        )
-        for n in range(3)
-    ]
-    several = asyncio.create_task(
-        ask(llm, "aborted n", tokens(prompt(33, 40)), _sampled(180, n=3), **ASKED)
-    )
-    for n in range(3):
-        await asyncio.sleep(0.05)
-        await llm.abort(f"aborted {n}")
-    await llm.abort("aborted n")
-    ended = [await each for each in (*calls, several)]
-    found["aborted"] = [(one["reason"], one["receipt"], one["activations"]) for one in ended]
-    found["beside"] = [await each for each in others]
+    found["requests"] = dict(zip(kinds, done, strict=True))
     await inspect(llm).check_integrity()
 
 
@@ -324,7 +274,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
     llm = AsyncLLM(model, **SETTINGS)
     try:
         await llm.ready()
-        for work in (requests, aborts, sessions, session_ends, session_refusals, session_room):
+        for work in (requests, sessions, session_ends, session_refusals, session_room):
             await work(llm, found)
     finally:
         llm.shutdown()

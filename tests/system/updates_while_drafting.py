@@ -14,9 +14,8 @@ import torch
 from support import controlling
 from support.conditions import first_met
 from support.engines import engine, greedy
-from support.oracle import HookEdit, Oracle
+from support.oracle import Oracle
 from support.updating import (
-    PROMPT,
     Stepped,
     check_replay,
     check_versions,
@@ -26,8 +25,7 @@ from support.updating import (
     vector,
 )
 
-from midstream import Controller, Gate, Probe, Steer, Switch, Threshold
-from midstream.errors import SpecError
+from midstream import Controller, Probe, Switch, Threshold
 
 
 @pytest.fixture(scope="module")
@@ -42,44 +40,9 @@ def drafting(tiny_llama: Path) -> Iterator[Any]:
         tiny_llama,
         disable_log_stats=False,
         speculative_config={**drafts, "prompt_lookup_min": 1},
-        midstream={"gate_states": 4, "controllers": controlling.DECLARED},
+        midstream={"controllers": controlling.DECLARED},
     ) as found:
         yield found
-
-
-def test_a_gate_with_memory_remembers_across_a_change_of_its_strength(
-    drafting: Any, oracle: Oracle
-) -> None:
-    llm = drafting
-    run = Stepped(llm)
-    push = vector(2)
-    _, plain = oracle.run(PROMPT)
-    read = plain["resid_post", 0][4]  # the fifth token opens it
-    others = max(float(plain["resid_post", 0][at] @ read) for at in range(4))
-    gate = Gate(
-        Steer(push, 1, 2.0),
-        {"direction": read, "layer": 0},
-        threshold=(others + float(read @ read)) / 2,
-        hold="rest",
-    )
-    run.add("a", PROMPT, greedy(16), edits=[gate], capture=everything())
-    run.add("b", PROMPT, greedy(16), edits=[Steer(push, 1)], capture=everything())
-    run.step(4)
-    off = llm.update("a", scale=0).positions[0]
-    run.step(4)
-    half = llm.update("a", scale=0.5).positions[0]
-    for name, edits in (("a", [Steer(push, 1)]), ("a", []), ("b", [gate])):
-        with pytest.raises(SpecError, match="gates with memory") as caught:
-            llm.update(name, edits=edits)
-        assert caught.value.path == "edits"
-    outputs = run.finish()
-    hooks = {
-        0: [HookEdit("resid_post", 1, push, 2.0, lambda at: at >= 4)],
-        2: [HookEdit("resid_post", 1, push, 1.0, lambda _: True)],
-    }
-    found = outputs["a"].outputs[0]
-    assert [each[0] for each in held(found.receipt)] == [0, off, half]
-    check_replay(oracle, PROMPT, found, hooks)
 
 
 def test_with_drafts_a_position_has_the_version_that_held_when_it_was_scheduled(
