@@ -22,7 +22,7 @@ from midstream.runtime.frontend.rpc.replicas import busy
 REPLICAS = 2
 COUNT = 40
 SEVERAL = 6
-MIDSTREAM = {"sites": ALL_SITES, "bank_rows": 24}
+MIDSTREAM = {"sites": ALL_SITES, "bank_rows": 18}
 SETTINGS: dict[str, Any] = {
     # vLLM's CPU backend cannot sample with a seed where a prompt comes in chunks.
     **SINGLE, "max_num_batched_tokens": 512, "midstream": MIDSTREAM, "max_num_seqs": 16,
@@ -143,7 +143,7 @@ async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
 
 
 async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
-    """16 vectors each, of 24 that a replica has room for."""
+    """16 vectors each, of 18 that a replica has room for."""
     from midstream import Steer
 
     order: list[str] = []

@@ -59,15 +59,6 @@ async def test_a_whole_body_is_vllms_with_the_results_as_one_text(monkeypatch, l
     assert answer.headers["content-length"] == str(len(answer.content))
 
 
-async def test_a_body_of_several_choices_is_as_json_writes_it():
-    async with serving() as (_, client):
-        answer = await client.post(PATH, json={"prompt": "abc", "n": 2, "midstream": INLINE})
-    assert answer.content == json.dumps(answer.json()).encode()
-    assert answer.headers["content-length"] == str(len(answer.content))
-    texts = [one["midstream"]["activations"]["base64"] for one in answer.json()["choices"]]
-    assert texts[0] == texts[1] != ""
-
-
 async def test_events_are_vllms_with_the_results_as_one_text():
     body = {"prompt": "abc", "stream": True}
     async with serving() as (_, client):

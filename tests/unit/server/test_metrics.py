@@ -73,7 +73,11 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(f"midstream:{name}", labels)
 
 
-def test_ended_sweeps_are_counted_with_their_cells(metrics, registry):
+def test_ended_sweeps_and_refusals_are_counted(metrics, registry):
+    for status in (400, 400, 413):
+        metrics.count_refusal(status)
+    assert value(registry, "refusals_total", status="400") == 2
+    assert value(registry, "refusals_total", status="413") == 1
     metrics.count_sweep("ok", 16)
     metrics.count_sweep("aborted", 3)
     metrics.count_sweep("ok", 4)
@@ -125,13 +129,6 @@ def test_a_counter_grows_by_what_was_counted_since(metrics, registry):
     metrics.update(later)
     assert value(registry, "captured_rows_total") == 45
     assert value(registry, "completions_total", status="partial") == 1
-
-
-def test_refusals_are_counted_by_status(metrics, registry):
-    for status in (400, 400, 413):
-        metrics.count_refusal(status)
-    assert value(registry, "refusals_total", status="400") == 2
-    assert value(registry, "refusals_total", status="413") == 1
 
 
 def test_however_often_they_are_read_the_engine_is_asked_once_a_second(metrics):

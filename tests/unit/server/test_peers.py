@@ -175,20 +175,6 @@ async def test_before_both_have_started_captures_of_all_are_not_changed():
         assert not any(site.engine.captures for site in sites)
 
 
-async def test_a_process_that_has_ended_is_named_and_nothing_is_said_to_be_gone():
-    async with two() as (sites, (here, there)):
-        handle = await handle_from(there)
-        sites[1].server.peers._server.should_exit = True
-        await end_of(sites[1])
-        Path(sites[1].server.peers._path(1)).touch()  # as the socket of one that was killed
-        await refused(here.get(handle["url"]), 503, "does not answer")
-        await refused(here.get(HANDLES), 503, "does not answer")
-        asked = here.put(WATCH, json={"capture": {"layers": [0]}})
-        await refused(asked, 503, "does not answer")
-        scope = {"method": "GET", "path": "/metrics", "headers": []}
-        await sites[0].server.peers.refresh_metrics(scope)  # the metrics of this process are known
-
-
 async def test_kept_rows_of_both_are_collected_and_counted():
     async with two() as (sites, (here, _)):
         assert (await here.put(WATCH, json={"capture": {"layers": [1]}})).status_code == 200
