@@ -174,12 +174,10 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         Capture(1, ALL_SITES),
     ]
 
-    async def watch(
-        nth: int, kind: str, abort_at: int = 0, capture: Any = captures
-    ) -> dict[str, Any]:
-        shown, generated, name = [], 0, f"watch {nth} {kind} {abort_at} {capture is captures}"
+    async def watch(nth: int, kind: str, abort_at: int = 0) -> dict[str, Any]:
+        shown, generated, name = [], 0, f"watch {nth} {kind} {abort_at}"
         sampling = params(0, max_tokens=20, kind=kind)
-        given = {"capture": capture, "probes": Probe(vector(0), 1, name="p")}
+        given = {"capture": captures, "probes": Probe(vector(0), 1, name="p")}
         async for output in llm.generate(prompt(nth), sampling, name, **given):
             count = len(output.outputs[0].token_ids)
             generated = generated + count if kind == "DELTA" else count
@@ -200,16 +198,6 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         )
     )
     found["stream aborted"] = await watch(1, "CUMULATIVE", 2)
-    heads = Capture([0, 2], "z", heads=1, stream=True)
-    found["stream heads"] = [
-        await watch(3, "CUMULATIVE", capture=capture)
-        for capture in (heads, replace(heads, heads=None))
-    ]
-
-    found["stream attention"] = [
-        await stream_of_attention(llm, f"attention {kind}", kind) for kind in KINDS[:2]
-    ]
-
     found["stream lens"] = await stream_of_lenses(llm, prompt(5), params(0, max_tokens=20))
 
     async def inputs() -> Any:
@@ -228,25 +216,6 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         )
     ]
     await inspect(llm).check_integrity()
-
-
-async def stream_of_attention(llm: Any, name: str, kind: str) -> list[Any]:
-    """(positions, weights, keys) on each output of a request."""
-    from midstream import Attention, Entropy, TopKeys
-
-    asked = [
-        Attention(1, heads=1, reduce=TopKeys(3), stream=True),
-        Attention(1, reduce=Entropy(), name="end"),
-    ]
-    sampling, shown = params(0, max_tokens=20, kind=kind), []
-    async for output in llm.generate(prompt(5), sampling, name, capture=asked):
-        attention = output.attention
-        assert output.activations is None
-        if attention is not None:
-            rows = attention[1]
-            shown.append((output.finished, rows.positions, rows.values, rows.keys))
-            assert (("end", 1) in attention) == output.finished
-    return shown
 
 
 async def aborts(llm: Any, found: dict[str, Any]) -> None:

@@ -20,9 +20,9 @@ from support.output_results import results
 from midstream.runtime.frontend.rpc.replicas import busy
 
 REPLICAS = 2
-COUNT = 40
+COUNT = 48
 SEVERAL = 6
-MIDSTREAM = {"sites": ALL_SITES, "bank_rows": 18}
+MIDSTREAM = {"sites": ALL_SITES, "bank_rows": 24}
 SETTINGS: dict[str, Any] = {
     # vLLM's CPU backend cannot sample with a seed where a prompt comes in chunks.
     **SINGLE, "max_num_batched_tokens": 512, "midstream": MIDSTREAM, "max_num_seqs": 16,
@@ -36,7 +36,19 @@ def prompt(nth: int) -> dict[str, list[int]]:
 
 def plan(nth: int) -> dict[str, Any]:
     """What request `nth` asks for: each kind of edit, captures, probes, nothing."""
-    from midstream import Ablate, Affine, Capture, Clamp, Gate, Probe, Replace, Scale, Steer
+    from midstream import (
+        Ablate,
+        Affine,
+        Capture,
+        Clamp,
+        Feature,
+        Gate,
+        LoReFT,
+        Probe,
+        Replace,
+        Scale,
+        Steer,
+    )
 
     # Not the same vectors each time: replicas hold different ones.
     one, two, three = (vector(50 + nth % 5 + 7 * n) for n in range(3))
@@ -50,6 +62,11 @@ def plan(nth: int) -> dict[str, Any]:
         {"edits": Ablate(pair, 1), "probes": Probe(three, 2, name="after")},
         {"edits": Clamp(one, value=0.8, layer=0), "capture": last},
         {"edits": Affine(pair, pair.flip(0), bias=[0.1, 0.2], scale=0.3, layer=1), "capture": last},
+        {
+            "edits": LoReFT(torch.linalg.qr(pair.T).Q.T.contiguous(), pair.flip(0), [0, 1], 1),
+            "capture": last,
+        },
+        {"edits": Feature(one, two, mode="add", value=0.6, bias=0.1, layer=1), "capture": last},
         {
             "edits": [Replace(two, positions=[1, -1], layer=0), Scale(1.3, 1, site="resid_mid")],
             "capture": every,
@@ -66,7 +83,7 @@ def plan(nth: int) -> dict[str, Any]:
             ]
         },
         {},
-    ][nth % 10]
+    ][nth % 12]
 
 
 def params(nth: int, **more: Any) -> Any:
@@ -143,7 +160,7 @@ async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
 
 
 async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
-    """16 vectors each, of 18 that a replica has room for."""
+    """16 vectors each, of 24 that a replica has room for."""
     from midstream import Steer
 
     order: list[str] = []

@@ -190,23 +190,6 @@ def test_rows_on_the_way_are_refused_where_no_output_would_show_them(found):
     assert session[1].startswith("capture[1].stream: rows of a session of streaming input")
 
 
-def test_rows_of_heads_on_the_way_are_by_head(found):
-    mine, whole = (
-        {
-            (generated, tap): values
-            for generated, _, shown in one["shown"]
-            for tap, (values, *_) in shown.items()
-        }
-        for one in found["stream heads"]
-    )
-    last = max(generated for generated, _ in whole)
-    assert len(mine) > 2
-    for (_, tap), values in mine.items():
-        every = whole[last, tap]
-        assert every.shape[1:] == (2, 32)
-        torch.testing.assert_close(values, every[: len(values), [1]], rtol=1e-4, atol=1e-4)
-
-
 def test_streamed_lenses_and_features_come_with_their_tokens_through_registered_maps_too(found):
     *partial, (finished, last) = found["stream lens"]
     assert finished
@@ -224,23 +207,6 @@ def test_streamed_lenses_and_features_come_with_their_tokens_through_registered_
             some, part = shown[name]
             assert torch.equal(some, positions[: len(some)])
             assert torch.equal(part, values[: len(some)])
-
-
-def test_streamed_attention_comes_with_its_tokens_and_ends_whole(found):
-    for kind, shown in zip(KINDS, found["stream attention"], strict=False):
-        *partial, (finished, positions, values, keys) = shown
-        assert finished
-        assert positions.tolist() == list(range(rows(5) + 20 - 1))
-        assert values.shape == keys.shape == (len(positions), 1, 3)
-        assert len(partial) > 2
-        came = 0
-        for is_last, some, part, named in partial:
-            assert not is_last
-            expected = slice(came if kind == "DELTA" else 0, int(some[-1]) + 1)
-            assert torch.equal(some, positions[expected])
-            assert torch.equal(part, values[expected])
-            assert torch.equal(named, keys[expected])
-            came = expected.stop
 
 
 def test_fits_scores_of_texts_and_tried_strengths_are_those_of_the_offline_engine(found):

@@ -317,17 +317,6 @@ def test_rows_that_are_gone_are_an_error(over):
         both.call("complete", "abc")
 
 
-def test_a_server_that_is_not_there_is_httpxs_error(over):
-    def answer(request):
-        raise httpx.ConnectError("nobody there")
-
-    both = over(answer)
-    with pytest.raises(httpx.ConnectError):
-        both.call("complete", "abc")
-    with pytest.raises(httpx.ConnectError):
-        both.stream(id, "abc")
-
-
 @pytest.mark.parametrize("cls", [Client, AsyncClient])
 def test_keys_are_sent_and_not_beside_ones_own_connections(cls):
     client = cls(api_key="a", admin_key="b")

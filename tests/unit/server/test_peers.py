@@ -68,6 +68,7 @@ async def test_cached_rows_are_fetched_listed_and_deleted_from_either():
         whole = await there.get(one["url"])
         assert (whole.status_code, len(whole.content)) == (200, one["bytes"])
         assert whole.headers["content-type"] == "application/octet-stream"
+        assert whole.headers["cache-control"] == "no-store"
         assert whole.content == (await here.get(one["url"])).content
         part = await there.get(one["url"], headers={"range": "bytes=3-5"})
         assert (part.status_code, part.content) == (206, whole.content[3:6])

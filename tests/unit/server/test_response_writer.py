@@ -172,16 +172,6 @@ async def test_a_stream_without_activations_at_its_end_has_all_streamed_rows():
     assert all("activations" not in one for one in told)
 
 
-async def test_what_no_event_of_its_choice_has_told_is_told_at_the_end():
-    async with serving() as (_, client):
-        # vLLM's events are of other choices than its last output.
-        *tokens, left, done = await stream(client, INLINE, events_of=7)
-    assert done == DONE
-    assert all("midstream" not in event for event in tokens)
-    assert left["midstream"]["receipt"]["status"] == "ok"
-    assert (left["object"], left["choices"]) == ("midstream", [])
-
-
 async def test_where_a_comment_went_out_before_it_the_error_is_an_event():
     async with serving() as (site, client):
         site.engine.script = lambda *_: [SpecError("", "no")]

@@ -39,23 +39,6 @@ def holding(site, count=5):
 # ------------------------------------------------------------------ held rows
 
 
-async def test_rows_are_fetched_listed_and_deleted():
-    async with serving() as (site, client):
-        data, held = holding(site)
-        answer = await client.get(f"{ROWS}/{held.id}")
-        assert (answer.status_code, answer.content) == (200, data)
-        assert answer.headers["content-type"] == "application/octet-stream"
-        assert answer.headers["cache-control"] == "no-store"
-        listed = (await client.get(CAPTURES)).json()
-        assert [one["id"] for one in listed["captures"]] == [held.id]
-        assert listed["bytes"] == len(data)
-        assert (await client.delete(f"{ROWS}/{held.id}")).status_code == 204
-        await refused(client.get(f"{ROWS}/{held.id}"), 404)
-        await refused(client.delete(f"{ROWS}/{held.id}"), 404)
-        left = (await client.get(CAPTURES)).json()
-        assert left == {"captures": [], "bytes": 0, "server_wide": []}
-
-
 async def test_server_wide_captures_are_set_shown_collected_and_cleared():
     async with serving() as (site, client):
         body = {"capture": {"layers": [1], "positions": "last_prompt"}}
