@@ -122,7 +122,8 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "S2.3": (
         "consumers of rows are plugins",
-        _SYSTEM + "test_sink_example.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows",
+        _SYSTEM
+        + "test_example_packages.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows",
     ),
     "S2.4": (
         "rows go to disk, to a loop, to any plugin, by class path or as an object",
@@ -158,7 +159,8 @@ ROWS: dict[str, tuple[str, str]] = {
     "S2.20": ("the same across machines", "open: hosts"),
     "S2.21": (
         "consumers are found by entry points",
-        _SYSTEM + "test_sink_example.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows",
+        _SYSTEM
+        + "test_example_packages.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows",
     ),
     "S2.22": ("layouts of files", _UNIT + "sinks/test_files.py::every_layout_has_the_same_arrays"),
     "S2.23": ("LLM(enable_steering=True)", HERE),
@@ -205,7 +207,8 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "S2.37": (
         "an example of a plugin",
-        _SYSTEM + "test_sink_example.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows",
+        _SYSTEM
+        + "test_example_packages.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows",
     ),
     "S2.38": (
         "the named model families",

@@ -199,6 +199,8 @@ async def session_ends(llm: Any, found: dict[str, Any]) -> None:
     ends["broken"] = await refusal(
         ask(llm, "broken", inputs(parts_of(3), {}, breaks), params(4), **ASKED)
     )
+    given = {"capture": [EVERYTHING, Capture([0], positions="all", phase="generated")]}
+    ends["refused"] = await refusal(ask(llm, "no", inputs(parts_of(3), {}), params(4), **given))
     left = asyncio.create_task(ask(llm, "left", inputs(parts_of(3), {}, long), params(4), **ASKED))
     aborted = asyncio.create_task(
         ask(llm, "gone", inputs(parts_of(3), {}, long), params(4), **ASKED)
@@ -208,39 +210,6 @@ async def session_ends(llm: Any, found: dict[str, Any]) -> None:
     await llm.abort("gone")
     ends["aborted"] = (await aborted)["reason"]
     ends["left"] = type((await asyncio.gather(left, return_exceptions=True))[0]).__name__
-    await inspect(llm).check_integrity()
-
-
-async def session_refusals(llm: Any, found: dict[str, Any]) -> None:
-    def plan_of_its_own() -> Any:
-        sampling = params(4)
-        sampling.extra_args = {"midstream": {"capture": {"layers": [0]}}}
-        return {1: sampling}
-
-    captures = {
-        "phase": Capture([0], positions="all", phase="generated"),
-        "word": Capture([0], positions="last_prompt"),
-        "int": Capture([0], positions=[3, -1]),
-        "span": Capture([0], positions=slice(-4, None)),
-        "text": Capture([0], positions={"text": "a"}),
-    }
-    refused = found["session refused"] = {}
-    for name, capture in captures.items():
-        refused[name] = await refusal(
-            ask(llm, f"r {name}", inputs(parts_of(3), {}), params(4), capture=[EVERYTHING, capture])
-        )
-    refused["edit"] = await refusal(
-        ask(llm, "r e", inputs(parts_of(3), {}), params(4), steer=push(phase="prompt"))
-    )
-    refused["own plan"] = await refusal(
-        ask(llm, "r p", inputs(parts_of(3), plan_of_its_own()), params(4), **ASKED)
-    )
-    refused["own kind"] = await refusal(
-        ask(llm, "r k", inputs(parts_of(3), {1: params(4, "DELTA")}), params(4), **ASKED)
-    )
-    llm.steering.set(generated=Steer(PUSH, 1, 2.0, site="resid_mid"))
-    refused["steering"] = await refusal(ask(llm, "r s", inputs(parts_of(3), {}), params(4)))
-    llm.steering.clear()
     await inspect(llm).check_integrity()
 
 
@@ -274,7 +243,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
     llm = AsyncLLM(model, **SETTINGS)
     try:
         await llm.ready()
-        for work in (requests, sessions, session_ends, session_refusals, session_room):
+        for work in (requests, sessions, session_ends, session_room):
             await work(llm, found)
     finally:
         llm.shutdown()

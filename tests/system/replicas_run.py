@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import torch
-from support.async_calls import ask, refusal, taken, vector
+from support.async_calls import ask, taken, vector
 from support.async_run import SETTINGS as SINGLE
 from support.async_run import listed
 from support.engine_view import inspect
@@ -159,41 +159,6 @@ async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     await inspect(llm).check_integrity()
 
 
-async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
-    """16 vectors each, of 24 that a replica has room for."""
-    from midstream import Steer
-
-    order: list[str] = []
-    view = inspect(llm)
-
-    async def run(name: str, max_tokens: int, first: int, **more: Any) -> Any:
-        steers = [Steer(vector(first + n), n % 3, 0.01) for n in range(16)]
-        sampling = params(0, max_tokens=max_tokens)
-        out = await ask(llm, name, prompt(2), sampling, steer=steers, **more)
-        order.append(name)
-        return out["receipt"]["status"]
-
-    async def begun(count: int) -> None:
-        while len(llm.output_processor.request_states) < count:
-            await asyncio.sleep(0.001)
-
-    tasks = [asyncio.create_task(run("on1", 120, 100, data_parallel_rank=1))]
-    await begun(1)
-    tasks.append(asyncio.create_task(run("behind", 3, 200, data_parallel_rank=1)))
-    await begun(2)
-    found["pinned waits"] = view.waiting()
-    # The other replica is free, and no request waits for it.
-    tasks.append(asyncio.create_task(run("any", 40, 300)))
-    await begun(3)
-    tasks.append(asyncio.create_task(run("late", 3, 400)))
-    found["rooms"] = await asyncio.gather(*tasks)
-    found["rooms order"] = order
-    found["rooms sent"] = {name: spy.of(name) for name in order}
-    one = {"data_parallel_rank": REPLICAS}
-    found["no such replica"] = await refusal(ask(llm, "no", prompt(0), params(0), **one, **plan(0)))
-    await inspect(llm).check_integrity()
-
-
 async def streams(llm: Any, found: dict[str, Any]) -> None:
     from midstream import Capture, Probe
 
@@ -302,7 +267,6 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await llm.ready()
         found["workers"] = [(one.replica, one.arena.pid) for one in llm.info.workers]
         await mix(llm, spy, found)
-        await rooms(llm, spy, found)
         await streams(llm, found)
         await sessions(llm, spy, found)
         await ends(llm, spy, found)

@@ -114,7 +114,6 @@ async def problems(llm: Any, found: dict[str, Any]) -> None:
 async def named(llm: Any, found: dict[str, Any]) -> None:
     from midstream import Capture
     from midstream.errors import ExistsError
-    from midstream.store import open_store
 
     capture = Capture(1, sink="store", request_id="mine")
 
@@ -138,12 +137,6 @@ async def named(llm: Any, found: dict[str, Any]) -> None:
     found["named by one that runs"] = await told("beside", leaving)
     await stream.aclose()
     found["named by one that left"] = await told("after", leaving)
-    tensors = await ask(llm, "rows", prompt(1), params(0), Capture(1))
-    store = open_store(inspect(llm).sink("store")._root)
-    found["named rows"] = [
-        taken(tensors.activations),
-        *(taken(store.get(name)) for name in ("mine", "left")),
-    ]
     await inspect(llm).check_integrity()
 
 

@@ -17,7 +17,6 @@ from support.serving import NAME, Running
 from system.replicas_run import COUNT, SEVERAL, STREAMED, plan, prompt
 
 from midstream import Client
-from midstream.errors import UnsupportedError
 
 NOBIND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -98,22 +97,6 @@ def test_all_inputs_of_a_session_go_to_one_replica_and_count_on(found):
     assert {sent[0] for sent in found["session sent"]} == {0, 1}
 
 
-# ---------------------------------------------------------------- room
-
-
-def test_a_request_for_one_replica_waits_for_that_one_while_others_go_to_the_other(found):
-    assert found["pinned waits"] == 1
-    assert found["rooms"] == ["ok"] * 4
-    sent = {name: where[0] for name, where in found["rooms sent"].items()}
-    assert (sent["on1"], sent["behind"], sent["any"], sent["late"]) == (1, 1, 0, 0)
-    assert found["rooms order"] == ["any", "late", "on1", "behind"]
-
-
-def test_a_replica_that_there_is_not_is_refused(found):
-    kind, message = found["no such replica"]
-    assert "data_parallel_rank 2 is out of range" in message
-
-
 # ---------------------------------------------------------------- on the way
 
 
@@ -159,13 +142,6 @@ def test_when_one_replica_dies_every_call_ends_with_an_error(found):
     # vLLM raises `Exception` for an RPC that the dying replica answers with a failure.
     assert len(found["lost"]) == 4
     assert set(found["lost"]) <= {"EngineDeadError", "Exception"}
-
-
-def test_an_offline_engine_of_several_replicas_is_refused_by_name(talking_llama):
-    from midstream import LLM
-
-    with pytest.raises(UnsupportedError, match=r"data_parallel_size=2: .*midstream\.AsyncLLM"):
-        LLM(str(talking_llama), data_parallel_size=2)
 
 
 # ---------------------------------------------------------------- a server

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 from support import serving
 from support.left_over import nothing_left
 from support.serving import NAME, Running
@@ -50,19 +51,12 @@ def start(model: Path, folder: Path, **settings: object) -> AbstractContextManag
     return serving.running(serving.command(model, *options), folder)
 
 
-def test_a_killed_server_takes_its_engine_and_all_memory_with_it(talking_llama, tmp_path):
+@pytest.mark.parametrize("victim", ["server", "engine"])
+def test_a_killed_server_and_a_killed_engine_take_all_with_them(talking_llama, tmp_path, victim):
     with nothing_left() as note, start(talking_llama, tmp_path) as server:
         note(server)
         with holding_a_stream(server) as events:
-            os.kill(server.process.pid, signal.SIGKILL)
-            assert b'"receipt"' not in rest_of(events), "the stream ended as if all were well"
-
-
-def test_a_killed_engine_ends_its_requests_and_the_server(talking_llama, tmp_path):
-    with nothing_left() as note, start(talking_llama, tmp_path) as server:
-        note(server)
-        with holding_a_stream(server) as events:
-            os.kill(server.engine, signal.SIGKILL)
+            os.kill(server.engine if victim == "engine" else server.process.pid, signal.SIGKILL)
             assert b'"receipt"' not in rest_of(events), "the stream ended as if all were well"
         server.process.wait(60)
 

@@ -109,9 +109,3 @@ def test_of_eight_requests_that_give_their_rows_one_id_one_runs_and_the_others_a
 def test_an_id_is_free_again_when_the_caller_of_its_request_has_left(found):
     assert "a running request" in found["named by one that runs"]
     assert found["named by one that left"] == "ok"
-
-
-def test_rows_are_found_by_the_id_that_their_caller_gave(found):
-    memory, *stored = found["named rows"]
-    for rows in stored:
-        assert_same(rows, memory)
