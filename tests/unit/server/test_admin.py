@@ -8,7 +8,8 @@ import random
 import re
 
 import pytest
-from support.serving_fake import make, refused, scope_of, serving
+from support.serving_fake import make, refused, serving
+from unit.server.asgi import raw_request
 
 from midstream.config.http import ADMIN_HEADER
 
@@ -58,16 +59,16 @@ async def test_every_route_but_those_that_change_nothing_for_others_needs_the_ad
             "/v1/midstream/requests/x/update", "/v1/midstream/activations/x",
             "/v1/steering/vectors", "/v1/steering/dynamic"}  # fmt: skip
     async with serving() as (site, client):
-        asked = set()
+        tried = set()
         for route in site.app.routes:
             path = re.sub(r"\{[^}]*\}", "x", getattr(route, "path", ""))
             if not path.startswith(("/v1/midstream", "/v1/steering")) or path in free:
                 continue
             for method in route.methods - {"GET", "HEAD"}:
-                asked.add((method, path))
+                tried.add((method, path))
                 await refused(client.request(method, path), 401, "admin key")
-    assert {(method, path) for method, path, _ in CHANGES} < asked
-    assert len(asked) >= 12
+    assert {(method, path) for method, path, _ in CHANGES} < tried
+    assert len(tried) >= 12
 
 
 @pytest.mark.parametrize(("method", "path", "body"), CHANGES)
@@ -152,14 +153,5 @@ async def test_a_body_is_not_read_before_the_admin_key_is_checked(monkeypatch):
         ("PUT", "/v1/midstream/vectors/x"),
         ("POST", "/v1/steering/set"),
     ):
-        sent = []
-
-        async def receive():
-            pytest.fail("the body is read")
-
-        async def send(message, sent=sent):
-            sent.append(message)
-
-        scope = {**scope_of(), "method": method, "path": path, "raw_path": path.encode()}
-        await site.app(scope, receive, send)
-        assert sent[0]["status"] == 401
+        sent, taken = await raw_request(site.app, method=method, path=path)
+        assert (sent[0]["status"], taken) == (401, 0), path

@@ -211,16 +211,3 @@ async def test_modules_are_named_vectors():
         assert answer.json() == {"status": "ok", "name": "a/b"}
         again = client.post("/v1/steering/modules/unregister", json={"name": "a/b"})
         await refused(again, 404)
-
-
-async def test_what_can_be_steered_is_what_is_tapped():
-    async with serving() as (_, client):
-        found = (await client.get("/v1/steering/layers")).json()
-        assert found["hidden_size"] == 3
-        assert found["layers"]["2"] == ["resid_mid", "resid_post"]
-        table = (await client.get("/v1/midstream/sites")).json()
-        assert (table["num_layers"], table["hidden_size"]) == (4, 3)
-        assert len(table["sites"]) > 4
-        widths = {(one["site"], one["tapped"]): one["width"] for one in table["sites"]}
-        assert widths["resid_post", True] == 3
-        assert widths["z", False] == 0

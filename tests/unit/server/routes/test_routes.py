@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 from support.open_files import open_files
-from support.serving_fake import SHAPE, refused, rows, scope_of, serving
+from support.serving_fake import SHAPE, refused, rows, serving
 from support.sinking import delivery, put_now
+from unit.server.asgi import raw_request
 
 from midstream.errors import HttpError, SpecError
 from midstream.plan.vectors.vector import Vector
@@ -144,19 +145,9 @@ async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_no_f
 async def test_a_client_that_reads_nothing_of_its_rows_gets_no_more_of_them():
     async with serving(stall_seconds=0.3) as (site, _):
         _, held = holding(site, count=20_000)
-        before, sent = open_files(), []
-
-        async def receive():
-            return await asyncio.Event().wait()
-
-        async def send(message):
-            sent.append(message)
-            if len(sent) == 2:
-                await asyncio.sleep(60)
-
-        path = f"{ROWS}/{held.id}"
-        scope = {**scope_of(), "method": "GET", "path": path, "raw_path": path.encode()}
-        await asyncio.wait_for(site.app(scope, receive, send), 20)
+        before, path = open_files(), f"{ROWS}/{held.id}"
+        answer = raw_request(site.app, method="GET", path=path, stays=True, reads=2)
+        sent, _ = await asyncio.wait_for(answer, 20)
         assert len(sent) == 2
         assert not site.server.captures._read
         assert open_files() <= before
