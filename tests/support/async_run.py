@@ -105,15 +105,7 @@ async def mix(llm: Any, found: dict[str, Any]) -> None:
 
 async def errors(llm: Any, found: dict[str, Any]) -> None:
     """Requests that are refused or go wrong, among others that do not."""
-    from midstream import Probe, Steer
 
-    ask_badly = {
-        "layer": ask(llm, "e0", prompt(0), params(0), steer=Steer(vector(0), 99)),
-        "width": ask(llm, "e1", prompt(0), params(0), edits=[Steer(vector(0), 0), Steer([1.0], 0)]),
-        "probe": ask(llm, "e2", prompt(0), params(0), probes=[Probe(vector(0), 0), {"nam": 1}]),
-        "n": ask(llm, "e3", prompt(0), params(0, n=2), **plan(1)),
-    }
-    found["refused"] = {name: await refusal(call) for name, call in ask_badly.items()}
     completion = sys.modules["midstream.runtime.frontend.results.delivery"]
     assemble = completion.assemble
 

@@ -27,7 +27,6 @@ SETTINGS: dict[str, Any] = {
     # vLLM's CPU backend cannot sample with a seed where a prompt comes in chunks.
     **SINGLE, "max_num_batched_tokens": 512, "midstream": MIDSTREAM, "max_num_seqs": 16,
 }  # fmt: skip
-STREAMED = [("resid_mid", 0), ("resid_mid", 2)]
 
 
 def prompt(nth: int) -> dict[str, list[int]]:
@@ -159,28 +158,6 @@ async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     await inspect(llm).check_integrity()
 
 
-async def streams(llm: Any, found: dict[str, Any]) -> None:
-    from midstream import Capture, Probe
-
-    async def watch(nth: int) -> dict[str, Any]:
-        shown, generated = [], 0
-        kind = ("CUMULATIVE", "DELTA")[nth % 2]
-        sampling = params(0, max_tokens=24, kind=kind)
-        capture = Capture([0, 2], ["resid_mid"], stream=True)
-        given = {"capture": capture, "probes": Probe(vector(0), 1, name="p")}
-        name = f"stream{nth}"
-        async for output in llm.generate(prompt(nth), sampling, name, **given):
-            count = len(output.outputs[0].token_ids)
-            generated = generated + count if kind == "DELTA" else count
-            if output.activations is not None:
-                scores = output.probes["p"].clone()
-                shown.append((generated, output.finished, taken(output.activations), scores))
-        return {"shown": shown, **results(output)}
-
-    found["streams"] = await asyncio.gather(*(watch(nth) for nth in range(8)))
-    await inspect(llm).check_integrity()
-
-
 async def sessions(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     from vllm.engine.protocol import StreamingInput
 
@@ -267,7 +244,6 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await llm.ready()
         found["workers"] = [(one.replica, one.arena.pid) for one in llm.info.workers]
         await mix(llm, spy, found)
-        await streams(llm, found)
         await sessions(llm, spy, found)
         await ends(llm, spy, found)
     finally:
@@ -275,7 +251,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
 
 
 def single(model: Path, found: dict[str, Any]) -> None:
-    from midstream import Capture, Probe
+    from midstream import Capture
 
     with engine(model, **SETTINGS) as llm:
 
@@ -300,16 +276,6 @@ def single(model: Path, found: dict[str, Any]) -> None:
             [plan(n) for n in range(SEVERAL)],
         )
         found["single several"] = [[results(child) for child in one.outputs] for one in outputs]
-        streamed = {
-            "capture": Capture([0, 2], ["resid_mid"]),
-            "probes": Probe(vector(0), 1, name="p"),
-        }
-        outputs = run(
-            [prompt(n) for n in range(8)],
-            [params(0, max_tokens=24, kind="FINAL_ONLY")] * 8,
-            [streamed] * 8,
-        )
-        found["single streams"] = [results(one) for one in outputs]
         # What a session computed on, as one prompt.
         said = [one["rows"]["resid_pre", 0][2].tolist() for one in found["sessions"]]
         outputs = run(

@@ -83,21 +83,12 @@ async def at_once(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def problems(llm: Any, found: dict[str, Any]) -> None:
-    from midstream import Capture, ReceiptError, SpecError
+    from midstream import Capture
 
     async def told(name: str, capture: Any) -> tuple[str, Any]:
-        try:
-            output = await ask(llm, name, prompt(1), params(0), capture)
-        except (ReceiptError, SpecError) as error:
-            outputs = getattr(error, "outputs", [])
-            return type(error).__name__, [str(error), [kept(one) for one in outputs]]
+        output = await ask(llm, name, prompt(1), params(0), capture)
         return output.receipt.status, kept(output)
 
-    found["failed"] = await asyncio.gather(
-        told("bad", Capture(1, sink="failing", tag="write")),
-        told("well", Capture(1, sink="store")),
-        told("unknown", Capture(1, sink="nowhere")),
-    )
     keeping = inspect(llm).sink("keeping")
     keeping.go.clear()
     slow = asyncio.create_task(told("slow", Capture("all", sink="keeping")))
@@ -224,7 +215,6 @@ async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
     sinks = {
         "store": {"root": str(folder / "store"), "group_seconds": 0.2},
         "keeping": {"queue_bytes": 20_000},
-        "failing": {},
         "rows": {"queue_bytes": 20_000},
     }
     llm = AsyncLLM(
@@ -257,7 +247,7 @@ if __name__ == "__main__":
     from midstream.sinks import registry as finding
 
     row_streamer.CHECK_SECONDS = 0.0
-    offered = {"keeping": "Keeping", "failing": "Failing", "rows": "AsTheyCome"}
+    offered = {"keeping": "Keeping", "rows": "AsTheyCome"}
     finding.entry_points = lambda group: [  # type: ignore[assignment]
         EntryPoint(name, f"support.sinking:{cls}", group) for name, cls in offered.items()
     ]

@@ -77,16 +77,6 @@ def test_a_request_that_asks_for_nothing_calls_nobody(found):
     assert len(found["plain"]["partial"]) > 1
 
 
-def test_what_is_wrong_is_refused_by_the_name_that_the_caller_gave_it(found):
-    refused = found["refused"]
-    assert {kind for kind, _ in refused.values()} == {"SpecError"}
-    assert refused["layer"][1].startswith("steer.layer")
-    assert refused["width"][1].startswith("edits[1]")
-    assert refused["probe"][1].startswith("probes[1]")
-    assert "output_kind=CUMULATIVE with n=2" in refused["n"][1]
-    assert not any("(prompt" in message for _, message in refused.values())
-
-
 def test_a_receipt_with_problems_is_raised_from_its_own_request_only(found):
     assert found["errors"]["bad"] == ("ReceiptError", "request bad: spoilt")
     assert found["errors"]["good"] == "ok"
@@ -301,14 +291,6 @@ def _replay(oracle: Oracle, one: dict[str, Any], edits: list[tuple[Any, int, flo
     assert logits[len(whole) - 1 :].argmax(-1).tolist() == one["generated"]
     for tap, (rows_, positions) in one["activations"].items():
         assert relative_error(rows_, seen[tap][positions]) < 1e-4
-
-
-def test_requests_that_do_not_run_cannot_change(found: dict[str, Any]) -> None:
-    for name, request in (("ended", "u0"), ("unknown", "nobody")):
-        kind, problem = found["updates"][name]
-        assert kind == "SpecError"
-        assert problem.startswith(f"request_id: request {request!r} is not running")
-    assert found["updates"]["nothing"] == ("SpecError", "give `edits`, `scale` or both")
 
 
 @pytest.mark.parametrize("kind", KINDS)

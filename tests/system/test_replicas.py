@@ -14,7 +14,7 @@ from support.async_calls import assert_alike, assert_close
 from support.engines import ALL_SITES
 from support.own_process import python
 from support.serving import NAME, Running
-from system.replicas_run import COUNT, SEVERAL, STREAMED, plan, prompt
+from system.replicas_run import COUNT, SEVERAL, plan, prompt
 
 from midstream import Client
 
@@ -98,26 +98,6 @@ def test_all_inputs_of_a_session_go_to_one_replica_and_count_on(found):
 
 
 # ---------------------------------------------------------------- on the way
-
-
-@pytest.mark.parametrize("nth", range(8))
-def test_rows_and_scores_on_the_way_are_those_of_the_end(found, nth):
-    mine, theirs = found["streams"][nth], found["single streams"][nth]
-    assert mine["receipt"]["status"] == "ok"
-    assert_close(mine["probes"], theirs["probes"])
-    *partial, (_, finished, last, scores) = mine["shown"]
-    assert finished
-    assert partial, "no output came before the last"
-    whole = {tap: theirs["activations"][tap] for tap in STREAMED}
-    assert_close({tap: each[:2] for tap, each in last.items()}, whole)
-    begin = 0
-    for generated, _, shown, known in partial:
-        stop = rows(nth) + generated - 1
-        assert torch.equal(known, scores[:stop])
-        for tap, (values, positions, _) in shown.items():
-            assert positions.tolist() == list(range(begin, stop))
-            assert torch.equal(values, last[tap][0][begin:stop])
-        begin = stop if nth % 2 else 0
 
 
 # ---------------------------------------------------------------- ends

@@ -36,10 +36,10 @@ from support.serving_offline import (
     settings,
 )
 from system import one_connection, served_sweeps
-from system.spans import Spans, collecting
+from system.spans import collecting
 
 from midstream import Capture, Client, Feature, Features, Lens, Probe, Steer, Switch, extra_body
-from midstream.client import ServerError
+from midstream.client import ServedOutput, ServerError
 from midstream.store import open_store
 
 ASYNC_LATE = (0, 1)  # steps that are scheduled ahead when a score is answered
@@ -58,18 +58,18 @@ def offline(smollm2: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def spans() -> Iterator[Spans]:
+def spans() -> Iterator[tuple[str, Any]]:
     with collecting() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def server(smollm2: Path, folder: Path, spans: Spans) -> Iterator[Running]:
+def server(smollm2: Path, folder: Path, spans: tuple[str, Any]) -> Iterator[Running]:
     given = settings(folder) | {
         "sinks": {"store": {"root": str(folder / "store")}},
         "http": {"parameters": ["lm_head.weight", "model.norm.weight"]},
     }
-    options = serving.settings(**given), f"--otlp-traces-endpoint={spans.url}"
+    options = serving.settings(**given), f"--otlp-traces-endpoint={spans[0]}"
     protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     command = serving.command(smollm2, *options)
     with serving.running(command, folder, **protocol, OTEL_BSP_SCHEDULE_DELAY="200") as found:
@@ -478,16 +478,22 @@ def test_the_log_has_a_line_for_each_refusal_and_change_and_no_vector(client, se
 
 
 def test_vllms_spans_say_what_the_receipts_say(client, spans):
+    def of(answer: ServedOutput) -> dict[str, Any]:
+        end = time.monotonic() + 30
+        while not (came := [one for one in list(spans[1]) if one.startswith(answer.request_id)]):
+            assert time.monotonic() < end, sorted(spans[1])
+            time.sleep(0.1)
+        return spans[1][came[0]]
+
     found = ask(client, CASES["everything"])
-    attributes = spans.wait_for(found.request_id)
+    attributes = of(found)
     receipt = found.receipt
     assert attributes["midstream.receipt.status"] == "ok"
     assert attributes["midstream.captured.rows"] == sum(one.actual for one in receipt.captured)
     assert attributes["midstream.edits.applied"] == receipt.edited.applied
     assert attributes["gen_ai.usage.completion_tokens"] == TOKENS
     without = ask(client, CASES["plain"])
-    attributes = spans.wait_for(without.request_id)
-    assert not [name for name in attributes if name.startswith("midstream")]
+    assert not [name for name in of(without) if name.startswith("midstream")]
 
 
 def test_nothing_is_left_once_all_have_their_answers(client, server):

@@ -60,17 +60,6 @@ def test_requests_that_end_together_share_a_shard(found):
     assert 1 <= found["shards"] <= COUNT / 3
 
 
-def test_a_sink_that_fails_is_its_own_requests_error(found):
-    bad, well, unknown = found["failed"]
-    kind, (message, outputs) = bad
-    assert kind == "ReceiptError"
-    assert "sink failing: OSError: [Errno 28] No space left on device" in message
-    assert outputs == [{"failing": ("error", "OSError: [Errno 28] No space left on device")}]
-    assert well == ("ok", {"store": ("ok", "")})
-    assert unknown[0] == "SpecError"
-    assert unknown[1][0].startswith("capture.sink: this engine has no sink 'nowhere'")
-
-
 def test_a_slow_sink_keeps_its_own_requests_waiting_and_no_others(found):
     assert found["passing"] == ("ok", {"store": ("ok", "")})
     assert not found["slow is done"]

@@ -11,52 +11,25 @@ from prometheus_client import CollectorRegistry
 
 from midstream.server.metrics import COUNTERS, GAUGES, Metrics
 
+TOTALS = {
+    "completions": {"ok": 5, "error": 2}, "aborted": 1, "rows": 40, "row_bytes": 4000, "dropped": 6,
+    "edits": 24, "cached_edits": 8, "scores": 16, "sink_failures": 9,
+}  # fmt: skip
+ARENA = {
+    "free_bytes": 100, "disk_bytes": 10, "budget_bytes": 5000, "leases": 2, "segments": 1,
+    "spills": 3,
+}  # fmt: skip
+STEPS = {"active": 20, "planner_ns": 2_500_000_000, "ring_last": 7, "ring_most": 90}
 STATE: dict[str, Any] = {
-    "requests": 3,
-    "waiting": 1,
-    "sinks": {"store": 70},
-    "totals": {
-        "completions": {"ok": 5, "error": 2},
-        "aborted": 1,
-        "rows": 40,
-        "row_bytes": 4000,
-        "dropped": 6,
-        "edits": 24,
-        "cached_edits": 8,
-        "scores": 16,
-        "sink_failures": 9,
-    },
-    "held": {"captures": 2, "bytes": 300},
-    "vectors": 4,
-    "steering": {"epoch": 11, "digest": "d"},
-    "process": {"number": 0, "count": 1},
-    "workers_age_seconds": 1.5,
+    "requests": 3, "waiting": 1, "vectors": 4, "workers_age_seconds": 1.5, "totals": TOTALS,
+    "sinks": {"store": 70}, "held": {"captures": 2, "bytes": 300},
+    "steering": {"epoch": 11, "digest": "d"}, "process": {"number": 0, "count": 1},
     "workers": [
-        {
-            "replica": 3,
-            "stage": stage,
-            "tensor_rank": 0,
-            "arena": {
-                "memory_bytes": 1000 + stage,
-                "free_bytes": 100,
-                "disk_bytes": 10,
-                "budget_bytes": 5000,
-                "leases": 2,
-                "segments": 1,
-                "spills": 3,
-            },
-            "ring_rows": 640,
-            "steps": {
-                "steps": 50 + stage,
-                "active": 20,
-                "planner_ns": 2_500_000_000,
-                "ring_last": 7,
-                "ring_most": 90,
-            },
-        }
+        {"replica": 3, "stage": stage, "tensor_rank": 0, "ring_rows": 640,
+         "arena": {"memory_bytes": 1000 + stage, **ARENA}, "steps": {"steps": 50 + stage, **STEPS}}
         for stage in range(2)
     ],
-}
+}  # fmt: skip
 
 
 @pytest.fixture
