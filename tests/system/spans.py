@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,3 +37,12 @@ def collecting() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/v1/traces", found
         server.shutdown()
+
+
+def wait_for(found: dict[str, dict[str, Any]], request_id: str) -> dict[str, Any]:
+    """The attributes of the span of a request, by the id of its answer."""
+    end = time.monotonic() + 30
+    while not (came := [name for name in list(found) if name.startswith(request_id)]):
+        assert time.monotonic() < end, sorted(found)
+        time.sleep(0.1)
+    return found[came[0]]
