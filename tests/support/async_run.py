@@ -68,33 +68,10 @@ def plan(nth: int) -> dict[str, Any]:
 
 
 async def mix(llm: Any, found: dict[str, Any]) -> None:
-    """Twenty requests at once, and what is asked of the workers meanwhile."""
-    batcher = llm._front_end._replicas[0].batcher
-    call, calls, running = batcher._call, [], 0
-
-    async def counted(request: Any) -> Any:
-        nonlocal running
-        running += 1
-        calls.append((type(request).__name__, running))
-        try:
-            return await call(request)
-        finally:
-            running -= 1
-
-    batcher._call = counted
     found["mix"] = await asyncio.gather(
         *(ask(llm, f"r{n}", prompt(n), params(n), **plan(n)) for n in range(COUNT))
     )
-    found["calls"] = list(calls)
-    calls.clear()
-    found["alike"] = await asyncio.gather(
-        *(ask(llm, f"s{n}", prompt(n), params(0, max_tokens=20), **plan(1)) for n in range(8))
-    )
-    found["alike calls"] = list(calls)
-    calls.clear()
     found["plain"] = await ask(llm, "plain", prompt(0), params(0))
-    found["plain calls"] = list(calls)
-    batcher._call = call
     several = params(0, n=2, kind="FINAL_ONLY")
     found["several"] = await ask(llm, "several", prompt(3), several, **plan(3))
     # A call that vLLM rejects before it begins leaves nothing behind: see `check_integrity`.
