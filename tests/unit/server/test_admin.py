@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import random
 import re
 
 import pytest
@@ -100,49 +97,6 @@ async def test_before_the_engine_is_there_all_is_503():
         for path in READS:
             if path != CAPTURES:
                 await refused(client.get(path), 503)
-
-
-async def test_names_registered_and_removed_at_once_are_whole_or_gone():
-    async with serving() as (site, client):
-
-        async def shown():
-            answer = await client.get(f"{VECTORS}/x")
-            if answer.status_code == 404:
-                return "gone"
-            found = answer.raise_for_status().json()
-            return {name: each for name, each in found.items() if name != "registered"}
-
-        async def put(vectors):
-            assert (await client.put(f"{VECTORS}/x", json=vectors)).status_code == 200
-
-        names = [{str(layer): [nth + 1.0] * 3 for layer in range(nth % 4 + 1)} for nth in range(8)]
-        states = ["gone"]
-        for vectors in names:
-            await put(vectors)
-            states.append(await shown())
-        assert [len(state["vectors"]) for state in states[1:]] == [1, 2, 3, 4] * 2
-        unseen = set(range(len(states)))
-
-        async def work(nth):
-            # In a random order, so that each state is seen some time however the tasks take turns.
-            order = random.Random(nth)
-            for turn in itertools.count():
-                if turn >= 18 and not unseen:
-                    return
-                action = order.randrange(3)
-                if action == 0:
-                    await put(names[nth])
-                elif action == 1:
-                    found = await shown()
-                    assert found in states
-                    unseen.discard(states.index(found))
-                else:
-                    answer = await client.delete(f"{VECTORS}/x")
-                    assert answer.status_code in (204, 404)
-
-        await asyncio.wait_for(asyncio.gather(*map(work, range(8))), 60)
-        await client.delete(f"{VECTORS}/x")
-        assert len(site.engine.vectors) == 0
 
 
 async def test_a_body_is_not_read_before_the_admin_key_is_checked(monkeypatch):
