@@ -374,10 +374,3 @@ def test_a_patching_heatmap_fills_as_cells_come(page, server):
     assert float(re.search(r"difference ([−\d.]+)", shown)[1].replace("−", "-")) == pytest.approx(
         value, rel=1e-2
     )
-
-
-@pytest.mark.nightly
-def test_a_sweep_that_is_refused_says_why(page, server):
-    page.goto(link(server, "patching", prompt="abcd", source="gh", answer="x", other="z"))
-    page.get_by_role("button", name="Patch every cell").click()
-    expect(page.get_by_role("alert")).to_contain_text("align")

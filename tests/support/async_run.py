@@ -1,9 +1,4 @@
-"""The same requests on an async and on an offline engine, in a separate process:
-
-    python -m support.async_run MODEL OUT
-
-What came of it is saved to OUT, for tests to look at.
-"""
+"""The same requests on an async and on an offline engine, in a separate process:"""
 
 from __future__ import annotations
 

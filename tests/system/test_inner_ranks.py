@@ -320,13 +320,6 @@ def test_lenses_of_the_last_stage_are_those_of_one_rank(alone, several):
             run(several, Lens())
 
 
-def test_the_model_has_the_widths_and_heads_of_all_ranks(several):
-    shape = several.info.shape
-    assert [shape.size(("z", 1)), shape.num_heads(("z", 1))] == [HIDDEN, 2]
-    assert [shape.size(("k", 1)), shape.num_heads(("k", 1))] == [HEAD, 1]
-    assert shape.size(("mlp_act", 2)) == NEURONS
-
-
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [

@@ -91,6 +91,8 @@ def test_rows_and_edits_of_three_ranks_are_those_of_one(
     prompts, params = [tokens(PROMPT)] * len(given), greedy(3, detokenize=False)
     one, other = (llm.generate(prompts, params, **asked) for llm in (alone, three))
     assert_same(other, one)
+    capture = Capture("all", [*SITES, "resid_post"], return_="sharded")
+    assert_same(three.generate(prompts[:1], params, capture=capture, use_tqdm=False), one[:1])
     plain = one[0].activations
     for edit, output in zip(given[1:], one[1:], strict=True):
         assert edit is not None
@@ -101,17 +103,3 @@ def test_rows_and_edits_of_three_ranks_are_those_of_one(
         if edit[0].op == "steer" and edit[0].heads:
             change = (output.activations[tap] - plain[tap])[:70].abs().amax((0, 2))
             assert change.nonzero().flatten().tolist() == list(edit[0].heads)
-
-
-def test_rows_that_each_rank_transfers_of_its_own_are_the_same(
-    both: Engines,
-) -> None:
-    found = []
-    for way in ("gathered", "sharded"):
-        capture = Capture("all", [*SITES, "resid_post"], return_=way)
-        found.append(
-            both[1].generate(
-                [tokens(PROMPT)], greedy(3, detokenize=False), capture=capture, use_tqdm=False
-            )
-        )
-    assert_same(*found)
