@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from support.alongside import EVERYTHING, PUSH, push
 from support.async_calls import refusal
+from support.async_run import SETTINGS as USUAL
 from support.engine_view import inspect
 from support.engines import ALL_SITES, greedy, tokens
 from support.output_results import results
@@ -24,12 +25,8 @@ from midstream import Capture, Positions, Probe, Steer, TokenIds
 
 LETTERS = list(range(64, 90))
 SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 256,
-    "enforce_eager": True,
-    "disable_log_stats": True,
-    "num_gpu_blocks_override": 512,
-    "seed": 0,
+    **USUAL,
+    "skip_tokenizer_init": False,
     "block_size": 32,
     "max_num_batched_tokens": 16,
     "max_num_seqs": 6,

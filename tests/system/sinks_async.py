@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import AsyncGenerator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from support.async_calls import taken
+from support.async_run import SETTINGS
 from support.engine_view import inspect
 from support.engines import greedy, tokens
 
@@ -131,64 +131,6 @@ async def named(llm: Any, found: dict[str, Any]) -> None:
     await inspect(llm).check_integrity()
 
 
-def wait_for_end(sink: Any, name: str) -> None:
-    until = time.monotonic() + 30
-    while not any(one.request_id == name and one.is_last for one in sink.given):
-        assert time.monotonic() < until, f"{name} has no end"
-        time.sleep(0.01)
-
-
-async def aborts(llm: Any, found: dict[str, Any]) -> None:
-    from midstream import Capture
-    from midstream.store import open_store
-
-    long = params(0, max_tokens=100)
-    ended = [Capture(1, sink=sink, tag="ended") for sink in ("store", "rows")]
-
-    rows = inspect(llm).sink("rows")
-
-    def has_piece(name: str) -> bool:
-        """Whether the sink that gets pieces has one: without any it gets no end either."""
-        return any(one.request_id == name for one in rows.given)
-
-    async def abort() -> Any:
-        last, is_aborted = None, False
-        async for output in llm.generate(prompt(2), long, "aborted", capture=ended):
-            last = output
-            if not is_aborted and has_piece("aborted"):
-                is_aborted = True
-                await llm.abort("aborted")
-        return last
-
-    async def leave() -> None:
-        stream = llm.generate(prompt(2), long, "left", capture=ended)
-        async for _ in stream:
-            if has_piece("left"):
-                break
-        await stream.aclose()
-
-    aborted, _ = await asyncio.gather(abort(), leave())
-    whole = await ask(llm, "whole", prompt(2), long, ended)
-    found["aborted"] = (aborted.outputs[0].finish_reason, aborted.capture_results)
-    place = whole.capture_results["store"].manifest
-    store = open_store(place["store"])
-    found["ended"] = [
-        (one.metadata["midstream"]["request_id"], len(one.activations().positions))
-        for one in store.requests
-        if one.tag == "ended"
-    ]
-    await inspect(llm).check_integrity()
-    found["ended pieces"] = {}
-    for name in ("aborted", "left", "whole"):
-        await asyncio.to_thread(wait_for_end, rows, name)
-        _, pieces = rows.whole(name)
-        found["ended pieces"][name] = [
-            (one.finish_reason, one.receipt.status, len(one.activations.positions))
-            for one in pieces
-        ]
-    await inspect(llm).check_integrity()
-
-
 async def session(llm: Any, found: dict[str, Any]) -> None:
     from vllm.engine.protocol import StreamingInput
 
@@ -217,23 +159,10 @@ async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
         "keeping": {"queue_bytes": 20_000},
         "rows": {"queue_bytes": 20_000},
     }
-    llm = AsyncLLM(
-        model,
-        dtype="float32",
-        max_model_len=256,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        num_gpu_blocks_override=512,
-        seed=0,
-        max_num_batched_tokens=64,
-        max_num_seqs=8,
-        midstream={"sinks": sinks},
-    )
+    llm = AsyncLLM(model, **{**SETTINGS, "midstream": {"sinks": sinks}})
     try:
         await at_once(llm, found)
         await problems(llm, found)
-        await aborts(llm, found)
         await session(llm, found)
         await named(llm, found)
         keeping = inspect(llm).sink("keeping")

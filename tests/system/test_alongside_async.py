@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.alongside import PUSH, TOLERANCE, hooked, rows_of
+from support.async_calls import results_of
 from support.engines import ALL_SITES
 from support.oracle import Oracle, relative_error
-from support.own_process import python
 from system.alongside_async import (
     LOOKED_FOR,
     params,
@@ -26,10 +26,7 @@ SESSIONS = range(12)
 
 @pytest.fixture(scope="module")
 def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("alongside") / "found.pt"
-    python("-m", "system.alongside_async", talking_llama, out, timeout=580)
-    loaded: dict[str, Any] = torch.load(out, weights_only=False)
-    return loaded
+    return results_of("system.alongside_async", talking_llama, tmp_path_factory.mktemp("alongside"))
 
 
 def check(

@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.async_calls import COUNT, KINDS, assert_alike, assert_close, prompt, vector
+from support.async_calls import COUNT, KINDS, assert_alike, assert_close, prompt, results_of, vector
 from support.async_run import ALL_SITES, TAPPED, plan
 from support.oracle import HookEdit, Oracle, relative_error
-from support.own_process import python
 
 
 @pytest.fixture(scope="module")
 def found(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("async") / "found.pt"
-    python("-m", "support.async_run", tiny_llama, out, timeout=580)
-    loaded: dict[str, Any] = torch.load(out)
-    return loaded
+    return results_of("support.async_run", tiny_llama, tmp_path_factory.mktemp("async"))
 
 
 def rows(nth: int) -> int:

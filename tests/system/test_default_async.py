@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.async_calls import results_of
 from support.oracle import Oracle
-from support.own_process import python
 
 LAYERS = (1, 2)
 
 
 @pytest.fixture(scope="module")
 def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("default") / "found.pt"
-    python("-m", "system.default_async", talking_llama, out, timeout=300)
-    loaded: dict[str, Any] = torch.load(out)
-    return loaded
+    return results_of("system.default_async", talking_llama, tmp_path_factory.mktemp("default"))
 
 
 def generated(outputs: list[dict[str, Any]], is_delta: bool) -> list[int]:

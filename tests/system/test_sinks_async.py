@@ -46,16 +46,6 @@ def test_rows_come_in_pieces_while_requests_run(found):
     assert sum(mine["pieces"] for mine in found["many"]) > 2 * COUNT
 
 
-def test_what_was_begun_for_a_sink_is_ended_though_its_request_was_not(found):
-    for name in ("aborted", "left"):
-        *before, last = found["ended pieces"][name]
-        assert last == ("abort", "error", 0)
-        assert before
-        assert all(status == "ok" and count for _, status, count in before)
-    assert found["ended pieces"]["whole"][-1][:2] == ("length", "ok")
-    assert sum(count for *_, count in found["ended pieces"]["whole"]) == 7 + 100 - 1
-
-
 def test_requests_that_end_together_share_a_shard(found):
     assert 1 <= found["shards"] <= COUNT / 3
 
@@ -64,11 +54,6 @@ def test_a_slow_sink_keeps_its_own_requests_waiting_and_no_others(found):
     assert found["passing"] == ("ok", {"store": ("ok", "")})
     assert not found["slow is done"]
     assert found["slow"] == ("ok", {"keeping": ("ok", "")})
-
-
-def test_of_a_request_that_did_not_end_nothing_is_kept(found):
-    assert found["aborted"] == ("abort", None)
-    assert found["ended"] == [("whole", 7 + 100 - 1)]
 
 
 def test_a_session_of_streaming_input_is_kept_whole_at_its_end(found):
