@@ -1,7 +1,4 @@
-"""The offline engine's results for the requests that tests send to a server.
-
-`python -m support.serving_offline MODEL OUT` writes it.
-"""
+"""The offline engine's results for the requests that tests send to a server."""
 
 from __future__ import annotations
 
