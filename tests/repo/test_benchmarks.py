@@ -1,7 +1,5 @@
 """Benchmarks: engines take turns, and a run that is cut off leaves what it has measured."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -174,7 +172,7 @@ def make_run(folder, seconds=None):
 
 
 def test_all_variants_run_in_each_round_in_another_order_and_the_first_is_a_warm_up(tmp_path):
-    order: list[str] = []
+    order = []
 
     def variant(name):
         order.append(name)

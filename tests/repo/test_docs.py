@@ -1,7 +1,5 @@
 """The documents against the code: snippets, links, tables, versions."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect
@@ -126,7 +124,7 @@ def test_the_rates_of_scaling_are_those_of_the_results():
     def read(name):
         return json.loads((results / f"2026-11-22-h200-{name}.json").read_text())
 
-    costs: dict[str, list[int]] = {}
+    costs = {}
     for name, shape in (("capture-0.6b", "0.6b"), ("capture-8b", "8b")):
         (work,) = (
             work

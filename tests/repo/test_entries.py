@@ -1,7 +1,5 @@
 """What is imported by a name in a string: `midstream.entries`, and what other packages have."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -74,7 +72,7 @@ def test_the_core_names_the_lab_in_the_table_alone():
     users = set()
     for path in SOURCES:
         for node in nodes_of(path):
-            named: list[object] = []
+            named = []
             if isinstance(node, ast.ImportFrom):
                 named = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):

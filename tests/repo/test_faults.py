@@ -1,7 +1,5 @@
 """The faults of `scripts/broken_builds.py` can be planted, and their tests exist."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The stored notebooks: short, executed as they stand, and free of what differs by machine."""
 
-from __future__ import annotations
-
 import ast
 import re
 

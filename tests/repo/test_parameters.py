@@ -1,7 +1,5 @@
 """No function has more than six parameters, but for those that have a reason of their kind."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """A fault finds its place by name and syntax tree, wherever and however the code is written."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

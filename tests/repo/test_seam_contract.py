@@ -1,7 +1,5 @@
 """midstream's seams against the sources of each supported release of vLLM."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

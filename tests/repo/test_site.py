@@ -1,7 +1,5 @@
 """The site of the documents: it builds without a warning, works from files, and is complete."""
 
-from __future__ import annotations
-
 import html.parser
 import json
 import os
@@ -41,9 +39,9 @@ class Links(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.links: list[str] = []
-        self.loads: list[str] = []
-        self.anchors: set[str] = set()
+        self.links = []
+        self.loads = []
+        self.anchors = set()
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):

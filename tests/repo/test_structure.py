@@ -1,7 +1,5 @@
 """The structure of the repository: layers, names, sizes, and language."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -70,7 +68,7 @@ def test_modules_import_from_their_own_and_lower_layers_alone():
 
 def test_neither_a_part_nor_a_folder_nor_a_class_grows_unseen():
     """A commit that raises a bound says what the lines buy; one that deletes lowers it."""
-    lines: Counter[str] = Counter()
+    lines = Counter()
     for path in SOURCES:
         part = "lab" if path.is_relative_to(PACKAGE / "lab") else "core"
         lines[part] += path.read_text().count("\n")
@@ -186,8 +184,8 @@ def exceptions():
 
 def drawn():
     """{name: (its parent in the tree, the builtin that it also is)}, from the docstring."""
-    found: dict[str, tuple[str | None, str | None]] = {}
-    above: list[str] = []
+    found = {}
+    above = []
     for line in errors.__doc__.splitlines():
         match = re.match(r"([│├└─ ]*)(\w+)(?: \((\w+)\))?(?:  |$)", line)
         if match and match[2].endswith("Error"):

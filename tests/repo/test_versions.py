@@ -1,7 +1,5 @@
 """The record of test runs by release, and its tables."""
 
-from __future__ import annotations
-
 import pytest
 from support import releases
 

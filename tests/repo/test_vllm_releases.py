@@ -1,7 +1,5 @@
 """Releases' sources are fetched completely or not at all; offline runs report it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import zipfile

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md against the code: its folders, its walks, and the files of its changes."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -60,7 +58,7 @@ def names_in(file):
 
 def entered_again(folders):
     """The folders that are entered after they were left. A folder is left for one outside it."""
-    left: set[str] = set()
+    left = set()
     found = []
     for before, after in pairwise(folders):
         inside = {after, *map(str, PurePosixPath(after).parents)}

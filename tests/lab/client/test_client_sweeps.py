@@ -1,7 +1,5 @@
 """Both clients return the sweep that the server computed."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

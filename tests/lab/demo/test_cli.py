@@ -1,7 +1,5 @@
 """The command: help without vLLM, errors without tracebacks, quiet output."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -79,7 +77,7 @@ def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path):
 @pytest.fixture
 def called(monkeypatch):
     """The options of each call; the demo itself does not run."""
-    options: list[command.ReportOptions] = []
+    options = []
 
     def record(given):
         options.append(given)

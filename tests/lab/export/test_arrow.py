@@ -1,7 +1,5 @@
 """Parquet and Arrow files of a store, read by pyarrow and by Hugging Face's datasets."""
 
-from __future__ import annotations
-
 import json
 import sys
 

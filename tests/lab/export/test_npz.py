@@ -1,7 +1,5 @@
 """npz files of a store: NumPy alone reads them."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

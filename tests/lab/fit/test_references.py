@@ -2,8 +2,6 @@
 cross-validation that is written out.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A dataset capture against an engine that computes nothing: what is stored, and what is not."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import json
@@ -24,8 +22,8 @@ class Seen:
     """What a job tells."""
 
     def __init__(self):
-        self.reasons: dict[int, str] = {}
-        self.done: list[int] = []
+        self.reasons = {}
+        self.done = []
 
     def moved(self, counts):
         self.done.append(counts.done)

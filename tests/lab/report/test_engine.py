@@ -1,7 +1,5 @@
 """The whole command on SmolLM2, against transformers."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json
@@ -56,7 +54,7 @@ class Reference:
     @torch.no_grad()
     def streams(self, token_ids):
         """`[layers, tokens, hidden]`, after each layer; the last one before the final norm."""
-        rows: list[torch.Tensor] = []
+        rows = []
         hooks = [
             layer.register_forward_hook(lambda _m, _a, out: rows.append(self._stream(out)[0]))
             for layer in self.layers

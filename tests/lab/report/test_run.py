@@ -1,7 +1,5 @@
 """The main job, on an engine whose stream is known."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 
@@ -89,9 +87,7 @@ def test_the_file_to_download_has_the_direction_that_was_steered_with(engine, tm
     assert found[engine.layer].score == result.scores[engine.layer]
 
 
-def test_the_control_vector_has_the_directions_of_all_layers_but_the_first(
-    engine, tmp_path
-):
+def test_the_control_vector_has_the_directions_of_all_layers_but_the_first(engine, tmp_path):
     result = run(engine, PLAN, no_stage)
     assert result.gguf is not None
     (tmp_path / "x.gguf").write_bytes(result.gguf)

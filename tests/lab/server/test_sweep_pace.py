@@ -1,7 +1,5 @@
 """Ordinary requests go before the runs of sweeps."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Ids that callers give their rows: one request has each, whatever client, process or run it is."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

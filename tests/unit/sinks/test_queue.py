@@ -1,14 +1,12 @@
 """The way to a sink: everything gets there, in order, and everybody is told what became of it."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
 import threading
 import time
 import weakref
-from concurrent.futures import Future, TimeoutError, wait
+from concurrent.futures import TimeoutError, wait
 
 import pytest
 from hypothesis import given
@@ -57,7 +55,7 @@ def test_nothing_is_told_before_the_flush(sink, queue):
 
 def test_a_slow_sink_makes_whoever_brings_more_wait_and_loses_nothing(sink, queue):
     sink.go.clear()
-    told: list[Future[CaptureResult]] = []
+    told = []
     bringer = threading.Thread(
         target=lambda: told.extend(queue.put(delivery(f"r{n}"), 30) for n in range(10))
     )
@@ -277,8 +275,8 @@ def test_what_has_no_rows_needs_no_room_and_keeps_its_place(sink, queue):
 @given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=30))
 def test_room_is_given_in_order_never_too_much_and_never_forgotten(asked):
     bound = ByteBudget(10)
-    held: list[int] = []
-    waiting: list[tuple[int, Future[None]]] = []
+    held = []
+    waiting = []
 
     def check():
         while waiting and waiting[0][1].done():

@@ -1,7 +1,5 @@
 """The sinks of an engine: opened together or not at all, and asked about each plan."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,7 @@ from midstream.store import open_store
 class Opening(Noting):
     """Notes that it was opened, by whom, and that it was closed."""
 
-    made: list[Opening] = []
+    made = []
 
     def __init__(self, fails=False):
         super().__init__()

@@ -1,7 +1,5 @@
 """A sink that does not return: its requests fail, and closing and the process end all the same."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

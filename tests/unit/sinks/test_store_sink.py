@@ -1,7 +1,5 @@
 """The sink that writes a store: what was acknowledged is in it, exactly, with whose it is."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

@@ -1,7 +1,5 @@
 """An epoch has every row once, whoever reads it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Files that are no shards, or not any more: refused by name, at once, without being believed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -39,7 +37,7 @@ START = 8 + int.from_bytes(GOOD[:8], "little")
 def everything(root):
     """All that can be read of a store, as plain values."""
     store = open_store(root)
-    found: list = []
+    found = []
     for each in store.requests:
         found.append((each.request, each.child, each.tag, each.prompt_tokens, each.metadata))
         for tap, values in each.activations().items():

@@ -1,7 +1,5 @@
 """Rows are chosen by what they are of, where they are and which their tokens are, in one order."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np
@@ -231,7 +229,7 @@ def test_positions_and_tokens_that_are_not_there_choose_nothing(store):
 def test_any_filter_chooses_what_it_says_of_any_store(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("any")
     head = header(hidden_size=1, dtype="float32")
-    kept: list[tuple] = []
+    kept = []
     for i in range(data.draw(st.integers(1, 4))):
         taps = {}
         length = data.draw(st.integers(0, 8))

@@ -1,7 +1,5 @@
 """Quantised tensors, against GGML's block formats written out value by value."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

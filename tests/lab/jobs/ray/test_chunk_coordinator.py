@@ -1,7 +1,5 @@
 """What is known of chunks that are tried again: which line is at fault, and when to end."""
 
-from __future__ import annotations
-
 import asyncio
 from datetime import datetime, timezone
 

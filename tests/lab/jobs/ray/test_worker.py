@@ -1,7 +1,5 @@
 """An engine at work on chunks: what is in the store when an outcome says so, and what is not."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -42,8 +40,8 @@ class Told:
     """What a worker says of itself."""
 
     def __init__(self):
-        self.alone: list[tuple[int, int | None]] = []
-        self.broken: list[BaseException] = []
+        self.alone = []
+        self.broken = []
 
     def worker(self, asked, start=FakeEngine):
         found = Worker(asked, start, lambda *what: self.alone.append(what), self.broken.append)

