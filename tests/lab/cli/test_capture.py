@@ -138,23 +138,6 @@ def test_malformed_options_are_refused(run, tmp_path, arguments):
     assert (result.exit_code, started) == (2, [])
 
 
-def test_a_directory_that_has_something_is_refused_and_resumed(run, tmp_path):
-    write_lines(tmp_path, prompts(3))
-    assert run()[0].exit_code == 0
-    again, _ = run()
-    assert again.exit_code == 2
-    assert "acts: it is not empty" in again.stderr
-    write_lines(tmp_path, prompts(5))
-    resumed, _ = run("--resume")
-    assert resumed.exit_code == 0
-    assert "acts: 5 of 5 lines are stored; 4 rows" in resumed.stdout
-    assert "3 of them were stored before this run" in resumed.stdout
-    other, started = run("--resume", "--max-tokens", "2")
-    assert other.exit_code == 2
-    assert "max_tokens 1, but this job has 2" in other.stderr
-    assert len(started) == 2
-
-
 def test_an_engine_that_cannot_start_is_a_refusal_and_one_that_breaks_is_not(
     run, tmp_path, monkeypatch
 ):

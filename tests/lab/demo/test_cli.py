@@ -64,16 +64,6 @@ def test_wrong_options_are_refused(arguments, words, capsys):
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path):
-    done = run_python(
-        "-m", "midstream.lab.demo", "--model", str(tmp_path), "--out", str(tmp_path / "x.html")
-    )
-    assert done.returncode == 1
-    assert "expected a Hugging Face model folder, with a" in " ".join(done.stdout.split())
-    assert "Traceback" not in done.stdout + done.stderr
-    assert not (tmp_path / "x.html").exists()
-
-
 @pytest.fixture
 def called(monkeypatch):
     """The options of each call; the demo itself does not run."""

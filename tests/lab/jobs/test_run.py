@@ -46,6 +46,17 @@ def test_every_line_is_stored_once_with_its_own_rows(tmp_path):
     assert not (tmp_path / "acts" / "errors.jsonl").exists()
 
 
+def stopping(stop, at=0, **options):
+    """Starts an engine that sets an event when it has had so many lines."""
+
+    def start(job):
+        engine = FakeEngine(job, **options)
+        engine.stops, engine.stops_at = stop, at
+        return engine
+
+    return start
+
+
 class WideEngine(FakeEngine):
     origin = WIDE_ORIGIN
 
@@ -86,11 +97,7 @@ def test_lines_are_read_as_the_engine_takes_them(tmp_path):
 
     write_lines(tmp_path, [])
     stop = threading.Event()
-
-    def start(job):
-        engine = FakeEngine(job, window=5)
-        engine.stops, engine.stops_at = stop, 50
-        return engine
+    start = stopping(stop, 50, window=5)
 
     with CaptureRun(job(tmp_path)) as capturing:
         capturing._source = Endless()
@@ -229,11 +236,7 @@ def test_failures_that_cannot_be_listed_end_the_job_and_name_the_file(tmp_path, 
 def test_a_job_that_was_stopped_goes_on_where_it_was(tmp_path):
     write_lines(tmp_path, prompts(100))
     stop = threading.Event()
-
-    def start(job):
-        engine = FakeEngine(job)
-        engine.stops, engine.stops_at = stop, 40
-        return engine
+    start = stopping(stop, 40)
 
     first = capture_dataset(job(tmp_path), start, stop=stop)
     assert first.interrupted
@@ -266,11 +269,7 @@ def test_what_had_come_is_stored_when_the_engine_breaks(tmp_path):
 def test_an_error_while_it_stops_is_that_of_an_engine_that_was_stopped_as_well(tmp_path):
     write_lines(tmp_path, [*prompts(10), {"text": "it dies"}])
     stop = threading.Event()
-
-    def start(job):
-        engine = FakeEngine(job, window=20, seed=3)
-        engine.stops = stop
-        return engine
+    start = stopping(stop, window=20, seed=3)
 
     summary = capture_dataset(job(tmp_path), start, stop=stop)
     assert summary.interrupted
@@ -284,10 +283,7 @@ def test_rows_that_cannot_be_written_are_an_error_while_it_stops_as_well(tmp_pat
         if stop.is_set():
             raise StoreError("the disk is full")
 
-    def start(job):
-        engine = FakeEngine(job, window=20)
-        engine.stops = stop
-        return engine
+    start = stopping(stop, window=20)
 
     monkeypatch.setattr("midstream.lab.jobs.store_writer.StoreWriter.check", check)
     monkeypatch.setattr("midstream.lab.jobs.store_writer.StoreWriter.close", lambda keeper: None)

@@ -98,15 +98,6 @@ def test_a_batch_does_not_hold_the_whole_buffer(selection):
 
 
 @WORKERS
-def test_an_object_store_can_be_read_by_workers(bucket):  # noqa: F811
-    root = f"s3://{bucket}/x"
-    write(root, [entry("a", rows=600, taps=TAPS)])
-    selection = open_store(root).select()
-    found = epoch(RowDataset(selection, 50), 2)
-    assert sorted(flat(found)) == list(range(1200))
-
-
-@WORKERS
 def test_the_order_follows_from_seed_epoch_and_number_of_workers(selection):
     dataset = RowDataset(selection, 50, buffer=512, seed=5)
     first = epoch(dataset)
