@@ -16,15 +16,10 @@ from typing import Any
 import setproctitle
 
 _MODULES = (
-    "torch._inductor.lowering",
-    "vllm",
-    "vllm.entrypoints.openai.api_server",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.engine.async_llm",
-    "vllm.v1.worker.cpu_worker",
-    "midstream.lab.api.async_llm",
-    "midstream.lab.api.llm",
-)
+    "torch._inductor.lowering", "vllm", "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.llama", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker",
+    "midstream.lab.api.async_llm", "midstream.lab.api.llm",
+)  # fmt: skip
 
 
 def fork_in_place_of_spawning() -> None:

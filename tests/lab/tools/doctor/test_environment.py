@@ -78,13 +78,9 @@ def test_an_old_python_a_driver_beside_the_cpu_build_and_an_unknown_installation
 
 def test_a_missing_package_is_listed_with_each_extra_that_has_it(installed, monkeypatch):
     lines = [
-        "numpy>=1.26",
-        "vllm<0.34,>=0.26; extra == 'vllm'",
-        'midstream[engine]; extra == "vllm"',
-        "torch; extra == 'engine'",
-        'pyarrow<28,>=18 ; extra == "arrow"',
-        "ruff; extra == 'dev'",
-    ]
+        "numpy>=1.26", "vllm<0.34,>=0.26; extra == 'vllm'", 'midstream[engine]; extra == "vllm"',
+        "torch; extra == 'engine'", 'pyarrow<28,>=18 ; extra == "arrow"', "ruff; extra == 'dev'",
+    ]  # fmt: skip
     monkeypatch.setattr(environment.metadata, "requires", lambda name: lines)
     installed["pyarrow"] = "20.0"
     assert environment._extras() == {"arrow": (), "engine": ("torch",), "vllm": ("torch", "vllm")}
