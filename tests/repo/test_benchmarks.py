@@ -154,18 +154,6 @@ def test_what_fails_is_named_and_the_others_are_measured(tmp_path):
     assert set(result["shapes"]["fake"]["short"]) == {"plain"}
 
 
-@pytest.mark.engine
-@pytest.mark.nightly
-def test_nothing_is_measured_without_plain_vllm(tmp_path):
-    script = SCRIPT.replace('"broken"', '"plain"')
-    process = start(tmp_path, "plain midstream", script=script)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "ValueError: no such model" in found(tmp_path)["failed"]["plain"]
-    assert "warm-up" not in errors
-    assert engines_end(tmp_path)
-
-
 def make_run(folder, seconds=None):
     args = argparse.Namespace(rounds=5, seconds=seconds, json=folder / "found.json")
     return engines.Run("overhead", args, shapes={})

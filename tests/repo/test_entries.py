@@ -32,15 +32,12 @@ def imports_for_types():
                 yield from ((alias.name, str(statement.module)) for alias in statement.names)
 
 
-def test_each_name_of_the_table_is_public_and_each_sub_command_a_function_of_its_module():
+def test_the_names_of_the_table_are_public_functions_that_type_checkers_see_there():
     assert set(entries.PUBLIC) <= set(midstream.__all__)
     for name in entries.PUBLIC:
         assert getattr(midstream, name) is entries.public(name), name
     for name in entries.COMMANDS:
         assert callable(getattr(entries.command(name), name)), name
-
-
-def test_type_checkers_see_the_names_where_the_table_has_them_and_each_module_of_routes_has_some():
     assert dict(imports_for_types()) == entries.PUBLIC
     assert len(entries.routers()) == len(entries.ROUTES)
     assert all(router.routes for router in entries.routers())

@@ -86,12 +86,6 @@ def test_each_file_has_its_outcome_on_each_release():
     assert found[-1] == "| commits | abc2 | abc0; abc1; abc2 |"
 
 
-def test_what_only_some_releases_have_is_shown_with_its_releases():
-    assert "| `vllm.config.PassConfig` | `enable_sp` | first | 0.30 |" in (
-        versions_table.differences()
-    )
-
-
 def test_the_package_that_is_recorded_is_the_installed_one():
     installed = releases.installed_release()
     if installed is None:

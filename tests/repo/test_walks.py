@@ -107,7 +107,9 @@ def test_a_folder_that_is_entered_again_is_found():
     assert entered_again(["a/b", "a", "a/b"]) == ["a/b"]
 
 
-def test_every_folder_is_in_one_that_has_a_line_and_each_that_has_is_there():
+def test_the_guide_is_short_and_its_folders_are_there():
+    assert len(TEXT.split()) <= 2300
+    assert len(TEXT.encode()) <= 15 * 1024
     cells = [row[0] for row in rows_below("## What is where")]
     named = [name.strip("/") for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     assert len(named) == len(set(named))
@@ -120,11 +122,6 @@ def test_every_folder_is_in_one_that_has_a_line_and_each_that_has_is_there():
         if not any(folder.is_relative_to(name) for name in named) and folder.as_posix() not in inner
     ]
     assert lost == []
-
-
-def test_the_guide_is_short():
-    assert len(TEXT.split()) <= 2300
-    assert len(TEXT.encode()) <= 15 * 1024
 
 
 def test_every_file_of_the_package_is_printed_with_what_it_says_of_itself():

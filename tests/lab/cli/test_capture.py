@@ -1,6 +1,4 @@
-"""`midstream capture`: its options, what it says, and its exit status, with an engine that computes
-nothing.
-"""
+"""`midstream capture`: its options, its words and its exit status, with an engine that is none."""
 
 import contextlib
 import json

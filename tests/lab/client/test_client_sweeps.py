@@ -46,14 +46,6 @@ def test_a_sweep_is_what_the_engine_computes_and_cells_come_one_by_one(both, tmp
     assert again.receipts == found.receipts
 
 
-def test_a_cell_without_a_source_position_is_nan(both):
-    found = both.call(
-        "sweep", "abcd", "gh", LogProb("x"), layers=1, sites="resid_post", align="suffix", repeats=0
-    )
-    assert np.isnan(found.values[0, 0]).tolist() == [True, True, False, False]
-    assert np.isnan(found.noise_floor)
-
-
 def test_sources_of_every_form_reach_the_server(both, site):
     site.engine.vectors.register("v", [1.0, 2.0, 2.0])
     for source in (0, "zero", "mean:v", Named("v"), {("resid_post", 1): np.ones((4, 3))}):

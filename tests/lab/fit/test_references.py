@@ -1,6 +1,4 @@
-"""Every method against scikit-learn, from rows, from moments and from a store; scores against a
-cross-validation that is written out.
-"""
+"""Methods against scikit-learn, and scores against a cross-validation that is written out."""
 
 from dataclasses import replace
 

@@ -37,9 +37,7 @@ def watched(engine):
 
 
 async def before_first_token(client, site, body):
-    """How many runs of a sweep start between an ordinary request and its first token, and how many
-    outputs of runs the engine makes in that time.
-    """
+    """(runs that start between an ordinary request and its first token, outputs of runs then)."""
     engine, ordinary = site.engine, []
     engine.log.clear()
 

@@ -124,14 +124,11 @@ def test_workers_that_live_on_are_told_of_the_epoch(selection):
     assert sorted(flat(orders[1])) == list(range(len(selection)))
 
 
-def test_a_shuffled_batch_is_drawn_from_all_over_when_the_buffer_is_large(selection):
+def test_a_shuffled_batch_is_drawn_from_as_many_rows_as_the_buffer_has(selection):
     batches = epoch(RowDataset(selection, 200, buffer=10**6))
     for batch in batches[:-1]:
         assert abs(sum(batch) / len(batch) / len(selection) - 0.5) < 5 * 0.29 / len(batch) ** 0.5
         assert batch != sorted(batch)
-
-
-def test_a_shuffled_batch_is_drawn_from_no_more_rows_than_the_buffer_has(selection):
     batches = epoch(RowDataset(selection, 64, buffer=512))
     runs = [len({index // 256 for index in batch}) for batch in batches]
     # Two runs, and what was left of the two before.
