@@ -66,10 +66,6 @@ class Child:
             with contextlib.suppress(ProcessLookupError):  # it has ended since
                 os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)

@@ -186,19 +186,19 @@ def command(folder, *arguments, start=Slow):
     return process
 
 
-def wait_for_a_shard(folder):
+def wait_for(folder, pattern):
     for _ in range(600):
-        if list((folder / "acts").glob("*.safetensors")):
+        if list(folder.glob(pattern)):
             return
         time.sleep(0.05)
-    raise AssertionError("nothing was written")
+    raise AssertionError(f"{pattern} was not written")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_in_good_order_and_resume_goes_on(tmp_path, number, status):
     write_lines(tmp_path, prompts(400))
     process = command(tmp_path, "--json")
-    wait_for_a_shard(tmp_path)
+    wait_for(tmp_path, "acts/*.safetensors")
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == status, (tmp_path / "err").read_text()
@@ -219,10 +219,7 @@ def test_a_signal_is_heard_although_the_start_of_the_engine_loses_interrupts(
 ):
     write_lines(tmp_path, prompts(400))
     process = command(tmp_path, "--json", start=Deaf)
-    for _ in range(600):
-        if (tmp_path / "starting").exists():
-            break
-        time.sleep(0.05)
+    wait_for(tmp_path, "starting")
     os.kill(process.pid, number)
     process.join(20)
     assert process.exitcode == status, (tmp_path / "err").read_text()

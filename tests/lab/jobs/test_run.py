@@ -192,24 +192,22 @@ def test_the_list_of_failures_may_be_elsewhere_and_is_refused_where_it_cannot_be
         capture_dataset(job(tmp_path, out=str(tmp_path / "b"), errors="/nowhere/e"), FakeEngine)
 
 
-@pytest.mark.parametrize("there", [b'{"text": "a prompt"}\n', b"\0", b'{"line": 1, "text": "a"}\n'])
-def test_what_is_no_list_of_failures_is_never_replaced_by_one(tmp_path, there):
-    write_lines(tmp_path, [b"?"])
-    path = tmp_path / "mine"
-    path.write_bytes(there)
-    with pytest.raises(SpecError, match="errors: .*mine exists and is not a list of failed lines"):
-        capture_dataset(job(tmp_path, errors=str(path)), FakeEngine)
-    assert path.read_bytes() == there
-
-
-def test_the_data_and_devices_are_never_replaced_by_a_list_of_failures(tmp_path):
-    write_lines(tmp_path, prompts(2))
+def test_what_is_no_list_of_failures_is_never_replaced_by_one(tmp_path):
+    data = write_lines(tmp_path, [b"?"])
     (tmp_path / "link").symlink_to("/dev/null")
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "prompts.jsonl", tmp_path / "link", tmp_path / "pipe"):
-        with pytest.raises(SpecError, match="is not a list of failed lines"):
-            capture_dataset(job(tmp_path, errors=str(path)), FakeEngine)
-        assert os.path.lexists(path)
+    files = {
+        "text": b'{"text": "a prompt"}\n',
+        "zero": b"\0",
+        "line": b'{"line": 1, "text": "a"}\n',
+    }
+    for name, there in files.items():
+        (tmp_path / name).write_bytes(there)
+    for name in (data.name, "link", "pipe", *files):
+        with pytest.raises(SpecError, match=f"errors: .*{name} .*is not a list of failed lines"):
+            capture_dataset(job(tmp_path, errors=str(tmp_path / name)), FakeEngine)
+        assert os.path.lexists(tmp_path / name)
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
 
 
 @pytest.mark.parametrize("length", [0, 1, 8, 9, 12, 18, 20, 28, 31, 32, 40])
