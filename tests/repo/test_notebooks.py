@@ -1,7 +1,5 @@
 """The stored notebooks: short, executed as they stand, and free of what differs by machine."""
 
-from __future__ import annotations
-
 import ast
 import re
 
@@ -10,13 +8,9 @@ import pytest
 from support import notebooks
 
 NAMES = [
-    "causal_tracing",
-    "live_probe",
-    "logit_lens",
-    "refusal_direction",
-    "sae_feature",
+    "causal_tracing", "live_probe", "logit_lens", "refusal_direction", "sae_feature",
     "steer_and_tune",
-]
+]  # fmt: skip
 BY_NAME = pytest.mark.parametrize("path", notebooks.PATHS, ids=lambda path: path.stem)
 PAGE = notebooks.ROOT / "docs" / "notebooks.md"
 # Lines of the same tasks by hand, with a release that had no sweeps, fits, lenses or pictures.

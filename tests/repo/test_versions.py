@@ -1,7 +1,5 @@
 """The record of test runs by release, and its tables."""
 
-from __future__ import annotations
-
 import pytest
 from support import releases
 
@@ -86,12 +84,6 @@ def test_each_file_has_its_outcome_on_each_release():
         "| `test_c` | 1 passed | 1 passed |",
     ]
     assert found[-1] == "| commits | abc2 | abc0; abc1; abc2 |"
-
-
-def test_what_only_some_releases_have_is_shown_with_its_releases():
-    assert "| `vllm.config.PassConfig` | `enable_sp` | first | 0.30 |" in (
-        versions_table.differences()
-    )
 
 
 def test_the_package_that_is_recorded_is_the_installed_one():

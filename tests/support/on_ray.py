@@ -10,11 +10,8 @@ import ray
 from lab.jobs.fakes import FakeEngine
 
 RAY = {
-    "num_cpus": 2,
-    "include_dashboard": False,
-    "log_to_driver": False,
-    "logging_level": "ERROR",
-}
+    "num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR",
+}  # fmt: skip
 
 
 class Slow(FakeEngine):

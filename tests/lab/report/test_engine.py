@@ -1,7 +1,5 @@
 """The whole command on SmolLM2, against transformers."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json
@@ -56,7 +54,7 @@ class Reference:
     @torch.no_grad()
     def streams(self, token_ids):
         """`[layers, tokens, hidden]`, after each layer; the last one before the final norm."""
-        rows: list[torch.Tensor] = []
+        rows = []
         hooks = [
             layer.register_forward_hook(lambda _m, _a, out: rows.append(self._stream(out)[0]))
             for layer in self.layers
@@ -162,23 +160,6 @@ def test_log_probabilities_equal_those_of_transformers_without_steering(data, re
         for answer in question["answers"]:
             expected = reference.logprob(question["prompt"], answer["text"])
             assert answer["logprob"] == pytest.approx(expected, abs=2e-3)
-
-
-def test_every_receipt_is_ok_and_every_row_and_edit_is_there(data):
-    contents = {receipt["request"]: receipt["content"] for receipt in data["receipts"]}
-    assert all(content["status"] == "ok" for content in contents.values())
-    assert len([name for name in contents if name.startswith("pair")]) == 48
-    steered = [content for content in contents.values() if content["edited"]]
-    assert len(steered) == len(SCALES) * len(prompts.QUESTIONS)
-    for content in steered:
-        computed = content["prompt_tokens"] + content["generated_tokens"] - 1
-        assert content["edited"]["expected"] == computed
-        assert content["edited"]["applied"] == computed
-    for name, content in contents.items():
-        if name.startswith("pair") and len(content["captured"]) > 0:
-            assert [one["actual"] for one in content["captured"]] == [
-                one["expected"] for one in content["captured"]
-            ]
 
 
 def test_the_code_of_the_page_gives_the_answer_that_the_page_shows(page, data, tmp_path):

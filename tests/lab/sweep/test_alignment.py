@@ -1,7 +1,5 @@
 """Alignment of two prompts."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

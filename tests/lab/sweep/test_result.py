@@ -1,10 +1,7 @@
 """`Sweep`: its files, tables and pictures."""
 
-from __future__ import annotations
-
 import json
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from midstream.lab.sweep import SweepReceipts
 from midstream.results.receipt import Edited, Receipt
 
 DIMS = ("site", "layer", "position")
-COORDS: dict[str, list[Any]] = {
+COORDS = {
     "site": ["resid_pre", "z"], "layer": [0, 7], "position": [3, 4, "end"]
 }  # fmt: skip
 TOKENS = (" the", "<b>", " of it")
@@ -25,7 +22,7 @@ def made(**more):
         [[[0.0, 1.0, 0.5], [np.nan, -3.0, 0.25]], [[0.1, 0.2, 0.3], [2.0, 0.0, 0.0]]], np.float32
     )
     receipts = SweepReceipts((Receipt("1", 9, 1, (), Edited(3, 2, 2, 1)),), 90, 64)
-    given: dict[str, Any] = {
+    given = {
         "values": values, "dims": DIMS, "coords": COORDS, "metric": Recovered(LogProb(" a")),
         "corrupt": -5.0, "clean": -1.0, "noise_floor": 1e-6, "tokens": TOKENS, "receipts": receipts,
     }  # fmt: skip

@@ -1,7 +1,5 @@
 """A folder for each request: whole or not there, never elsewhere, never overwritten."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
@@ -175,7 +173,7 @@ def test_rows_that_never_came_leave_empty_arrays(sink, root):
 
 
 def test_a_folder_appears_with_all_of_its_files_after_they_were_synced(sink, root, monkeypatch):
-    seen: list[str] = []
+    seen = []
     rename, fsync = os.rename, os.fsync
 
     def watched_rename(*args, **kwargs):

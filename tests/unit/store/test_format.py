@@ -1,7 +1,5 @@
 """A shard is what `docs/store-format.md` says, byte by byte, by a second reading of that page."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct
@@ -82,7 +80,7 @@ def test_the_bytes_of_a_shard_are_those_of_the_page():
     tensors.append(("metadata", "U8", [len(metadata)], metadata))
     data = b"".join(part for *_, part in tensors)
     assert len(data) % 64 == 0
-    described: dict = {"__metadata__": about}
+    described = {"__metadata__": about}
     offset = 0
     for name, dtype, shape, part in tensors:
         described[name] = {

@@ -1,7 +1,5 @@
 """Rows are chosen by what they are of, where they are and which their tokens are, in one order."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np
@@ -211,11 +209,6 @@ def test_positions_are_those_that_a_capture_would_mean(store, position, keep):
     ]
 
 
-@pytest.mark.parametrize("token", [[11, 31], {31, 11}, range(11, 32, 20), np.array([11, 31])])
-def test_tokens_are_found_by_their_ids(store, token):
-    assert chosen(store.select(token=token)) == [row for row in every() if row[3] in (1, 3)]
-
-
 def test_positions_and_tokens_that_are_not_there_choose_nothing(store):
     selection = store.select(position=99)
     assert len(selection) == 0
@@ -231,7 +224,7 @@ def test_positions_and_tokens_that_are_not_there_choose_nothing(store):
 def test_any_filter_chooses_what_it_says_of_any_store(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("any")
     head = header(hidden_size=1, dtype="float32")
-    kept: list[tuple] = []
+    kept = []
     for i in range(data.draw(st.integers(1, 4))):
         taps = {}
         length = data.draw(st.integers(0, 8))
@@ -276,12 +269,6 @@ def test_rows_of_different_kinds_do_not_go_into_one_tensor(tmp_path):
     assert next(store.select(codec="full8").batches(1)).values.dtype == torch.float32
     assert len(store.select(request=["c"])) == 9
     assert same(store.get("b")[TAPS[0]], vectors(0, 3, wide))
-
-
-def test_models_of_one_kind_go_together(tmp_path):
-    for model in ("a", "b"):
-        write(tmp_path, [entry(model)], header(model=model))
-    assert len(open_store(tmp_path).select(site="resid_pre")) == 6
 
 
 def test_a_store_says_what_is_in_it(store, tmp_path):

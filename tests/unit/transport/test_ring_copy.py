@@ -1,12 +1,9 @@
 """Rows on their way from the ring to the arena."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -272,7 +269,7 @@ def test_on_cuda_a_copy_arrives_before_what_is_queued_after_it():
 class Event:
     """An event of a CUDA stream, which counts how often the driver is asked."""
 
-    made: ClassVar[list[Event]] = []
+    made = []
 
     def __init__(self):
         self.is_complete, self.asked, self.meanwhile = False, 0, None

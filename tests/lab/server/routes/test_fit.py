@@ -1,7 +1,5 @@
 """Fits over HTTP: what is answered, registered and refused, and that ordinary requests go first."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

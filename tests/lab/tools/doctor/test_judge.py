@@ -1,8 +1,4 @@
-"""Verdicts, from answers that a transformers model gave in vLLM's place: right ones, ones with a
-tap at the wrong place, and ones of a model that is itself another.
-"""
-
-from __future__ import annotations
+"""Verdicts on answers of transformers in vLLM's place: right, tapped wrongly, of another model."""
 
 import re
 from types import SimpleNamespace

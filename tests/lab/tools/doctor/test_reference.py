@@ -1,8 +1,4 @@
-"""The doctor's side of transformers: it finds the sites by arithmetic, where their names say they
-are, and holds what the tests' own oracle holds, plain and edited.
-"""
-
-from __future__ import annotations
+"""The doctor finds sites in transformers by arithmetic, and holds what the tests' oracle holds."""
 
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A small configuration keeps one of each kind of layer, and its fields fit each other."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What docs/data/models.json says of vLLM's architectures."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

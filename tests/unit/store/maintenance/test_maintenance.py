@@ -1,7 +1,5 @@
 """Stores are verified, merged and pruned, and nothing is lost on the way."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil
