@@ -125,7 +125,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S2.30": ("a client over HTTP", _SYSTEM + "test_serving_docs.py::the_example_of_a_client_steers_the_server_and_leaves_it_as_it_was"),
     "S2.31": ("a server is started with a consumer", _SERVING + "rows_for_a_store_are_where_the_answer_says"),
     "S2.32": ("FilesystemCaptureRequest", _SINKS + "the_consumers_request_is_kept_under_its_tag_and_id"),
-    "S2.33": ("SamplingParams(capture={consumer: request})", _UNIT + "api/test_sampling_params.py::captures_are_taken_in_every_form"),
+    "S2.33": ("SamplingParams(capture={consumer: request})", _UNIT + "api/test_sampling_params.py::captures_and_probes_are_taken_in_every_form"),
     "S2.34": ("consumers of every request, or by request", _SINKS + "a_capture_of_every_request_is_there_beside_its_own_and_without"),
     "S2.35": ("results on capture_results", HERE),
     "S2.36": ("policies for a full arena", _ENGINE + "test_arena.py::what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong"),
