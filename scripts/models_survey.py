@@ -18,6 +18,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import survey_multimodal
+import survey_processors
 import survey_settings
 from markers import ROOT
 from survey_bare import BARE
@@ -58,11 +61,13 @@ class Candidate:
         name: name in vLLM's registry, or in transformers if vLLM has no own model of it.
         runs: OWN or BACKEND.
         model_type: model type of transformers' configuration; empty if transformers has none.
+        multimodal: whether it is in vLLM's list of multimodal models.
     """
 
     name: str
     runs: str
     model_type: str
+    multimodal: bool = False
 
 
 def main() -> int:
@@ -93,7 +98,8 @@ def main() -> int:
         _write(options.out, found)
         seconds = time.monotonic() - started
         sys.stdout.write(
-            f"{one.name}: {said['outcome']} {said['reason'][:200]} ({seconds:.0f} s)\n"
+            f"{one.name}: {said['outcome']} {said.get('images', '')} {said['reason'][-400:]!r} "
+            f"({seconds:.0f} s)\n"
         )
         sys.stdout.flush()
     return int(any(one["outcome"] == "wrong" for one in found["models"].values()))
@@ -125,7 +131,29 @@ def candidates() -> list[Candidate]:
         if name not in known or name in survey_settings.LEFT_TO_THE_BACKEND
         if model_type not in survey_settings.NO_DECODERS
     ]
+    found += _multimodal()
     return list({one.name: one for one in reversed(found)}.values())[::-1]
+
+
+def _multimodal() -> list[Candidate]:
+    """Return the architectures of vLLM's multimodal list."""
+    from transformers.models.auto import modeling_auto as auto
+    from vllm.model_executor.models import registry
+
+    types: dict[str, str] = {}
+    for table in (
+        auto.MODEL_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ):
+        for model_type, names in table.items():
+            types |= dict.fromkeys([names] if isinstance(names, str) else names, model_type)
+    types |= survey_multimodal.TYPES
+    return [
+        Candidate(name, OWN, types.get(name, ""), multimodal=True)
+        for name in registry._MULTIMODAL_MODELS  # noqa: SLF001
+    ]
 
 
 def _import_once() -> None:
@@ -147,7 +175,7 @@ def _import_once() -> None:
 
 def _one(candidate: Candidate, limit: float) -> dict[str, Any]:
     """Return the doctor's findings for one architecture, from a separate process."""
-    if not candidate.model_type and candidate.name not in BARE:
+    if not candidate.model_type and candidate.name not in {**BARE, **survey_multimodal.BARE}:
         return _entry(candidate, {"outcome": "cannot be built", "reason": NO_MODEL})
     reading, writing = os.pipe()
     child = os.fork()
@@ -184,16 +212,67 @@ def _in_child(candidate: Candidate, writing: int) -> None:
 
 
 def _examine(candidate: Candidate) -> dict[str, Any]:
+    """Examine an architecture: a multimodal one with its processor if that can be made here."""
+    from midstream.lab.tools.doctor.report import UNBUILT
+
+    if candidate.name in survey_multimodal.BARE:
+        return _examine_bare(candidate)
+    if candidate.name not in survey_processors.FAMILIES:
+        return _examine_small(candidate)
+    said = _examine_processed(candidate)
+    if said["outcome"] != UNBUILT:
+        return said
+    return {**_examine_small(candidate), "without": said["reason"]}
+
+
+def _examine_bare(candidate: Candidate) -> dict[str, Any]:
+    """Examine a multimodal class by a whole configuration, as it is written here."""
+    from midstream.lab.tools.doctor.drawn_images import DRAWN
+    from midstream.lab.tools.doctor.examine import Options, examine
+    from midstream.lab.tools.doctor.model_copy import drawn_weights, unknown_config
+    from midstream.lab.tools.doctor.report import UNBUILT
+
+    fields = survey_multimodal.BARE[candidate.name] | {"architectures": [candidate.name]}
+    unknown_config(fields)
+    reasons = []
+    weights = ("load_format", drawn_weights(0))
+    for images, engine in ((DRAWN, {}), ("", {"language_model_only": True})):
+        with tempfile.TemporaryDirectory(prefix="midstream-survey-") as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+            settings = (weights, *engine.items())
+            said = examine(Options(folder, size=None, images=images, engine=settings)).to_dict()
+        if said["outcome"] != UNBUILT:
+            break
+        reasons.append(said["reason"])
+    return {**said, "reason": "; ".join(dict.fromkeys([said["reason"], *reasons]))}
+
+
+def _examine_processed(candidate: Candidate) -> dict[str, Any]:
+    """Examine a tiny multimodal model whose image goes through its processor and its tower."""
+    from midstream.lab.tools.doctor.drawn_images import PROCESSED
+    from midstream.lab.tools.doctor.examine import Options, examine
+
+    dtype = "bfloat16" if candidate.model_type in survey_settings.BFLOAT16 else "float32"
+    with tempfile.TemporaryDirectory(prefix="midstream-survey-") as folder:
+        text = survey_processors.save(candidate.name, Path(folder))
+        options = Options(folder, size=None, dtype=dtype, images=PROCESSED, text=text)
+        return examine(options).to_dict()
+
+
+def _examine_small(candidate: Candidate) -> dict[str, Any]:
+    """Examine a small random copy, of a configuration."""
     from transformers import CONFIG_MAPPING
 
     from midstream.lab.tools.doctor.examine import Options, examine_config
     from midstream.lab.tools.doctor.model_copy import unknown_config
 
-    settings = survey_settings.SETTINGS.get(candidate.model_type, {})
     engine: dict[str, Any] = {}
     if candidate.name in survey_settings.LEFT_TO_THE_BACKEND:
         engine["model_impl"] = "transformers"
-    if candidate.model_type:
+    if candidate.multimodal:
+        config = survey_multimodal.config_of(candidate.name, candidate.model_type)
+    elif candidate.model_type:
+        settings = survey_settings.SETTINGS.get(candidate.model_type, {})
         config = CONFIG_MAPPING[candidate.model_type](**settings)
     else:
         config = unknown_config(BARE[candidate.name])
@@ -201,15 +280,29 @@ def _examine(candidate: Candidate) -> dict[str, Any]:
     options = Options(
         candidate.name,
         dtype=dtype,
-        architecture=candidate.name,
+        architecture=None if candidate.multimodal else candidate.name,
         engine=tuple(sorted(engine.items())),
     )
     said = examine_config(options, config).to_dict()
+    if candidate.multimodal:
+        said = _of_the_whole(candidate, said)
     if UNREAD in said["reason"]:
         said["reason"] = f"vLLM cannot load it here: {_why_unread(candidate.name)}"
     # Remove the arguments that pydantic appends.
     said["reason"] = said["reason"].split(" [type=")[0]
     return said
+
+
+def _of_the_whole(candidate: Candidate, said: dict[str, Any]) -> dict[str, Any]:
+    """Return a report on a multimodal class; what was found of its language model alone in another
+    class is not of this one.
+    """
+    from vllm.model_executor.models import registry
+
+    served = registry._MULTIMODAL_MODELS[candidate.name][1]  # noqa: SLF001
+    if said["outcome"] != "ok" or said["architecture"] == served:
+        return said
+    return {"outcome": "cannot be built", "reason": said["reason"]}
 
 
 def _why_unread(name: str) -> str:
@@ -241,11 +334,13 @@ def _entry(candidate: Candidate, said: dict[str, Any]) -> dict[str, Any]:
     sites = said.get("sites", [])
     entry: dict[str, Any] = {
         "runs": candidate.runs,
+        "multimodal": candidate.multimodal,
         "outcome": said["outcome"],
         "reason": said["reason"],
     }
     if said.get("compared_with"):
         entry["compared_with"] = said["compared_with"]
+    entry |= {name: said[name] for name in ("images", "without") if said.get(name)}
     if sites:
         entry["layer_classes"] = said["layer_classes"]
         entry["layers"] = 1 + max(one["layer"] for one in sites)

@@ -80,8 +80,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # Engines of these run in bfloat16: the only dtype of the linear attention of vLLM's CPU build, and
 # of its latent attention on CPUs with AMX.
 BFLOAT16 = (
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3",
-    "glm4_moe_lite",
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2",
+    "deepseek_v3", "glm4_moe_lite",
 )  # fmt: skip
 
 # Architectures of vLLM's registry whose published models include their own code, but have the same

@@ -1,0 +1,56 @@
+"""Settings of multimodal architectures for scripts/models_survey.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import survey_multimodal_bare
+import survey_multimodal_vllm
+
+# Architectures of vLLM whose configuration has this model type, in transformers or in vLLM.
+TYPES: dict[str, str] = {
+    "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",
+    "BagelForConditionalGeneration": "bagel",
+    "BailingMoeV3VLForConditionalGeneration": "bailing_moe_v3_vl",
+    "Cosmos3ForConditionalGeneration": "cosmos3_omni",
+    "DeepseekOCR2ForCausalLM": "deepseek_vl_v2",
+    "DeepseekOCRForCausalLM": "deepseek_vl_v2",
+    "DeepseekV41ForCausalLM": "deepseek_v41",
+    "DeepseekV4ForConditionalGeneration": "deepseek_v4",
+    "DeepseekVLV2ForCausalLM": "deepseek_vl_v2",
+    "Dots3NoteForCausalLM": "dots3_note",
+    "FunAudioChatForConditionalGeneration": "funaudiochat",
+    "HfMoondream": "moondream3",
+    "IsaacForConditionalGeneration": "isaac",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "KimiK3ForConditionalGeneration": "kimi_k3",
+    "KimiVLForConditionalGeneration": "kimi_vl",
+    "LightOnOCRForConditionalGeneration": "lighton_ocr",
+    "MiDashengLMModel": "midashenglm",
+    "Moondream3ForCausalLM": "moondream3",
+    "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe_diarize",
+    "OpenVLAForActionPrediction": "openvla",
+    "Ovis": "ovis",
+    "Qwen2_5OmniModel": "qwen2_5_omni",
+    "Qwen3ASRRealtimeGeneration": "qwen3_asr",
+    "Step3VLForConditionalGeneration": "step3_vl",
+    "UltravoxModel": "ultravox",
+    "UnlimitedOCRForCausalLM": "unlimited-ocr",
+    "VoxtralRealtimeGeneration": "voxtral_realtime",
+}
+# Fields of a model type's configuration that its class's defaults lack or have too large.
+SETTINGS: dict[str, dict[str, Any]] = {}
+# Whole small configurations of model types that transformers lacks.
+BARE: dict[str, dict[str, Any]] = survey_multimodal_bare.BARE | survey_multimodal_vllm.BARE
+
+
+def config_of(name: str, model_type: str) -> Any:
+    """Return the configuration of an architecture, whole or of its class's defaults."""
+    from transformers import CONFIG_MAPPING
+
+    from midstream.lab.tools.doctor.model_copy import unknown_config
+
+    settings = {"architectures": [name], **SETTINGS.get(model_type, {})}
+    if model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type](**settings)
+    return unknown_config({"model_type": model_type, **settings})
