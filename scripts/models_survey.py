@@ -1,9 +1,10 @@
-"""Survey of all decoder-only architectures of vLLM by the doctor, into docs/data/models.json.
+"""Survey of all architectures of vLLM by the doctor, into docs/data/models.json.
 
-scripts/models_survey.py [ARCHITECTURE …] [--out FILE] [--limit SECONDS] [--missing]
+scripts/models_survey.py [ARCHITECTURE …] [--list FILE] [--out FILE] [--limit SECONDS] [--missing]
+    [--gpu] [--jobs N]
 
 vLLM and transformers are imported once. Each architecture runs in a process that is forked from
-there, one at a time, and is killed at the limit. The file is written after each architecture, so an
+there, N at once, and is killed at the limit. The file is written after each architecture, so an
 interrupted survey can continue with --missing. scripts/models_table.py creates the tables of
 docs/models.md from the file.
 """
@@ -12,26 +13,21 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import gc
 import json
 import os
-import select
-import signal
 import sys
-import tempfile
-import time
-import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import survey_multimodal
-import survey_processors
 import survey_settings
 from markers import ROOT
-from survey_bare import BARE
+from survey_examine import BACKEND, OWN, Candidate, EngineSettings, examine
+from survey_processes import run_each
 
 # A forked process does not have its parent's threads, so the parent must not start any.
 ENVIRONMENT = {
@@ -47,27 +43,7 @@ ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
 }
-OWN, BACKEND = "vLLM", "Transformers backend"
 UNKNOWN = "are not supported for now"
-UNREAD = "failed to be inspected"
-NO_MODEL = "transformers has no such model; its code comes with its weights, and is never run here"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One architecture.
-
-    Attributes:
-        name: name in vLLM's registry, or in transformers if vLLM has no own model of it.
-        runs: OWN or BACKEND.
-        model_type: model type of transformers' configuration; empty if transformers has none.
-        multimodal: whether it is in vLLM's list of multimodal models.
-    """
-
-    name: str
-    runs: str
-    model_type: str
-    multimodal: bool = False
 
 
 def main() -> int:
@@ -76,33 +52,42 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/data/models.json")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument("--list", type=Path, metavar="FILE", help="names, one on each line")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    parser.add_argument(
+        "--gpu", action="store_true", help="on CUDA devices; all engines in bfloat16"
+    )
     parser.add_argument(
         "--missing", action="store_true", help="only architectures missing in the file"
     )
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     _import_once()
+    wanted = set(options.names)
+    if options.list:
+        wanted |= set(options.list.read_text(encoding="utf-8").split())
     found = _read(options.out)
-    for one in candidates():
-        if options.names and one.name not in options.names:
-            continue
-        if options.missing and one.name in found["models"]:
-            continue
-        started = time.monotonic()
-        said = _one(one, options.limit)
+    chosen = [
+        candidate
+        for candidate in candidates()
+        if not wanted or candidate.name in wanted
+        if not (options.missing and candidate.name in found["models"])
+    ]
+    settings = EngineSettings("bfloat16", 0.9 / options.jobs) if options.gpu else EngineSettings()
+    work = functools.partial(examine, settings=settings)
+    for candidate, said, seconds in run_each(chosen, work, options.limit, options.jobs):
         if UNKNOWN in said["reason"]:
             # A model of transformers that vLLM does not support.
-            found["models"].pop(one.name, None)
+            found["models"].pop(candidate.name, None)
             continue
-        found["models"][one.name] = said
+        found["models"][candidate.name] = _entry(candidate, said)
         _write(options.out, found)
-        seconds = time.monotonic() - started
         sys.stdout.write(
-            f"{one.name}: {said['outcome']} {said.get('images', '')} {said['reason'][-400:]!r} "
-            f"({seconds:.0f} s)\n"
+            f"{candidate.name}: {said['outcome']} {said.get('images', '')} "
+            f"{said['reason'][-400:]!r} ({seconds:.0f} s)\n"
         )
         sys.stdout.flush()
-    return int(any(one["outcome"] == "wrong" for one in found["models"].values()))
+    return int(any(entry["outcome"] == "wrong" for entry in found["models"].values()))
 
 
 def candidates() -> list[Candidate]:
@@ -173,173 +158,18 @@ def _import_once() -> None:
     gc.freeze()
 
 
-def _one(candidate: Candidate, limit: float) -> dict[str, Any]:
-    """Return the doctor's findings for one architecture, from a separate process."""
-    if not candidate.model_type and candidate.name not in {**BARE, **survey_multimodal.BARE}:
-        return _entry(candidate, {"outcome": "cannot be built", "reason": NO_MODEL})
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _in_child(candidate, writing)
-    os.close(writing)
-    text = _until(reading, limit)
-    if text is None:
-        os.killpg(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if text:
-        return _entry(candidate, json.loads(text))
-    if text is None:
-        reason = f"no answer within {limit:.0f} s"
-    else:
-        reason = f"vLLM's process was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return _entry(candidate, {"outcome": "cannot be built", "reason": reason})
-
-
-def _in_child(candidate: Candidate, writing: int) -> None:
-    os.setsid()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
-        os.dup2(nowhere, number)
-    try:
-        text = json.dumps(_examine(candidate))
-    except BaseException:  # noqa: BLE001
-        # The doctor itself failed: a bug in midstream, not a finding about the model.
-        text = json.dumps({"outcome": "wrong", "reason": traceback.format_exc(limit=-3)})
-    with os.fdopen(writing, "w", encoding="utf-8") as pipe:
-        pipe.write(text)
-    os._exit(0)
-
-
-def _examine(candidate: Candidate) -> dict[str, Any]:
-    """Examine an architecture: a multimodal one with its processor if that can be made here."""
-    from midstream.lab.tools.doctor.report import UNBUILT
-
-    if candidate.name in survey_multimodal.BARE:
-        return _examine_bare(candidate)
-    if candidate.name not in survey_processors.FAMILIES:
-        return _examine_small(candidate)
-    said = _examine_processed(candidate)
-    if said["outcome"] != UNBUILT:
-        return said
-    return {**_examine_small(candidate), "without": said["reason"]}
-
-
-def _examine_bare(candidate: Candidate) -> dict[str, Any]:
-    """Examine a multimodal class by a whole configuration, as it is written here."""
-    from midstream.lab.tools.doctor.drawn_images import DRAWN
-    from midstream.lab.tools.doctor.examine import Options, examine
-    from midstream.lab.tools.doctor.model_copy import drawn_weights, unknown_config
-    from midstream.lab.tools.doctor.report import UNBUILT
-
-    fields = survey_multimodal.BARE[candidate.name] | {"architectures": [candidate.name]}
-    unknown_config(fields)
-    reasons = []
-    weights = ("load_format", drawn_weights(0))
-    for images, engine in ((DRAWN, {}), ("", {"language_model_only": True})):
-        with tempfile.TemporaryDirectory(prefix="midstream-survey-") as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-            settings = (weights, *engine.items())
-            said = examine(Options(folder, size=None, images=images, engine=settings)).to_dict()
-        if said["outcome"] != UNBUILT:
-            break
-        reasons.append(said["reason"])
-    return {**said, "reason": "; ".join(dict.fromkeys([said["reason"], *reasons]))}
-
-
-def _examine_processed(candidate: Candidate) -> dict[str, Any]:
-    """Examine a tiny multimodal model whose image goes through its processor and its tower."""
-    from midstream.lab.tools.doctor.drawn_images import PROCESSED
-    from midstream.lab.tools.doctor.examine import Options, examine
-
-    dtype = "bfloat16" if candidate.model_type in survey_settings.BFLOAT16 else "float32"
-    with tempfile.TemporaryDirectory(prefix="midstream-survey-") as folder:
-        text = survey_processors.save(candidate.name, Path(folder))
-        options = Options(folder, size=None, dtype=dtype, images=PROCESSED, text=text)
-        return examine(options).to_dict()
-
-
-def _examine_small(candidate: Candidate) -> dict[str, Any]:
-    """Examine a small random copy, of a configuration."""
-    from transformers import CONFIG_MAPPING
-
-    from midstream.lab.tools.doctor.examine import Options, examine_config
-    from midstream.lab.tools.doctor.model_copy import unknown_config
-
-    engine: dict[str, Any] = {}
-    if candidate.name in survey_settings.LEFT_TO_THE_BACKEND:
-        engine["model_impl"] = "transformers"
-    if candidate.multimodal:
-        config = survey_multimodal.config_of(candidate.name, candidate.model_type)
-    elif candidate.model_type:
-        settings = survey_settings.SETTINGS.get(candidate.model_type, {})
-        config = CONFIG_MAPPING[candidate.model_type](**settings)
-    else:
-        config = unknown_config(BARE[candidate.name])
-    dtype = "bfloat16" if candidate.model_type in survey_settings.BFLOAT16 else "float32"
-    options = Options(
-        candidate.name,
-        dtype=dtype,
-        architecture=None if candidate.multimodal else candidate.name,
-        engine=tuple(sorted(engine.items())),
-    )
-    said = examine_config(options, config).to_dict()
-    if candidate.multimodal:
-        said = _of_the_whole(candidate, said)
-    if UNREAD in said["reason"]:
-        said["reason"] = f"vLLM cannot load it here: {_why_unread(candidate.name)}"
-    # Remove the arguments that pydantic appends.
-    said["reason"] = said["reason"].split(" [type=")[0]
-    return said
-
-
-def _of_the_whole(candidate: Candidate, said: dict[str, Any]) -> dict[str, Any]:
-    """Return a report on a multimodal class; what was found of its language model alone in another
-    class is not of this one.
-    """
-    from vllm.model_executor.models import registry
-
-    served = registry._MULTIMODAL_MODELS[candidate.name][1]  # noqa: SLF001
-    if said["outcome"] != "ok" or said["architecture"] == served:
-        return said
-    return {"outcome": "cannot be built", "reason": said["reason"]}
-
-
-def _why_unread(name: str) -> str:
-    """Return why vLLM cannot import a model's module; vLLM's own error omits the reason."""
-    from vllm.model_executor.models import registry
-
-    try:
-        registry.ModelRegistry.models[name].load_model_cls()
-    except ImportError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no reason given"
-
-
-def _until(reading: int, limit: float) -> str | None:
-    """Return the text from a pipe until it is closed; None if that takes longer than the limit."""
-    end = time.monotonic() + limit
-    parts: list[bytes] = []
-    with os.fdopen(reading, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-            part = pipe.read(1 << 16)
-            if not part:
-                return b"".join(parts).decode("utf-8")
-            parts.append(part)
-    return None
-
-
 def _entry(candidate: Candidate, said: dict[str, Any]) -> dict[str, Any]:
     """Return the entry of the file for a report."""
     sites = said.get("sites", [])
     entry: dict[str, Any] = {
         "runs": candidate.runs,
-        "multimodal": candidate.multimodal,
         "outcome": said["outcome"],
         "reason": said["reason"],
     }
     if said.get("compared_with"):
         entry["compared_with"] = said["compared_with"]
+    if candidate.multimodal:
+        entry["multimodal"] = True
     entry |= {name: said[name] for name in ("images", "without") if said.get(name)}
     if sites:
         entry["layer_classes"] = said["layer_classes"]

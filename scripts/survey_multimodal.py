@@ -38,8 +38,32 @@ TYPES: dict[str, str] = {
     "UnlimitedOCRForCausalLM": "unlimited-ocr",
     "VoxtralRealtimeGeneration": "voxtral_realtime",
 }
+# Special tokens of architectures that look for these in their tokenizer as they are built.
+TOKENIZERS: dict[str, list[str]] = {
+    name: ["<image>", "<｜▁pad▁｜>"]
+    for name in (
+        "DeepseekOCR2ForCausalLM",
+        "DeepseekOCRForCausalLM",
+        "DeepseekVLV2ForCausalLM",
+        "IsaacForConditionalGeneration",
+        "UnlimitedOCRForCausalLM",
+    )
+}
 # Fields of a model type's configuration that its class's defaults lack or have too large.
-SETTINGS: dict[str, dict[str, Any]] = {}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere_compass": {
+        "tie_word_embeddings": True,
+        "text_config": {
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 10000.0}
+                for kind in ("full_attention", "sliding_attention")
+            }
+        },
+    },
+    "ernie4_5_vl_moe": {"vision_config": {"embed_dim": 64}},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
+}
 # Whole small configurations of model types that transformers lacks.
 BARE: dict[str, dict[str, Any]] = survey_multimodal_bare.BARE | survey_multimodal_vllm.BARE
 

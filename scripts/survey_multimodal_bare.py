@@ -200,7 +200,7 @@ BARE: dict[str, dict[str, Any]] = {
         "use_position_ids": True,
     },
     "MiniCPMV": {
-        **text("minicpmv", "MiniCPMV"),
+        **text("minicpmv", "MiniCPMV", hidden_size=128, head_dim=64),
         "version": 2.6,
         "query_num": 4,
         "drop_vision_last_layer": False,
@@ -208,7 +208,7 @@ BARE: dict[str, dict[str, Any]] = {
         "slice_mode": True,
     },
     "MiniCPMO": {
-        **text("minicpmo", "MiniCPMO"),
+        **text("minicpmo", "MiniCPMO", hidden_size=128, head_dim=64),
         "version": 2.6,
         "query_num": 4,
         "init_audio": False,
@@ -329,6 +329,7 @@ BARE: dict[str, dict[str, Any]] = {
         "multi_query_group_num": 1,
         "add_bias_linear": False,
         "add_qkv_bias": True,
+        "original_rope": True,
         "layernorm_epsilon": 1e-5,
         "rmsnorm": True,
         "post_layer_norm": True,
@@ -351,7 +352,7 @@ BARE: dict[str, dict[str, Any]] = {
         },
     },
     "PixtralForConditionalGeneration": {
-        "model_type": "pixtral",
+        "model_type": "pixtral_text_and_vision",
         "text_config": text("mistral", "MistralForCausalLM"),
         "vision_config": {
             "hidden_size": 64,

@@ -132,13 +132,13 @@ BARE: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2, "num_attention_groups": 1, "num_hidden_layers": 3,
             "max_seq_len": 512, "vocab_size": 199, "moe_intermediate_size": 48,
             "moe_num_experts": 4, "moe_top_k": 2, "max_position_embedding": 512,
-            "share_expert_dim": 48, "share_q_dim": 64, "head_dim": 32, "moe_layers_enum": [1, 2],
+            "share_expert_dim": 48, "share_q_dim": 64, "head_dim": 32, "moe_layers_enum": "1,2",
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
     "UltravoxModel": {
         "model_type": "ultravox", "text_config": LLAMA, "audio_config": _WHISPER,
-        "audio_token_index": 3, "hidden_size": 64, "projector_ln_mid": True,
+        "vocab_size": 199, "audio_token_index": 3, "hidden_size": 64, "projector_ln_mid": True,
     },
     "UnlimitedOCRForCausalLM": {"model_type": "unlimited-ocr", **_OCR},
 }  # fmt: skip

@@ -81,7 +81,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # of its latent attention on CPUs with AMX.
 BFLOAT16 = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2",
-    "deepseek_v3", "glm4_moe_lite",
+    "deepseek_v3", "glm4_moe_lite", "MistralLarge3ForCausalLM", "PanguProMoEV2ForCausalLM",
+    "PanguUltraMoEForCausalLM", "SarvamMLAForCausalLM", "KimiVLForConditionalGeneration",
+    "kimi_k25",
 )  # fmt: skip
 
 # Architectures of vLLM's registry whose published models include their own code, but have the same

@@ -54,6 +54,16 @@ def test_experts_are_few_and_more_than_are_chosen():
     assert found["n_group"] == 1
 
 
+def test_sections_of_multimodal_rope_are_those_of_the_small_head():
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
+    found = shrink({**LLAMA, "rope_parameters": rope}, Size())["rope_parameters"]
+    assert found == {**rope, "mrope_section": [6, 5, 5]}
+    assert sum(found["mrope_section"]) == HEAD_DIM // 2
+    half = {**rope, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+    found = shrink({**LLAMA, "rope_parameters": half}, Size())["rope_parameters"]
+    assert found["mrope_section"] == [2, 3, 3]
+
+
 def test_heads_of_latent_attention_keep_their_widths():
     found = shrink(
         {**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,

@@ -7,6 +7,7 @@ tower. All else is vLLM's own: where embeddings go, their rotary positions, what
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,7 +44,8 @@ def drawn_images(folder: str) -> Iterator[None]:
     names = ("_processor_factory", "embed_multimodal")
     before = {name: vars(model_class).get(name) for name in names}
     info, dummies, processor = _parts(_modality_of(model_class))
-    model_class._processor_factory = None  # noqa: SLF001
+    if before["_processor_factory"] is not None:
+        del model_class._processor_factory
     MULTIMODAL_REGISTRY.register_processor(processor, info=info, dummy_inputs=dummies)(model_class)
     model_class.embed_multimodal = _embed
     try:
@@ -114,6 +116,8 @@ def _parts(modality: str) -> tuple[Any, Any, Any]:
         BaseProcessingInfo,
     )
 
+    numbers = itertools.count()
+
     class DrawnInfo(BaseProcessingInfo):  # type: ignore[misc]
         def get_supported_mm_limits(self) -> Mapping[str, int | None]:
             return {modality: 1}
@@ -154,7 +158,8 @@ def _parts(modality: str) -> tuple[Any, Any, Any]:
             return mm_input(
                 prompt_token_ids=tokens,
                 mm_kwargs=MultiModalKwargsItems({modality: [item]}),
-                mm_hashes={modality: [_FIELD]},
+                # An image of its own for each request, so that each runs the class's encoder.
+                mm_hashes={modality: [f"{_FIELD}-{next(numbers)}"]},
                 mm_placeholders={modality: [PlaceholderRange(tokens.index(TOKEN), LENGTH)]},
             )
 

@@ -143,11 +143,12 @@ def unknown_config(fields: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[name].from_dict(fields)
 
 
-def _part(name: str, value: Any) -> Any:
+def _part(field: str, value: Any) -> Any:
     """Return a part of a bare configuration as a configuration of its type, or a bare one too."""
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
-    if not (name.endswith("_config") and isinstance(value, dict)) or "quant" in name:
+    if not (field.endswith("_config") and isinstance(value, dict)) or "quant" in field:
         return value
-    known = CONFIG_MAPPING.get(value.get("model_type"))
-    return (known or PretrainedConfig)(**value)
+    if value.get("model_type") not in CONFIG_MAPPING:
+        return PretrainedConfig(**value)
+    return CONFIG_MAPPING[value["model_type"]](**value)
