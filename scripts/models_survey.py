@@ -43,6 +43,13 @@ ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
 }
+GPU_ENVIRONMENT = {
+    **{name: value for name, value in ENVIRONMENT.items() if "CPU" not in name},
+    # A process that is forked cannot use CUDA if its parent does.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Its kernels would be compiled first.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 UNKNOWN = "are not supported for now"
 
 
@@ -61,8 +68,8 @@ def main() -> int:
         "--missing", action="store_true", help="only architectures missing in the file"
     )
     options = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
-    _import_once()
+    os.environ.update(GPU_ENVIRONMENT if options.gpu else ENVIRONMENT)
+    _import_once(on_gpu=options.gpu)
     wanted = set(options.names)
     if options.list:
         wanted |= set(options.list.read_text(encoding="utf-8").split())
@@ -73,7 +80,7 @@ def main() -> int:
         if not wanted or candidate.name in wanted
         if not (options.missing and candidate.name in found["models"])
     ]
-    settings = EngineSettings("bfloat16", 0.9 / options.jobs) if options.gpu else EngineSettings()
+    settings = EngineSettings(options.gpu)
     work = functools.partial(examine, settings=settings)
     for candidate, said, seconds in run_each(chosen, work, options.limit, options.jobs):
         if UNKNOWN in said["reason"]:
@@ -141,10 +148,12 @@ def _multimodal() -> list[Candidate]:
     ]
 
 
-def _import_once() -> None:
+def _import_once(*, on_gpu: bool) -> None:
     import transformers  # noqa: F401
     import vllm.model_executor.models.llama
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    if not on_gpu:
+        import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.model_executor.models import registry
 
     import midstream.api.llm

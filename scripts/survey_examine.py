@@ -41,21 +41,21 @@ class EngineSettings:
     """Settings of all engines.
 
     Attributes:
-        dtype: dtype of all engines; None: float32, or what the architecture needs on a CPU.
-        memory: part of a GPU's memory for each engine; None on a CPU.
+        on_gpu: run on a CUDA device, in bfloat16; else on a CPU, in float32 where that works.
     """
 
-    dtype: str | None = None
-    memory: float | None = None
+    on_gpu: bool = False
 
     def dtype_for(self, candidate: Candidate) -> str:
         """Return the dtype of an architecture's engine."""
         needs = {candidate.name, candidate.model_type} & set(survey_settings.BFLOAT16)
-        return self.dtype or ("bfloat16" if needs else "float32")
+        return "bfloat16" if needs or self.on_gpu else "float32"
 
     def engine(self) -> dict[str, Any]:
         """Return further arguments of an engine."""
-        return {} if self.memory is None else {"gpu_memory_utilization": self.memory}
+        # With the size of the cache given, vLLM does not measure memory, which others use as well.
+        few = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 31}
+        return few if self.on_gpu else {}
 
 
 def examine(candidate: Candidate, settings: EngineSettings) -> dict[str, Any]:
@@ -141,6 +141,8 @@ def _examine_small(candidate: Candidate, settings: EngineSettings) -> dict[str, 
         config = survey_multimodal.config_of(candidate.name, candidate.model_type)
     elif candidate.model_type:
         fields = survey_settings.SETTINGS.get(candidate.model_type, {})
+        if settings.on_gpu:
+            fields = {**fields, **survey_settings.ON_GPU.get(candidate.model_type, {})}
         config = CONFIG_MAPPING[candidate.model_type](**fields)
     else:
         config = unknown_config(BARE[candidate.name])

@@ -77,6 +77,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }
 
+# The same on a GPU, where vLLM has kernels for all experts and routers.
+ON_GPU: dict[str, dict[str, Any]] = {
+    "minimax_m2": {"scoring_func": "sigmoid"},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+}
+
 # Engines of these run in bfloat16: the only dtype of the linear attention of vLLM's CPU build, and
 # of its latent attention on CPUs with AMX.
 BFLOAT16 = (

@@ -44,8 +44,8 @@ def drawn_images(folder: str) -> Iterator[None]:
     names = ("_processor_factory", "embed_multimodal")
     before = {name: vars(model_class).get(name) for name in names}
     info, dummies, processor = _parts(_modality_of(model_class))
-    if before["_processor_factory"] is not None:
-        del model_class._processor_factory
+    for name in [name for name, value in before.items() if value is not None]:
+        delattr(model_class, name)
     MULTIMODAL_REGISTRY.register_processor(processor, info=info, dummy_inputs=dummies)(model_class)
     model_class.embed_multimodal = _embed
     try:
