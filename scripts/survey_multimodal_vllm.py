@@ -56,7 +56,7 @@ BARE: dict[str, dict[str, Any]] = {
         "vit_max_num_patch_per_side": 8,
     },
     "BailingMoeV3VLForConditionalGeneration": {
-        "model_type": "bailing_moe_v3_vl",
+        "model_type": "bailing_moe_v3_vl", "mrope_section": [4, 6, 6],
         "text_config": {
             **SIZES, "num_hidden_layers": 4, "layer_group_size": 2, "num_experts": 4,
             "num_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,

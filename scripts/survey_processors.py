@@ -112,16 +112,20 @@ def _gemma4() -> Parts:
     vision = hf.Gemma4VisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, head_dim=16, patch_size=16, pooling_kernel_size=2,
-        default_output_length=16, position_embedding_size=64,
+        default_output_length=70, position_embedding_size=64,
     )  # fmt: skip
     config = hf.Gemma4Config(
         text_config=text, vision_config=vision, audio_config=None, image_token_id=image,
         boi_token_id=start, eoi_token_id=end,
     )  # fmt: skip
-    images = hf.Gemma4ImageProcessor(patch_size=16, max_soft_tokens=70, pooling_kernel_size=2)
-    sounds = hf.Gemma4AudioFeatureExtractor()
-    videos = hf.Gemma4VideoProcessor(patch_size=16, max_soft_tokens=70, pooling_kernel_size=2)
-    return Parts(config, hf.Gemma4Processor(sounds, images, words, videos), "<|image|>")
+    processor = hf.Gemma4Processor(
+        hf.Gemma4AudioFeatureExtractor(),
+        hf.Gemma4ImageProcessor(max_soft_tokens=70, pooling_kernel_size=2),
+        words,
+        hf.Gemma4VideoProcessor(max_soft_tokens=70, pooling_kernel_size=2),
+        image_seq_length=70,
+    )
+    return Parts(config, processor, "<|image|>")
 
 
 _QWEN = [f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")]

@@ -37,6 +37,7 @@ from midstream.lab.tools.doctor.own_modules import OwnModules
 from midstream.lab.tools.doctor.reference import Reference
 from midstream.lab.tools.doctor.report import (
     INCOMPARABLE,
+    OK,
     REFUSED,
     UNBUILT,
     UNCOMPARED,
@@ -192,7 +193,7 @@ def _examine_folder(options: Options, folder: str, lack: str) -> Report:
                 lack = judged.reason
             elif options.dtype != "float32":
                 lack = f"transformers in float32 is too far from {options.dtype}"
-        if lack or options.text:
+        if lack or (options.text and judged is not None and judged.outcome == OK):
             judged, compared = _compare_own(llm, judged, options)
             lack = f"transformers is not the reference: {lack}" if lack else ""
     assert judged is not None
@@ -227,6 +228,10 @@ def _compare_own(llm: Any, theirs: Judgement | None, options: Options) -> tuple[
     judged = _compare(llm, own, _cases_of(own, options.seed), options.dtype)
     if theirs is None:
         return judged, own.name
+    if theirs.outcome == OK and options.dtype == "float32":
+        # Both prove something: what transformers does not show, these do.
+        merged = judged if judged.outcome == WRONG else merge(judged, theirs)
+        return merged, f"{Reference.name} and {own.name}"
     merged = merge(theirs, judged)
     both = merged.sites != judged.sites
     return (
