@@ -49,6 +49,10 @@ _WHISPER = {
     "encoder_ffn_dim": 96, "decoder_layers": 2, "decoder_attention_heads": 2,
     "decoder_ffn_dim": 96, "vocab_size": 199,
 }  # fmt: skip
+_FOPE = {
+    "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6],
+    "mrope_interleaved": True, "fope_init_factor": 0.5, "fope_sep_head": True, "num_inv_freq": None,
+}  # fmt: skip
 _OVIS_LLM = {**QWEN2, "architectures": ["Qwen2ForCausalLM"]}
 BARE: dict[str, dict[str, Any]] = {
     "BagelForConditionalGeneration": {
@@ -94,6 +98,59 @@ BARE: dict[str, dict[str, Any]] = {
         "vision_config": {**SIGLIP, "model_type": "pixel_shuffle_siglip2", "num_patches": 16,
                           "pixel_shuffle_scale_factor": 2},
         **SIZES, "rope_parameters": MROPE, "rope_scaling": MROPE,
+    },
+    "InternS1ForConditionalGeneration": {
+        "model_type": "interns1", "text_config": QWEN3, "image_token_id": 3,
+        "downsample_ratio": 0.5, "projector_hidden_act": "gelu", "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "vision_config": {
+            "model_type": "internvl_vision", "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": [56, 56],
+            "patch_size": [14, 14],
+        },
+    },
+    "InternS1ProForConditionalGeneration": {
+        "model_type": "interns1_pro", "image_token_id": 3, "video_token_id": 4,
+        "vision_start_token_id": 3,
+        "text_config": text(
+            "interns1_pro_text", "InternS1ProForConditionalGeneration", rope_scaling=_FOPE,
+            rope_parameters=_FOPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+            decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True,
+        ),
+        "vision_config": {
+            "model_type": "qwen3_vl_vision", "depth": 2, "hidden_size": 64, "num_heads": 2,
+            "intermediate_size": 96, "out_hidden_size": 64, "patch_size": 16,
+            "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
+        },
+    },
+    "LlavaOnevision2ForConditionalGeneration": {
+        "model_type": "llava_onevision2", "text_config": QWEN3, "image_token_id": 3,
+        "video_token_id": 4,
+        "vision_config": {
+            **SIGLIP, "model_type": "llava_onevision2_vision", "spatial_merge_size": 2,
+            "rope_theta": 10000.0, "num_channels": 3,
+        },
+    },
+    "Molmo2ForConditionalGeneration": {
+        "model_type": "molmo2", "image_patch_id": 3, "image_start_token_id": 3,
+        "image_end_token_id": 3, "image_col_id": 3, "image_low_res_id": 3,
+        "low_res_image_start_token_id": 3, "frame_start_token_id": 3, "frame_end_token_id": 3,
+        "text_config": text(
+            "molmo2_text", "Molmo2ForConditionalGeneration", additional_vocab_size=8,
+            layer_norm_eps=1e-6, norm_after=False, qk_norm_type="qwen3", qkv_bias=False,
+            use_qk_norm=True, rope_scaling_layers=None, rope_theta=10000.0, embedding_dropout=0.0,
+        ),
+        "vit_config": {
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+            "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+            "image_default_input_size": [56, 56], "image_patch_size": 14, "image_num_pos": 17,
+        },
+        "adapter_config": {
+            "vit_layers": [-1, -2], "pooling_attention_mask": True, "hidden_size": 64,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+            "hidden_act": "silu", "intermediate_size": 96, "text_hidden_size": 64,
+        },
     },
     "KimiVLForConditionalGeneration": {
         "model_type": "kimi_vl",

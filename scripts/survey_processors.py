@@ -192,7 +192,7 @@ _LINEAR = {
 }  # fmt: skip
 
 
-def _mistral3() -> Parts:
+def _mistral3(text: str) -> Parts:
     import transformers as hf
 
     words = tokenizer(
@@ -203,7 +203,7 @@ def _mistral3() -> Parts:
     )
     vision = {**_VIT, "model_type": "pixtral", "head_dim": 16, "image_size": 112}
     config = hf.Mistral3Config(
-        text_config={"model_type": "mistral", **_TEXT},
+        text_config={"model_type": text, **_TEXT},
         vision_config=vision,
         image_token_index=words.convert_tokens_to_ids("[IMG]"),
         spatial_merge_size=2,
@@ -217,29 +217,6 @@ def _mistral3() -> Parts:
         image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]",
     )  # fmt: skip
     return Parts(config, processor, "[IMG]")
-
-
-def _lighton_ocr() -> Parts:
-    import transformers as hf
-
-    words = tokenizer(
-        [],
-        image_token="<|image_pad|>",
-        image_break_token="<|vision_pad|>",
-        image_end_token="<|vision_end|>",
-    )
-    vision = {**_VIT, "model_type": "pixtral", "head_dim": 16, "image_size": 112}
-    config = hf.LightOnOcrConfig(
-        text_config={"model_type": "qwen3", **_TEXT},
-        vision_config=vision,
-        image_token_id=words.convert_tokens_to_ids("<|image_pad|>"),
-        spatial_merge_size=2,
-    )
-    images = hf.PixtralImageProcessor(
-        size={"longest_edge": 112}, patch_size={"height": 14, "width": 14}
-    )
-    processor = hf.LightOnOcrProcessor(images, words, patch_size=14, spatial_merge_size=2)
-    return Parts(config, processor, "<|image_pad|>")
 
 
 def _llava() -> Parts:
@@ -429,12 +406,12 @@ FAMILIES: dict[str, Callable[[], Parts]] = {
     "Glm4vMoeForConditionalGeneration": lambda: _glm4v("Glm4vMoe", **_GLM_MOE),
     "Idefics3ForConditionalGeneration": lambda: _idefics3("Idefics3"),
     "InternVLForConditionalGeneration": _internvl,
-    "LightOnOCRForConditionalGeneration": _lighton_ocr,
+    "LightOnOCRForConditionalGeneration": lambda: _mistral3("qwen3"),
     "Llama4ForConditionalGeneration": _llama4,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _llava_onevision,
-    "Mistral3ForConditionalGeneration": _mistral3,
+    "Mistral3ForConditionalGeneration": lambda: _mistral3("mistral"),
     "PaliGemmaForConditionalGeneration": _paligemma,
     "Qwen2VLForConditionalGeneration": lambda: _qwen2("2"),
     "Qwen2_5_VLForConditionalGeneration": lambda: _qwen2("2.5"),
