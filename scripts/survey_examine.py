@@ -113,9 +113,13 @@ def _examine_processed(candidate: Candidate, settings: EngineSettings) -> dict[s
     """Examine a tiny multimodal model whose image goes through its processor and its tower."""
     from midstream.lab.tools.doctor.drawn_images import PROCESSED
     from midstream.lab.tools.doctor.examine import Options, examine
+    from midstream.lab.tools.doctor.report import UNBUILT
 
     with tempfile.TemporaryDirectory(prefix="midstream-survey-") as folder:
-        text = survey_processors.save(candidate.name, Path(folder))
+        try:
+            text = survey_processors.save(candidate.name, Path(folder))
+        except ImportError as error:
+            return {"outcome": UNBUILT, "reason": f"no processor of it can be made: {error}"}
         options = Options(
             folder,
             size=None,

@@ -65,6 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {"vision_config": {"embed_dim": 64}},
     "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "qwen3_vl_moe": {"text_config": {"norm_topk_prob": True}},
 }
 # Whole small configurations of model types that transformers lacks.
 BARE: dict[str, dict[str, Any]] = survey_multimodal_bare.BARE | survey_multimodal_vllm.BARE

@@ -168,9 +168,9 @@ def _qwen3(config_class: str, **text: Any) -> Parts:
     import transformers as hf
 
     words, ids = _qwen_tokenizer()
-    rope = {**_MROPE, "mrope_interleaved": True}
+    rope = {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
     vision = {
-        "depth": 4, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
         "out_hidden_size": 64, "patch_size": 16, "spatial_merge_size": 2,
         "num_position_embeddings": 64,
     }  # fmt: skip
@@ -429,6 +429,7 @@ FAMILIES: dict[str, Callable[[], Parts]] = {
 _INNER_NAME = re.compile(
     r"(vision_tower|vision_model)\.(embeddings|encoder|post_layernorm|pre_layrnorm|head)"
 )
+_EXPERTS = re.compile(r"experts\.(gate_up_proj|down_proj)$")
 _WITH_INNER_NAME = ("Gemma3", "Llava", "LlavaOnevision", "PaliGemma", "LlavaNext")
 
 
@@ -454,6 +455,13 @@ def save(architecture: str, folder: Path) -> str:
     model.save_pretrained(folder)
     parts.processor.save_pretrained(folder)
     path = folder / "model.safetensors"
+    if architecture == "Qwen3VLMoeForConditionalGeneration":
+        # Published ones have the experts' matrices transposed.
+        weights = {
+            name: value.transpose(1, 2).contiguous() if _EXPERTS.search(name) else value
+            for name, value in load_file(path).items()
+        }
+        save_file(weights, path, metadata={"format": "pt"})
     if architecture.removesuffix("ForConditionalGeneration") in _WITH_INNER_NAME:
         weights = {
             _INNER_NAME.sub(r"\1.vision_model.\2", name): value.clone()

@@ -37,7 +37,8 @@ class HookedModules:
         """Take the modules of an engine in this process that has not run a request with a plan."""
         self._llm = llm
         # After a plain request the runner has the model without taps.
-        llm.generate([{"prompt_token_ids": [1]}], sampling(1), use_tqdm=False)
+        # (Of two tokens: the convolution of Qwen3.5 in vLLM's CPU build does not take one.)
+        llm.generate([{"prompt_token_ids": [1, 1]}], sampling(1), use_tqdm=False)
         self._model: nn.Module = llm.apply_model(lambda model: model)[0]
         text = llm.llm_engine.model_config.hf_text_config
         self.vocabulary = int(text.vocab_size)

@@ -56,6 +56,7 @@ class Reference(HookedModel):
 
         processor = AutoProcessor.from_pretrained(folder)
         inputs = dict(processor(text=[text], images=[[picture]], return_tensors="pt"))
+        inputs.pop("labels", None)
         self.image_prompts.append(inputs.pop("input_ids")[0].tolist())
         self._images.append(inputs)
         self._requests.append({"prompt": text, "multi_modal_data": {"image": picture}})
