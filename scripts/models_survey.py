@@ -70,15 +70,15 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.update(GPU_ENVIRONMENT if options.gpu else ENVIRONMENT)
     _import_once(on_gpu=options.gpu)
-    wanted = set(options.names)
+    wanted = list(options.names)
     if options.list:
-        wanted |= set(options.list.read_text(encoding="utf-8").split())
+        wanted += options.list.read_text(encoding="utf-8").split()
     found = _read(options.out)
+    known = {candidate.name: candidate for candidate in candidates()}
     chosen = [
-        candidate
-        for candidate in candidates()
-        if not wanted or candidate.name in wanted
-        if not (options.missing and candidate.name in found["models"])
+        known[name]
+        for name in wanted or known
+        if name in known and not (options.missing and name in found["models"])
     ]
     settings = EngineSettings(options.gpu)
     work = functools.partial(examine, settings=settings)
