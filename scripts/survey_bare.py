@@ -51,6 +51,13 @@ _SARVAM = {
     "embedding_dropout": 0.0, "output_dropout": 0.0, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 
+_BAILING_LINEAR = {
+    **_BAILING, "num_hidden_layers": 4, "layer_group_size": 2, "head_dim": 128,
+    "kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "short_conv_kernel_size": 4, "group_norm_size": 1, "rope_interleave": True,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
+_LOOP = {"max_window_layers": 3, "loop_num": 2, "loop_window_size": 64, "use_sliding_window": False}
 _CHATGLM = {
     "num_layers": 3, "ffn_hidden_size": 96, "padded_vocab_size": 199, "kv_channels": 32,
     "seq_length": 512, "multi_query_attention": True, "multi_query_group_num": 1,
@@ -101,11 +108,14 @@ _RNJ1 = {
 _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "BailingMoeForCausalLM": ("bailing_moe", _BAILING),
     "BailingMoeV2ForCausalLM": ("bailing_moe_v2", _BAILING),
+    "BailingMoeV2_5ForCausalLM": ("bailing_moe_linear", _BAILING_LINEAR),
+    "BailingMoeV3ForCausalLM": ("bailing_moe_v3", _BAILING_LINEAR),
     "ChatGLMForConditionalGeneration": ("chatglm", _CHATGLM),
     "ChatGLMModel": ("chatglm", _CHATGLM),
     "DeciLMForCausalLM": ("nemotron-nas", _DECI),
     "DeepseekForCausalLM": ("deepseek", _DEEPSEEK),
     "ExaoneForCausalLM": ("exaone", _EXAONE),
+    "IQuestLoopCoderForCausalLM": ("iquestloopcoder", _LOOP),
     "InternLM2ForCausalLM": ("internlm2", {"bias": False}),
     "MiniCPMForCausalLM": ("minicpm", _MINICPM),
     "MistralLarge3ForCausalLM": ("mistral_large_3", _LATENT),

@@ -13,6 +13,14 @@ _GRANITE = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0}
 # Fields of a model type's configuration, as published models have them.
 SETTINGS: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "aria_text": {"num_experts_per_tok": 6},
+    "cohere_compass_text": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
     "dbrx": {"attn_config": {"rope_theta": 10000.0}},
     "deepseek_v2": {
         "num_experts_per_tok": 6,
@@ -23,6 +31,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moe_layer_freq": 1,
     },
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "dots1": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "glm4_moe": {"head_dim": 128},
     "glm4_moe_lite": {"first_k_dense_replace": 1, "moe_layer_freq": 1},
     "granite": _GRANITE,
@@ -67,7 +84,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "swa_rope_theta": 1e4,
         "partial_rotary_factor": 0.334,
     },
-    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "longcat_flash": {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+    },
     # vLLM's CPU build has no router but with a softmax.
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "softmax"},
     "ministral": {"head_dim": 128},
