@@ -6,6 +6,7 @@ from typing import Any
 
 import survey_multimodal_bare
 import survey_multimodal_vllm
+import survey_settings
 
 # Architectures of vLLM whose configuration has this model type, in transformers or in vLLM.
 TYPES: dict[str, str] = {
@@ -64,6 +65,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_vl_moe": {"vision_config": {"embed_dim": 64}},
     "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
+    "lfm2_vl": {"text_config": survey_settings.SETTINGS["lfm2"]},
+    "qianfan_ocr": {"vision_config": {"image_size": 448, "patch_size": 14}},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "qwen3_vl_moe": {"text_config": {"norm_topk_prob": True}},
 }

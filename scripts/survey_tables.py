@@ -57,9 +57,16 @@ def counts(found: dict[str, Any]) -> str:
             for kind in KINDS
         ]
         rows.append([outcome, *map(str, each), str(sum(each))])
-    shown = [one for one in models if one["outcome"] == "ok" and one.get("images")]
-    each = [sum(_kind_of(one) == kind for one in shown) for kind in KINDS]
-    rows.insert(1, ["of these, with an image in the prompt", *map(str, each), str(sum(each))])
+    for place, item in enumerate(("an image", "a sound"), start=1):
+        shown = [
+            one
+            for one in models
+            if one["outcome"] == "ok" and one.get("images", "").startswith(item)
+        ]
+        each = [sum(_kind_of(one) == kind for one in shown) for kind in KINDS]
+        rows.insert(
+            place, [f"of these, with {item} in the prompt", *map(str, each), str(sum(each))]
+        )
     table = markers.table(["result", *COUNTED, "total"], rows, numbers=True)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return f"{table}\n\nOn {found['date']}, with {versions}."

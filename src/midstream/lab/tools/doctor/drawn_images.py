@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 DRAWN, PROCESSED = "an image's drawn embeddings", "an image through the class's tower"
+SOUND = "a sound's drawn embeddings"
 # Arguments of an engine that gets one image.
 IMAGE_SETTINGS: dict[str, Any] = {
     "limit_mm_per_prompt": {"image": 1, "audio": 1, "video": 0},
@@ -70,6 +71,15 @@ def image_requests(llm: Any, images: str, text: str, seed: int) -> list[dict[str
     item: Any = Image.new("RGB", (8, 8)) if modality == "image" else (np.zeros(160), 16000)
     tokens = [*words[0], *[TOKEN] * LENGTH, *words[1]]
     return [{"prompt_token_ids": tokens, "multi_modal_data": {modality: item}}]
+
+
+def shown(llm: Any, images: str) -> str:
+    """Return what was in the prompts: SOUND for DRAWN of a class that takes no images."""
+    if images != DRAWN:
+        return images
+    return (
+        DRAWN if "image" in llm.llm_engine.renderer.mm_processor.info.supported_mm_limits else SOUND
+    )
 
 
 def picture(seed: int) -> Image.Image:

@@ -20,6 +20,7 @@ from midstream.lab.tools.doctor.drawn_images import (
     drawn_images,
     image_requests,
     picture,
+    shown,
 )
 from midstream.lab.tools.doctor.engine import engine, run_cases
 from midstream.lab.tools.doctor.judge import CaseOutputs, Judgement, judge, merge
@@ -186,6 +187,7 @@ def _examine_folder(options: Options, folder: str, lack: str) -> Report:
             lack, reference = str(error), None
     with _started(options, folder) as llm, _as_cannot_build("vLLM cannot run it here"):
         classes, loaded, named = _model_of(llm)
+        images = shown(llm, options.images)
         judged = None
         if reference is not None:
             judged, compared = _compare(llm, reference, asked, options.dtype), reference.name
@@ -204,7 +206,7 @@ def _examine_folder(options: Options, folder: str, lack: str) -> Report:
         _report(options, judged.outcome, judged.reason),
         architecture=loaded,
         compared_with=compared,
-        images=options.images,
+        images=images,
         layer_classes=classes,
         sites=judged.sites,
         operations=judged.operations,

@@ -69,8 +69,9 @@ def _field(name: str, value: Any, whole: dict[str, Any], size: Size) -> Any:
         return {key: _field(str(key), item, value, size) for key, item in value.items()}
     if _TOKEN.search(name) and isinstance(value, int):
         return value if value < VOCABULARY else 3
-    if isinstance(value, list) and all(type(item) is int for item in value):
-        return _indices(name, value, whole)
+    if isinstance(value, list):
+        count = next((whole[key] for key in _LAYERS if isinstance(whole.get(key), int)), 0)
+        return _list(name, value, count)
     if type(value) is not int or value <= 0:
         return value
     rules: tuple[tuple[tuple[str, ...], int], ...] = (
@@ -88,9 +89,14 @@ def _field(name: str, value: Any, whole: dict[str, Any], size: Size) -> Any:
     return value
 
 
-def _indices(name: str, value: list[int], whole: dict[str, Any]) -> list[int]:
-    """Return those of a list of layers' indices that a small tower has; another list as it is."""
-    count = next((whole[key] for key in _LAYERS if isinstance(whole.get(key), int)), 0)
-    if not (_INDICES.search(name) and value and max(value) < max(count, 1)):
+def _list(name: str, value: list[Any], count: int) -> list[Any]:
+    """Return what a small tower has of a list of layers' indices, or with an entry for each of its
+    `count` layers; another list as it is.
+    """
+    if count > LAYERS and len(value) == count:
+        return value[:LAYERS]
+    if not (_INDICES.search(name) and value and all(type(item) is int for item in value)):
         return value
-    return sorted({min(index, LAYERS - 1) for index in value})
+    if max(value) >= count:
+        return value
+    return sorted({max(-LAYERS, min(index, LAYERS - 1)) for index in value})
