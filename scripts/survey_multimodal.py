@@ -65,6 +65,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_vl_moe": {"vision_config": {"embed_dim": 64}},
     "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
+    "granite4_vision": {
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [1],
+        "spatial_vision_layer": -1,
+    },
+    "voxtral": {"audio_config": {"downsample_factor": 4}},
     "lfm2_vl": {"text_config": survey_settings.SETTINGS["lfm2"]},
     "qianfan_ocr": {"vision_config": {"image_size": 448, "patch_size": 14}},
     "glm4v_moe": {"text_config": {"head_dim": 128}},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,21 +43,30 @@ def drawn_images(folder: str) -> Iterator[None]:
 
     (architecture,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
     model_class = ModelRegistry.models[architecture].load_model_cls()
-    names = ("_processor_factory", "embed_multimodal")
-    before = {name: vars(model_class).get(name) for name in names}
     info, dummies, processor = _parts(_modality_of(model_class))
-    for name in [name for name, value in before.items() if value is not None]:
-        delattr(model_class, name)
+    # Some classes only choose another one of their module.
+    others = [
+        other
+        for other in vars(sys.modules[model_class.__module__]).values()
+        if isinstance(other, type) and "embed_multimodal" in vars(other)
+        if not getattr(other, "_is_protocol", False)
+    ]
+    changed = [(model_class, "_processor_factory")]
+    changed += [(other, "embed_multimodal") for other in dict.fromkeys([model_class, *others])]
+    before = [(owner, name, vars(owner).get(name)) for owner, name in changed]
+    if vars(model_class).get("_processor_factory") is not None:
+        delattr(model_class, "_processor_factory")
     MULTIMODAL_REGISTRY.register_processor(processor, info=info, dummy_inputs=dummies)(model_class)
-    model_class.embed_multimodal = _embed
+    for owner, name in changed[1:]:
+        setattr(owner, name, _embed)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for owner, name, value in before:
             if value is None:
-                delattr(model_class, name)
+                delattr(owner, name)
             else:
-                setattr(model_class, name, value)
+                setattr(owner, name, value)
 
 
 def image_requests(llm: Any, images: str, text: str, seed: int) -> list[dict[str, Any]]:
@@ -104,7 +114,8 @@ def _embed(self: Any, **inputs: Any) -> list[torch.Tensor]:
     """Return drawn embeddings [T, H] of each item; wider ones where layers get some too."""
     sample = next(parameter for parameter in self.parameters() if parameter.is_floating_point())
     config = self.config.get_text_config()
-    width = int(config.hidden_size) + int(getattr(self, "multiscale_dim", 0))
+    width = int(config.hidden_size) * max(1, len(getattr(self, "_ds_buffers", ())))
+    width += int(getattr(self, "multiscale_dim", 0))
     draw = torch.Generator().manual_seed(_SEED)
     rows = STD * torch.randn(LENGTH, width, generator=draw)
     return [rows.to(sample.device, sample.dtype) for _ in inputs[_FIELD]]
