@@ -63,7 +63,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
             }
         },
     },
-    "ernie4_5_vl_moe": {"vision_config": {"embed_dim": 64}},
+    "ernie4_5_vl_moe": {
+        "vision_config": {"embed_dim": 64, "mlp_ratio": 4, "in_channels": 3},
+        "pixel_hidden_size": 64,
+        "spatial_conv_size": 2,
+        "temporal_conv_size": 2,
+        "im_patch_id": 3,
+    },
     "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 0]],

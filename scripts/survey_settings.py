@@ -109,7 +109,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
 BFLOAT16 = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2",
     "deepseek_v3", "glm4_moe_lite", "MistralLarge3ForCausalLM", "PanguProMoEV2ForCausalLM",
-    "PanguUltraMoEForCausalLM", "SarvamMLAForCausalLM", "KimiVLForConditionalGeneration",
+    "minicpmv4_6", "minicpmv4_7", "PanguUltraMoEForCausalLM", "SarvamMLAForCausalLM", "KimiVLForConditionalGeneration",
     "kimi_k25",
 )  # fmt: skip
 
