@@ -109,8 +109,8 @@ ON_GPU: dict[str, dict[str, Any]] = {
 BFLOAT16 = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2",
     "deepseek_v3", "glm4_moe_lite", "MistralLarge3ForCausalLM", "PanguProMoEV2ForCausalLM",
-    "minicpmv4_6", "minicpmv4_7", "PanguUltraMoEForCausalLM", "SarvamMLAForCausalLM", "KimiVLForConditionalGeneration",
-    "kimi_k25",
+    "PanguUltraMoEForCausalLM", "SarvamMLAForCausalLM", "KimiVLForConditionalGeneration",
+    "kimi_k25", "minicpmv4_6", "minicpmv4_7",
 )  # fmt: skip
 
 # Architectures of vLLM's registry whose published models include their own code, but have the same
