@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from support import vision
 from support.engines import prepare_vllm
 
 from midstream.lab.tools.doctor import drawn_images
 from midstream.lab.tools.doctor.cases import OF_PARTS, OPERATIONS, WITH_IMAGE
-from midstream.lab.tools.doctor.drawn_images import DRAWN, LENGTH, STD
+from midstream.lab.tools.doctor.drawn_images import DRAWN, LENGTH, PROCESSED, STD
 from midstream.lab.tools.doctor.examine import Options, examine, examine_config
 from midstream.lab.tools.doctor.own_modules import OwnModules
 from midstream.lab.tools.doctor.report import LACKING, OK, REFUSED, WRONG
@@ -140,6 +141,18 @@ def test_a_multimodal_class_is_compared_with_an_image_in_the_prompt(
     # The second layer gets a part of the image's embeddings too.
     added = (rows["resid_pre", 1] - rows["resid_post", 0]).norm(dim=-1)
     assert [index for index, size in enumerate(added) if size > 0.1] == [*range(9, 9 + LENGTH)]
+
+
+@pytest.mark.nightly
+def test_an_image_through_a_tower_is_compared_with_transformers_too(tiny_models: Path) -> None:
+    path = vision.served(vision.make("qwen3vl", tiny_models))
+    text = f"the {vision.MODELS['qwen3vl'].mark} is in the hat"
+    report = examine(Options(str(path), size=None, images=PROCESSED, text=text))
+    assert (report.outcome, report.images, report.reason) == (OK, PROCESSED, "")
+    assert report.compared_with == "transformers and vLLM's own modules"
+    sites = {one.site for one in report.sites if one.outcome == OK}
+    assert {*OUTER, "embed", "final_norm", "q", "mlp_act"} <= sites
+    assert {one.name for one in report.operations} >= {*WITH_IMAGE, *OPERATIONS, *OF_PARTS}
 
 
 def test_rows_of_an_image_that_differ_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from midstream.lab.attribution.hooked.inner_hooks import removing
+from midstream.lab.attribution.hooked.model import TOWERS
 from midstream.lab.tools.doctor.engine import sampling
 from midstream.lab.tools.doctor.reference import Change, ForwardPass
 from midstream.sites import ENDS, OUTER, Tap
@@ -119,7 +120,7 @@ class HookedModules:
             for name, module in self._model.named_modules()
             if isinstance(module, nn.ModuleList)
             and len(module) == count
-            and not any(part in name for part in ("visual", "vision", "audio"))
+            and not any(part in name for part in TOWERS)
         ]
         if not lists:
             raise NoOwnModules(f"no module list of it has {count} layers")
