@@ -12,17 +12,15 @@ docs/models.md from the file.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import gc
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import survey_file
 import survey_multimodal
 import survey_settings
 from markers import ROOT
@@ -73,13 +71,15 @@ def main() -> int:
     wanted = list(options.names)
     if options.list:
         wanted += options.list.read_text(encoding="utf-8").split()
-    found = _read(options.out)
+    found = survey_file.read(options.out)
     known = {candidate.name: candidate for candidate in candidates()}
     chosen = [
         known[name]
         for name in wanted or known
         if name in known and not (options.missing and name in found["models"])
     ]
+    if options.gpu:
+        found["host"] = "CUDA"
     settings = EngineSettings(options.gpu)
     work = functools.partial(examine, settings=settings)
     for candidate, said, seconds in run_each(chosen, work, options.limit, options.jobs):
@@ -87,8 +87,8 @@ def main() -> int:
             # A model of transformers that vLLM does not support.
             found["models"].pop(candidate.name, None)
             continue
-        found["models"][candidate.name] = _entry(candidate, said)
-        _write(options.out, found)
+        found["models"][candidate.name] = survey_file.entry(candidate, said)
+        survey_file.write(options.out, found)
         sys.stdout.write(
             f"{candidate.name}: {said['outcome']} {said.get('images', '')} "
             f"{said['reason'][-400:]!r} ({seconds:.0f} s)\n"
@@ -165,56 +165,6 @@ def _import_once(*, on_gpu: bool) -> None:
     # What is imported now stays: garbage collection in the forked processes can skip it.
     gc.collect()
     gc.freeze()
-
-
-def _entry(candidate: Candidate, said: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of the file for a report."""
-    sites = said.get("sites", [])
-    entry: dict[str, Any] = {
-        "runs": candidate.runs,
-        "outcome": said["outcome"],
-        "reason": said["reason"],
-    }
-    if said.get("compared_with"):
-        entry["compared_with"] = said["compared_with"]
-    if candidate.multimodal:
-        entry["multimodal"] = True
-    entry |= {name: said[name] for name in ("images", "without") if said.get(name)}
-    if sites:
-        entry["layer_classes"] = said["layer_classes"]
-        entry["layers"] = 1 + max(one["layer"] for one in sites)
-        for outcome in ("lacking", "not compared"):
-            entry[outcome] = _by_reason([one for one in sites if one["outcome"] == outcome])
-        entry["compared"] = sum(one["outcome"] == "ok" for one in sites)
-        entry["operations"] = sum(one["outcome"] == "ok" for one in said["operations"])
-        entry["worst"] = float(f"{said['worst']:.1e}") if said["worst"] is not None else None
-    return entry
-
-
-def _by_reason(sites: list[dict[str, Any]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for one in sites:
-        names = found.setdefault(one["reason"], [])
-        if one["site"] not in names:
-            names.append(one["site"])
-    return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if path.exists():
-        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return read
-    return {"models": {}}
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    from midstream.lab.tools.doctor.examine import versions
-
-    found["versions"] = dict(versions())
-    found["date"] = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    found["models"] = dict(sorted(found["models"].items(), key=lambda item: item[0].lower()))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

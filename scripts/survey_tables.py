@@ -39,6 +39,7 @@ def blocks() -> dict[str, str]:
         "survey ok": right(by_outcome["ok"]),
         "survey own": own(by_outcome["ok"]),
         "survey images": images(by_outcome["ok"]),
+        "survey hosts": hosts(models),
         "survey inner": inner(by_outcome["ok"]),
         **{
             f"survey {outcome}": by_reason(by_outcome[outcome])
@@ -81,6 +82,16 @@ def images(models: dict[str, dict[str, Any]]) -> str:
             found[one.get("images", "text alone"), compared].append(f"`{_plain(name)}`")
     rows = [[*key, ", ".join(names)] for key, names in sorted(found.items())]
     return markers.table(["in the prompt", "compared with", "architectures"], rows)
+
+
+def hosts(models: dict[str, dict[str, Any]]) -> str:
+    """Return the table of architectures that were run elsewhere, by host and outcome."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, one in models.items():
+        if one.get("host"):
+            found[one["host"], one["outcome"]].append(f"`{_plain(name)}`")
+    rows = [[*key, ", ".join(names)] for key, names in sorted(found.items())]
+    return markers.table(["host", "result", "architectures"], rows) if rows else "None."
 
 
 def _kind_of(model: dict[str, Any]) -> str:
