@@ -55,7 +55,7 @@ _BAILING_LINEAR = {
     **_BAILING, "num_hidden_layers": 4, "layer_group_size": 2, "head_dim": 128,
     "kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "short_conv_kernel_size": 4, "group_norm_size": 1, "rope_interleave": True,
-    "partial_rotary_factor": 0.5,
+    "partial_rotary_factor": 0.5, "no_kda_lora": True,
 }  # fmt: skip
 _LOOP = {"max_window_layers": 3, "loop_num": 2, "loop_window_size": 64, "use_sliding_window": False}
 _CHATGLM = {
