@@ -77,6 +77,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "spatial_vision_layer": -1,
     },
     "voxtral": {"audio_config": {"downsample_factor": 4}},
+    "voxtral_realtime": {"audio_config": {"downsample_factor": 4}},
+    "step3p7": {
+        "vision_config": {
+            "output_dim": 64,
+            "width": 64,
+            "layers": 2,
+            "heads": 2,
+            "mlp_ratio": 1.5,
+            "use_rope": True,
+            "use_ln_pre": True,
+            "use_ln_post": False,
+            "use_cls_token": False,
+            "use_abs_posemb": True,
+            "ls_init_value": 0.1,
+        }
+    },
     "lfm2_vl": {"text_config": survey_settings.SETTINGS["lfm2"]},
     "qianfan_ocr": {"vision_config": {"image_size": 448, "patch_size": 14}},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
