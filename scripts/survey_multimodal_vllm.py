@@ -53,6 +53,19 @@ _FOPE = {
     "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6],
     "mrope_interleaved": True, "fope_init_factor": 0.5, "fope_sep_head": True, "num_inv_freq": None,
 }  # fmt: skip
+_NEMOTRON = {
+    "text_config": text(
+        "nemotron_h", "NemotronHForCausalLM", num_hidden_layers=4,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"], mamba_num_heads=4,
+        mamba_head_dim=32, n_groups=1, ssm_state_size=32, conv_kernel=4, expand=2,
+        mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, chunk_size=128, dtype="float32",
+    ),
+    "vision_config": {"args": {"model": "vit_small_patch16_224"}, "patch_size": 16},
+    "force_image_size": 224, "patch_size": 16, "template": "nemotron", "downsample_ratio": 0.5,
+    "ps_version": "v2", "image_tag_type": "internvl", "vit_hidden_size": 384,
+    "projector_hidden_size": 64, "norm_mean": [0.5] * 3, "norm_std": [0.5] * 3,
+    "img_context_token_id": 3, "img_context_token": "<image>",
+}  # fmt: skip
 _OVIS_LLM = {**QWEN2, "architectures": ["Qwen2ForCausalLM"]}
 BARE: dict[str, dict[str, Any]] = {
     "BagelForConditionalGeneration": {

@@ -242,9 +242,8 @@ class _Walk:
         states: frozenset[str] = frozenset()
         nones = set(self._nones)
         for statement in loop.body:
-            is_if = isinstance(statement, ast.If) and not statement.orelse
-            if is_if and _fails(statement.body, nones):
-                continue  # not taken before the first layer
+            if _fails(statement, nones):
+                continue  # a branch that is not taken before the first layer
             if isinstance(statement, ast.Assign) and self._is_a_layer(statement.value):
                 layers |= _stored(statement)
             for node in ast.walk(statement):
@@ -321,12 +320,14 @@ class _Walk:
         return self._state(body[-1].value, values) or frozenset({_OTHER})
 
 
-def _fails(body: list[ast.stmt], nones: set[str]) -> bool:
-    """Return whether statements fail because these names are None: they assert that one is not,
-    calculate with one, or join it to others.
+def _fails(branch: ast.stmt, nones: set[str]) -> bool:
+    """Return whether an `if` runs nothing that can run while these names are None: it asserts that
+    one is not, calculates with one, or joins it to others.
     """
+    if not isinstance(branch, ast.If) or branch.orelse:
+        return False
     nones = set(nones)
-    for statement in body:
+    for statement in branch.body:
         if not isinstance(statement, ast.Assign | ast.Assert | ast.Expr):
             return False
         for node in ast.walk(statement):
