@@ -213,3 +213,10 @@ BARE: dict[str, dict[str, Any]] = {
     },
     "UnlimitedOCRForCausalLM": {"model_type": "unlimited-ocr", **_OCR},
 }  # fmt: skip
+for _name in (
+    "Nano_VL_V2",
+    "Nano_Omni_Reasoning_V3",
+    "Super_Omni_Reasoning_V3",
+    "Omni_Reasoning_V3",
+):
+    BARE[f"NemotronH_{_name}"] = {"model_type": f"NemotronH_{_name}", **_NEMOTRON}
