@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import transformers as hf
 
+from midstream.lab.tools.doctor.cases import FIRST_TOKEN
 from midstream.lab.tools.doctor.drawn_images import TOKEN
 from midstream.lab.tools.doctor.model_copy import is_multimodal, small_whole, unknown_config
 from midstream.lab.tools.doctor.small_config import VOCABULARY, Size
@@ -25,7 +26,11 @@ def test_a_tower_is_small_and_gives_rows_as_wide_as_the_stream():
 
 def test_ids_of_an_image_are_that_of_drawn_images():
     small = small_whole(hf.Qwen3VLConfig(), Size())
-    assert small.image_token_id == small.video_token_id == TOKEN < VOCABULARY
+    assert small.image_token_id == TOKEN < VOCABULARY
+    assert small.video_token_id not in (TOKEN, *range(FIRST_TOKEN, VOCABULARY))
+    omni = small_whole(hf.Qwen2_5OmniConfig(), Size()).thinker_config
+    assert len({omni.image_token_id, omni.audio_token_id, omni.video_token_id}) == 3
+    assert small_whole(hf.Qwen2AudioConfig(), Size()).audio_token_id == TOKEN
     llava = small_whole(hf.LlavaConfig(), Size())
     assert llava.image_token_index == TOKEN
 

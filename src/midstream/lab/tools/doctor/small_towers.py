@@ -68,7 +68,7 @@ def _field(name: str, value: Any, whole: dict[str, Any], size: Size) -> Any:
     if isinstance(value, dict):
         return {key: _field(str(key), item, value, size) for key, item in value.items()}
     if _TOKEN.search(name) and isinstance(value, int):
-        return value if value < VOCABULARY else 3
+        return value if value < VOCABULARY else _token(name, whole)
     if isinstance(value, list):
         count = next((whole[key] for key in _LAYERS if isinstance(whole.get(key), int)), 0)
         return _list(name, value, count)
@@ -87,6 +87,14 @@ def _field(name: str, value: Any, whole: dict[str, Any], size: Size) -> Any:
         if name in names:
             return small
     return value
+
+
+def _token(name: str, whole: dict[str, Any]) -> int:
+    """Return a token id: 3 of an image, or of a sound where there are no images."""
+    if "video" in name:
+        return 1
+    images = any("image" in key and _TOKEN.search(key) for key in whole)
+    return 2 if "audio" in name and images else 3
 
 
 def _list(name: str, value: list[Any], count: int) -> list[Any]:
