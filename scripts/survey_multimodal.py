@@ -98,7 +98,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         }
     },
     "lfm2_vl": {"text_config": survey_settings.SETTINGS["lfm2"]},
-    "qianfan_ocr": {"vision_config": {"image_size": 448, "patch_size": 14}},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "qwen3_omni_moe": {"thinker_config": {"vision_config": {"image_size": 224}}},
     "qwen3_vl_moe": {"text_config": {"norm_topk_prob": True}},

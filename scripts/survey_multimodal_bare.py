@@ -28,7 +28,7 @@ _VIT = {
     "image_size": 56, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6,
     "num_channels": 3, "attention_dropout": 0.0,
 }  # fmt: skip
-_INTERN = {
+INTERN = {
     "vision_config": {
         **_VIT, "model_type": "intern_vit_6b", "norm_type": "layer_norm", "qkv_bias": True,
         "qk_normalization": False, "initializer_factor": 1.0, "initializer_range": 0.02,
@@ -55,26 +55,26 @@ _NAVIT = {
 _OVIS = {"vit_config": _NAVIT, "visual_vocab_size": 128, "hidden_size": 64}
 _KEYE = {**_VIT, "spatial_merge_size": 2, "temporal_patch_size": 1, "hidden_act": "gelu"}
 BARE: dict[str, dict[str, Any]] = {
-    "InternVLChatModel": {"model_type": "internvl_chat", "text_config": QWEN2, **_INTERN},
-    "SkyworkR1VChatModel": {"model_type": "skywork_chat", "text_config": QWEN2, **_INTERN},
+    "InternVLChatModel": {"model_type": "internvl_chat", "text_config": QWEN2, **INTERN},
+    "SkyworkR1VChatModel": {"model_type": "skywork_chat", "text_config": QWEN2, **INTERN},
     "H2OVLChatModel": {
         "model_type": "h2ovl_chat",
         "text_config": text("mistral", "MistralForCausalLM"),
-        **_INTERN,
+        **INTERN,
         "use_msac": False,
     },
-    "NVLM_D": {"model_type": "NVLM_D", "text_config": QWEN2, **_INTERN},
+    "NVLM_D": {"model_type": "NVLM_D", "text_config": QWEN2, **INTERN},
     "Eagle2_5_VLForConditionalGeneration": {
         "model_type": "eagle_2_5_vl",
         "text_config": QWEN2,
-        **_INTERN,
+        **INTERN,
         "vision_config": SIGLIP,
         "image_token_index": 3,
     },
     "Llama_Nemotron_Nano_VL": {
         "model_type": "Llama_Nemotron_Nano_VL",
         "text_config": LLAMA,
-        **_INTERN,
+        **INTERN,
         "vit_hidden_size": 64,
         "projector_hidden_size": 64,
     },

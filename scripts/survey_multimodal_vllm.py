@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from survey_multimodal_bare import LLAMA, MROPE, QWEN2, QWEN3, SIGLIP, SIZES, text
+from survey_multimodal_bare import INTERN, LLAMA, MROPE, QWEN2, QWEN3, SIGLIP, SIZES, text
 
 _DEEPSEEK = {
     "use_mla": False, "kv_lora_rank": None, "q_lora_rank": None, "qk_nope_head_dim": 0,
@@ -190,6 +190,11 @@ BARE: dict[str, dict[str, Any]] = {
             "model_type": "siglip_visual_tokenizer", "vocab_size": 128, "hidden_stride": 2,
             "backbone_config": SIGLIP,
         },
+    },
+    "QianfanOCRForConditionalGeneration": {
+        "model_type": "qianfan_ocr", "text_config": QWEN3, **INTERN,
+        "vision_config": {**INTERN["vision_config"], "model_type": "qianfan_ocr_vision"},
+        "image_token_id": 3,
     },
     "Step3VLForConditionalGeneration": {
         "model_type": "step3_vl", "image_token_id": 3, "understand_projector_stride": 2,
