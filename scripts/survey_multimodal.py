@@ -56,6 +56,13 @@ TOKENIZERS: dict[str, list[str]] = {
         "UnlimitedOCRForCausalLM",
     )
 }
+_VOXTRAL = {
+    "downsample_factor": 4,
+    "window_size": 400,
+    "hop_length": 160,
+    "sampling_rate": 16000,
+    "global_log_mel_max": 1.5,
+}
 # Fields of a model type's configuration that its class's defaults lack or have too large.
 SETTINGS: dict[str, dict[str, Any]] = {
     "cohere_compass": {
@@ -69,6 +76,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_vl_moe": {
         "vision_config": {"embed_dim": 64, "mlp_ratio": 4, "in_channels": 3},
+        "hidden_size": 64,
         "pixel_hidden_size": 64,
         "spatial_conv_size": 2,
         "temporal_conv_size": 2,
@@ -79,9 +87,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[-1, 0]],
         "spatial_target_layers": [1],
         "spatial_vision_layer": -1,
+        "downsample_rate": "1/2",
     },
-    "voxtral": {"audio_config": {"downsample_factor": 4}},
-    "voxtral_realtime": {"audio_config": {"downsample_factor": 4}},
+    "voxtral": {"audio_config": _VOXTRAL},
+    "voxtral_realtime": {"audio_config": _VOXTRAL},
     "step3p7": {
         "vision_config": {
             "output_dim": 64,
