@@ -29,6 +29,14 @@ TOOLS: tuple[Fault, ...] = (
         "tests/lab/tools/doctor/test_environment.py::test_what_is_odd_is_named_with_what_to_do",
     ),
     Fault(
+        "The doctor says that an image was in the prompt and compares no row of it",
+        "drawn_images:image_requests",
+        "if images != DRAWN:",
+        "if images != PROCESSED:",
+        "tests/engine/test_doctor.py"
+        "::test_a_multimodal_class_is_compared_with_an_image_in_the_prompt",
+    ),
+    Fault(
         "The doctor calls an edit wrong whose effect is too small to verify",
         "judge_operation",
         "return OperationFound(case.name, site, layer, UNCOMPARED, None, reason)",
