@@ -94,8 +94,8 @@ def judge(
 
 
 def merge(theirs: Judgement, own: Judgement) -> Judgement:
-    """Return the judgement by vLLM's own modules, with what transformers showed of the sites that
-    those say nothing of. Where vLLM itself differs from transformers, only what matches is shown.
+    """Return the judgement `own`, with what the other showed of the sites that it says nothing of.
+    Where vLLM itself differs from transformers, only what matches is shown.
     """
 
     def shows(finding: SiteFound | OperationFound) -> bool:
