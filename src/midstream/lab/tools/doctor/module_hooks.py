@@ -196,7 +196,7 @@ class HookedModules:
             taken = self._tensors([*args, *kwargs.values()])
             if (index, False) in self._halves:
                 self._meet(("resid_pre", index), taken, self._halves[index, False])
-            self._taken[index] = [part.clone() for part in taken]
+            self._taken[index] = [part.cpu().clone() for part in taken]
 
         return hook
 
@@ -207,7 +207,7 @@ class HookedModules:
             given = self._tensors(out)
             if (index, True) in self._halves:
                 self._meet(("resid_post", index), given, self._halves[index, True])
-            self._given[index] = [part.clone() for part in given]
+            self._given[index] = [part.cpu().clone() for part in given]
 
         return hook
 
@@ -241,7 +241,7 @@ class HookedModules:
             if site != "resid_mid":
                 self._meet((site, index), given, FIRST)
             elif self._taken:
-                pre = stream(self._taken[index], self._halves[index, False])
+                pre = stream(self._taken[index], self._halves[index, False]).to(given[0])
                 parts = [given[0].clone(), pre.clone()]
                 self._meet((site, index), parts, BOTH)
                 if (site, index) in self._changes:

@@ -110,7 +110,7 @@ class OwnModules(HookedModules):
 
         def see(module: nn.Module, _args: Any, out: Any) -> None:
             for rows in self._tensors(out)[:1]:
-                outputs.setdefault(module, rows.float().clone())
+                outputs.setdefault(module, rows.cpu().float().clone())
 
         kinds = [(module, type(module).__name__) for module in self._model.modules()]
         tables = [module for module, kind in kinds if kind == "VocabParallelEmbedding"]
@@ -148,10 +148,10 @@ class OwnModules(HookedModules):
         taken: list[Tensor] = []
 
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            taken[:] = [part.clone() for part in self._tensors([*args, *kwargs.values()])]
+            taken[:] = [part.cpu().clone() for part in self._tensors([*args, *kwargs.values()])]
 
         def leave(_module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            given = [part.clone() for part in self._results(args, kwargs, out)]
+            given = [part.cpu().clone() for part in self._results(args, kwargs, out)]
             calls.append(ChildCall(name, list(taken), given))
 
         return [
