@@ -16,7 +16,6 @@ _SYSTEM, _GPU = "tests/system/", "tests/gpu/"
 OPEN = {
     "size": "real weights of 4B parameters and more",
     "hosts": "ranks on two machines",
-    "gpu": "sessions of streaming input, runner V2",
 }
 # Families of S2.38, by the beginning of their classes' names. Of the last ones no class was built.
 FAMILIES = "Llama Qwen Gemma Mixtral Glm InternLM Olmo Exaone Phi Falcon Cohere StableLm"
@@ -44,6 +43,11 @@ _GRAPHS = (
 _GPU_MIX = _GPU + "test_adversarial.py::every_request_of_a_random_mix_gets_what_it_gets_alone"
 _MIX = _ENGINE + "test_adversarial.py::every_request_of_a_random_mix_gets_what_it_gets_alone"
 _REPO = "tests/repo/"
+# On a GPU too, with the second runner: docs/versions.md.
+_SESSIONS = (
+    _SYSTEM
+    + "test_alongside_async.py::a_session_has_every_row_of_all_its_turns_once_and_each_edit_where_asked"
+)
 
 ROWS: dict[str, tuple[str, str]] = {
     # id: (what must hold, what shows it)
@@ -158,7 +162,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S3.16": ("outputs with partial hidden states", _ASYNC + "each_output_has_the_rows_of_the_tokens_so_far"),
     "S3.17": ("the last output has all", _ASYNC + "the_last_output_has_as_many_rows_as_tokens_on_wish"),
     "S3.18": ("a data set to files", _SYSTEM + "test_capture_command.py::rows_are_those_of_the_same_prompts_in_memory"),
-    "S3.19": ("layers as a list or all", _LAYERS + "the_default_captures_layers_may_be_all"),
+    "S3.19": ("layers as a list or all", _ENGINE + "test_front_door.py::default_layers_give_plain_dicts_of_hidden_states"),
     "S3.20": ("the stream after the layer", _PARITY),
     "S3.21": ("include_prefill", _LAYERS + "an_output_has_its_rows_by_layer_as_plain_dicts"),
     "S3.22": ("prefill_hidden", _DEFAULT + "there_are_as_many_rows_as_tokens_with_the_last_tokens_row"),
@@ -195,9 +199,9 @@ ROWS: dict[str, tuple[str, str]] = {
     "S4.25": ("steering on several ranks", _TP),
     "S4.26": ("captures on several ranks", _PP),
     "S4.27": ("preempted requests stay steered and keep their rows", _ENGINE + "test_alongside.py::running_requests_that_are_reset_end_with_every_row_once"),
-    "S4.28": ("sessions of streaming input on the second runner", "open: gpu"),
+    "S4.28": ("sessions of streaming input on the second runner", _SESSIONS),
     "S4.29": ("real weights on a GPU", "open: size"),
-    "S4.30": ("no double registration on the way back in, of the second runner", "open: gpu"),
+    "S4.30": ("no double registration on the way back in, of the second runner", _SESSIONS),
     "S4.31": ("speculative decoding and replicas", _SYSTEM + "test_speculative.py::with_ngrams_all_is_as_without_drafts"),
     "S4.32": ("spill, drop and block", _ENGINE + "test_arena.py::what_has_no_room_lies_on_disk_and_every_row_comes"),
     "S4.33": ("rows are served from a store", _ENGINE + "test_reuse.py::a_turn_of_a_chat_reuses_the_rows_of_all_turns_before"),

@@ -218,7 +218,7 @@ class VisionOracle:
         for types in ("token_type_ids", "mm_token_type_ids"):
             if types in inputs:
                 inputs[types] = torch.cat([inputs[types], torch.zeros_like(tail)], 1)
-        if self._vision.token_types is not None:
+        if self._vision.token_types is not None and not torch.cuda.is_available():
             # vLLM's attention on a CPU is causal among the tokens of an image, too.
             inputs[self._vision.token_types] = torch.zeros_like(inputs["input_ids"])
         return inputs
