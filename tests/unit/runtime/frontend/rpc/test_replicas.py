@@ -141,8 +141,7 @@ def test_any_offline_engine_is_refused_before_it_starts_anything():
     patches = pytest.importorskip("midstream.runtime.install")
     started = []
     config = SimpleNamespace(
-        additional_config={"midstream": {}},
-        parallel_config=SimpleNamespace(data_parallel_size=2),
+        additional_config={"midstream": {}}, parallel_config=SimpleNamespace(data_parallel_size=2)
     )
     with pytest.raises(UnsupportedError, match=r"data_parallel_size=2: .*midstream\.AsyncLLM"):
         patches._engine_init(lambda *_: started.append(1), SimpleNamespace(), config, object, False)

@@ -237,8 +237,7 @@ SPACED = "{% for m in messages %}\n\n{{ m.content | trim }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    "template",
-    [PLAIN, SPACED, STRIPS, REORDERS, FORGETS, JOINED, FIRST_TWICE, MARKED],
+    "template", [PLAIN, SPACED, STRIPS, REORDERS, FORGETS, JOINED, FIRST_TWICE, MARKED]
 )
 @given(contents=st.lists(st.text("hi \n</user>", max_size=9), min_size=1, max_size=5))
 @settings(max_examples=rounds(suite=60, nightly=1000))
