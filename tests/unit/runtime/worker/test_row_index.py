@@ -140,7 +140,8 @@ def record(ledger: CapturedRowIndex, serial: int, position: int, value: float) -
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["but one", "all"])
-def test_the_index_is_small_again_when_the_runs_of_a_rush_were_taken(stays: bool):
+def test_the_index_is_small_again_when_the_runs_of_a_rush_were_taken(stays: bool, monkeypatch):
+    monkeypatch.setattr(row_index, "_COLUMNS", 64)
     ledger = CapturedRowIndex()
     if stays:
         record(ledger, 5, 0, 7.0)
