@@ -8,14 +8,7 @@ import textwrap
 import pytest
 
 from midstream.errors import UnsupportedError
-from midstream.runtime.models.forward_flow import (
-    Flow,
-    Names,
-    OutputPart,
-    Trace,
-    Value,
-    read,
-)
+from midstream.runtime.models.forward_flow import Flow, Names, OutputPart, Trace, Value, read
 
 KINDS = {"qkv": "matrix", "attn": "matrix", "out": "matrix", "norm": "module", "rope": "module"}
 

@@ -188,8 +188,8 @@ MATRICES = {"q_proj": Column(64, 32), "k_proj": Column(64, 16), "v_proj": Column
 def test_places_are_what_the_code_proves(
     forward: Any, has: dict[str, Any], expected: dict[str, Found]
 ) -> None:
-    found = find_inner_sites(Layer(_with(forward, **has)))
-    assert {site: found[site] for site in expected} == expected
+    places = find_inner_sites(Layer(_with(forward, **has)))
+    assert {site: places[site] for site in expected} == expected
 
 
 def test_code_that_cannot_be_read_gives_no_place() -> None:
@@ -291,11 +291,11 @@ def test_channels_in_another_order_than_the_checkpoints_give_no_place() -> None:
 def test_the_activation_tells_the_gate(activation: Any, expected: tuple[Any, Any]) -> None:
     layer = Layer()
     layer.mlp.act_fn = activation()
-    found = find_inner_sites(layer)
-    places = [found[site] for site in ("mlp_pre", "mlp_pre_linear")]
-    told = [one.reason if isinstance(one, Lack) else one.start for one in places]
+    places = find_inner_sites(layer)
+    halves = [places[site] for site in ("mlp_pre", "mlp_pre_linear")]
+    told = [half.reason if isinstance(half, Lack) else half.start for half in halves]
     assert tuple(told) == expected
-    assert isinstance(found["mlp_act"], InnerPlace)
+    assert isinstance(places["mlp_act"], InnerPlace)
 
 
 def test_two_mlps_give_no_place() -> None:
@@ -306,5 +306,5 @@ def test_two_mlps_give_no_place() -> None:
 
 
 def test_a_mixture_has_no_neurons() -> None:
-    found = reasons(find_inner_sites(Layer(mlp=Mixture(is_inside=False))))
-    assert {found[site] for site in ("mlp_pre", "mlp_pre_linear", "mlp_act")} == {EXPERTS}
+    lacking = reasons(find_inner_sites(Layer(mlp=Mixture(is_inside=False))))
+    assert {lacking[site] for site in ("mlp_pre", "mlp_pre_linear", "mlp_act")} == {EXPERTS}

@@ -136,8 +136,8 @@ NEW = """
 def test_a_release_that_has_not_got_a_setting_yet_passes(path):
     given = holder = config()
     *holders, name = path.split(".")
-    for one in holders:
-        holder = getattr(holder, one)
+    for part in holders:
+        holder = getattr(holder, part)
     delattr(holder, name)
     check_settings(given)
 

@@ -32,7 +32,7 @@ def plans():
 
 def test_a_plan_stays_on_the_device_until_the_last_request_that_has_it_ends(plans):
     tables = plans._tables
-    first, again, other = (plans.acquire(bytes(bytearray(one))) for one in (ONE, ONE, OTHER))
+    first, again, other = (plans.acquire(bytes(bytearray(packed))) for packed in (ONE, ONE, OTHER))
     assert first is again
     (segment,) = first.segments
     assert segment.program != other.segments[0].program

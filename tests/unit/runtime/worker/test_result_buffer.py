@@ -201,5 +201,5 @@ def test_large_results_are_read_in_pieces_beside_small_ones_of_another_rank(monk
     put_one(whole, "u", workers[0].requests, mapped=False)
     assert large.data == whole.read("u", 0, 9999)
     assert len(large.data) == large.header.nbytes > 16
-    assert [one.data for one in small] == [np.array(done, np.uint16).tobytes() for _ in small]
+    assert [answer.data for answer in small] == [np.array(done, np.uint16).tobytes() for _ in small]
     assert not any(worker.outbox._data for worker in workers)

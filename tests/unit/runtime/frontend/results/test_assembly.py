@@ -153,12 +153,8 @@ def test_children_are_told_apart_by_their_exact_index_in_any_order():
     assert not hasattr(found, "activations")
     assert not hasattr(found, "receipt")
     lost = assembled(READ, [answer(*(child(n) for n in order if n != 1))], completions=12)
-    problems = {
-        n: one.receipt.problems
-        for n, one in enumerate(lost.outputs)
-        if n == 1 or one.receipt.problems
-    }
-    assert list(problems) == [1]
+    problems = [completion.receipt.problems for completion in lost.outputs]
+    assert [bool(problem) for problem in problems] == [n == 1 for n in range(12)]
     assert "the workers know nothing of it" in problems[1][0]
 
 
@@ -206,30 +202,21 @@ def test_rows_that_ranks_share_otherwise_from_one_position_to_the_next_come_in_o
 
 
 @pytest.mark.parametrize(
-    ("done", "message"),
+    ("done", "wrong", "first", "edits", "expected"),
     [
-        (
-            [0, 3, 2, 3],
-            "1 positions were not edited as asked: position 2 got 0 edits and probes, expected 1",
-        ),
-        (
-            [0, 4, 3, 3],
-            "1 positions were not edited as asked: position 1 got 2 edits and probes, expected 1",
-        ),
-        (
-            [3, 3, 3, 3],
-            "1 positions were not edited as asked: position 0 got 1 edits and probes, expected 0",
-        ),
-        (
-            [0, 3],
-            "2 positions were not edited as asked: position 2 got 0 edits and probes, expected 1",
-        ),
-        ([], "3 positions were not edited as asked: position 1 got 0 edits and probes, expected 1"),
+        ([0, 3, 2, 3], 1, 2, 0, 1),
+        ([0, 4, 3, 3], 1, 1, 2, 1),
+        ([3, 3, 3, 3], 1, 0, 1, 0),
+        ([0, 3], 2, 2, 0, 1),
+        ([], 3, 1, 0, 1),
     ],
 )
-def test_a_wrong_number_of_edits_is_found_by_position(done, message):
+def test_a_wrong_number_of_edits_is_found_by_position(done, wrong, first, edits, expected):
     receipt = assembled(STEER, [answer(("x", done, []))]).receipt
-    assert receipt.problems == (message,)
+    assert receipt.problems == (
+        f"{wrong} positions were not edited as asked: position {first} got {edits} edits and "
+        f"probes, expected {expected}",
+    )
     with pytest.raises(ReceiptError, match="request x: .* positions were not edited as asked"):
         receipt.check()
 

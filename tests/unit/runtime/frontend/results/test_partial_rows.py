@@ -102,10 +102,7 @@ def told(activations):
         (tap, int(position)): (value.tolist(), int(token))
         for tap, values in activations.items()
         for value, position, token in zip(
-            values,
-            activations.positions_of(*tap),
-            activations.token_ids_of(*tap),
-            strict=True,
+            values, activations.positions_of(*tap), activations.token_ids_of(*tap), strict=True
         )
     }
 

@@ -51,11 +51,14 @@ class Client:
 
 def test_an_operation_goes_to_its_engine_or_to_all_in_order():
     client, request = Client(3), ReadData("u", 0, 9)
-    answers = [[f"{engine} {nth}".encode() for nth in range(2)] for engine in client.core_engines]
-    assert [one.data for one in asyncio.run(call(client, 2, request))] == answers[2]
+    answers = [
+        [f"{engine} {worker}".encode() for worker in range(2)] for engine in client.core_engines
+    ]
+    of_one = asyncio.run(call(client, 2, request))
+    assert [answer.data for answer in of_one] == answers[2]
     assert client.calls == [(b"engine 2", request)]
-    found = asyncio.run(call_all(client, request))
-    assert [[one.data for one in each] for each in found] == answers
+    of_all = asyncio.run(call_all(client, request))
+    assert [[answer.data for answer in of_engine] for of_engine in of_all] == answers
 
 
 def test_each_replica_has_a_batcher_of_its_own_and_they_do_not_wait_for_each_other():
@@ -141,8 +144,7 @@ def test_any_offline_engine_is_refused_before_it_starts_anything():
     patches = pytest.importorskip("midstream.runtime.install")
     started = []
     config = SimpleNamespace(
-        additional_config={"midstream": {}},
-        parallel_config=SimpleNamespace(data_parallel_size=2),
+        additional_config={"midstream": {}}, parallel_config=SimpleNamespace(data_parallel_size=2)
     )
     with pytest.raises(UnsupportedError, match=r"data_parallel_size=2: .*midstream\.AsyncLLM"):
         patches._engine_init(lambda *_: started.append(1), SimpleNamespace(), config, object, False)

@@ -12,6 +12,7 @@ from support.plans import VECTORS, plan_of, random_plan
 
 from midstream.runtime.protocol.segments import WHOLE, cut
 from midstream.runtime.worker.request_state import (
+    PlacedVersion,
     RankPlan,
     RequestState,
     acquire_segments,
@@ -128,6 +129,23 @@ def test_a_step_of_other_requests_is_planned_as_if_none_like_it_had_been(seed, k
         assert_same(*stream.step(names, [1] * len(names), after), stream.slots)
         mine, others = stream.remove(names)
         assert mine == others
+
+
+def test_a_request_with_another_version_of_its_plan_has_its_own_step():
+    stream = Streamed(7)
+    names = [stream.add(0), stream.add(0)]
+    first, _ = stream.step(names, [9, 9], [0, 0])
+    again, _ = stream.step([stream.add(0), stream.add(0)], [9, 9], [0, 0])
+    assert again.tokens is first.tokens
+    changed = [stream.add(0), stream.add(0)]
+    for slots in stream.slots:
+        request = slots.get(changed[1])
+        other = stream.plans[1]
+        there = request.change(PlacedVersion(1, 3, other), other.segments)
+        slots.change([(request.slot, there)])
+    kept, fresh = stream.step(changed, [9, 9], [0, 0])
+    assert_same(kept, fresh, stream.slots)
+    assert not np.array_equal(kept.tokens, first.tokens)
 
 
 def test_a_few_steps_are_kept():

@@ -8,14 +8,7 @@ from support.fake_steps import TAPS, make_buffers, view_of
 from support.plans import VECTORS, plan_of, rows
 
 from midstream.ops import layout
-from midstream.runtime.protocol.segments import (
-    APPLIED_0,
-    CACHED,
-    MOST_APPLIED,
-    UNSEEN,
-    WHOLE,
-    cut,
-)
+from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED, UNSEEN, WHOLE, cut
 from midstream.runtime.worker.request_state import RequestState, acquire_segments
 from midstream.runtime.worker.row_index import CapturedRowIndex
 from midstream.runtime.worker.step.slot_table import SlotTable

@@ -239,10 +239,7 @@ class AttentionInside(LoneAttention):
     """As Jamba's attention layers: attention is a method, so what it reads is the norm's output."""
 
     convention = pair(
-        no_mid="alone",
-        attention=Output("attn_norm"),
-        attn=Half.AT_EXIT,
-        mlp=Lack("it has no MLP"),
+        no_mid="alone", attention=Output("attn_norm"), attn=Half.AT_EXIT, mlp=Lack("it has no MLP")
     )
 
     def _attn(self, x: Tensor) -> Tensor:

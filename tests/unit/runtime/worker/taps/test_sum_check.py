@@ -14,12 +14,7 @@ from unit.runtime.worker.taps.branching import WIDTH, Pair, Parallel, Single
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops.site import bind
-from midstream.runtime.models.convention import (
-    LONE_MIXER,
-    Lack,
-    LayerConvention,
-    single,
-)
+from midstream.runtime.models.convention import LONE_MIXER, Lack, LayerConvention, single
 from midstream.runtime.models.decoder import DecoderLayer
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes

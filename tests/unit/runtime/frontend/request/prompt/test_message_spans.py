@@ -126,8 +126,8 @@ def test_a_message_whose_thinking_a_template_drops_is_not_taken_for_the_rest(con
 
 def test_a_message_whose_text_a_template_leaves_out_is_a_problem_of_that_message_only():
     messages = _chat("a", "b", "<think>only thought</think>", "c")
-    found = _found(BYTE_LEVEL, messages, chat_template=STRIPS)
-    assert found == ["a", "b", "the chat template rewrites it, or leaves it out", "c"]
+    spelt = _found(BYTE_LEVEL, messages, chat_template=STRIPS)
+    assert spelt == ["a", "b", "the chat template rewrites it, or leaves it out", "c"]
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,7 @@ SPACED = "{% for m in messages %}\n\n{{ m.content | trim }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    "template",
-    [PLAIN, SPACED, STRIPS, REORDERS, FORGETS, JOINED, FIRST_TWICE, MARKED],
+    "template", [PLAIN, SPACED, STRIPS, REORDERS, FORGETS, JOINED, FIRST_TWICE, MARKED]
 )
 @given(contents=st.lists(st.text("hi \n</user>", max_size=9), min_size=1, max_size=5))
 @settings(max_examples=rounds(suite=60, nightly=1000))
