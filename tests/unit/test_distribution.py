@@ -163,9 +163,6 @@ def test_rows_and_scores_are_arrays_of_numpy(python, tmp_path):
     }
 
 
-# ---------------------------------------------------------------- command and errors
-
-
 def command(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [python.parent / "midstream", *arguments],
@@ -213,9 +210,6 @@ except ImportError as error:
     assert 'pip install "midstream[vllm]"' in shown
 
 
-# ---------------------------------------------------------------- contents
-
-
 def test_the_distributions_pass_the_check_of_their_metadata(built):
     done = subprocess.run(
         [sys.executable, "-m", "twine", "check", "--strict", *built],
@@ -261,9 +255,6 @@ def test_a_site_that_is_built_is_in_the_sdist_and_in_the_wheel(built):
         assert there <= {name.partition("/")[2] for name in archive.getnames()}
     with zipfile.ZipFile(built[1]) as archive:
         assert there <= {f"src/{name}" for name in archive.namelist()}
-
-
-# ---------------------------------------------------------------- requirements
 
 
 def test_the_range_of_vllm_has_every_release_that_was_checked_and_no_newer_minor(requirements):
