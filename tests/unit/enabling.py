@@ -125,11 +125,15 @@ def engine_args(
 FILES = tempfile.TemporaryDirectory()
 
 
-def options(text: str) -> str:
-    """The path of a file of vLLM's options."""
+def command_line(*words: str) -> Callable[[], None]:
+    return engine_args(command_line=words)
+
+
+def options(text: str) -> Callable[[], None]:
+    """As `engine_args`, with a file of vLLM's options."""
     path = Path(FILES.name) / f"{uuid.uuid4().hex}.yaml"
     path.write_text(text)
-    return str(path)
+    return command_line("--config", str(path))
 
 
 class Stop(Exception):
@@ -219,26 +223,16 @@ def main() -> None:
         "args, with settings": engine_args({"midstream": {"layers": [1]}, **OTHERS}),
         "args, in the environment": engine_args(environment="1"),
         "args, in the environment as JSON": engine_args(environment='{"layers": [1]}'),
-        "args, on the command line": engine_args(command_line=(OPTION, json.dumps(ENABLED))),
-        "args, on the command line in one word": engine_args(
-            command_line=(f"{OPTION.replace('-', '_')}={json.dumps(ENABLED)}",)
+        "args, on the command line": command_line(OPTION, json.dumps(ENABLED)),
+        "args, on the command line in one word": command_line(
+            f"{OPTION.replace('-', '_')}={json.dumps(ENABLED)}"
         ),
-        "args, on the command line by its parts": engine_args(
-            command_line=(f"{OPTION}.midstream.layers", "[1]")
-        ),
-        "args, in a file of options": engine_args(
-            command_line=("--config", options("additional-config:\n  midstream: {}\n"))
-        ),
-        "args, in a file of options as JSON": engine_args(
-            command_line=("--config", options("additional_config: '{\"midstream\": {}}'\n"))
-        ),
-        "args, a worker class in a file of options": engine_args(
-            command_line=("--config", options(f"port: 1\nworker-cls: {WORKER}\n"))
-        ),
+        "args, on the command line by its parts": command_line(f"{OPTION}.midstream.layers", "[1]"),
+        "args, in a file of options": options("additional-config:\n  midstream: {}\n"),
+        "args, in a file of options as JSON": options("additional_config: '{\"midstream\": {}}'\n"),
+        "args, a worker class in a file of options": options(f"port: 1\nworker-cls: {WORKER}\n"),
         "args, a worker class": engine_args(worker_class=WORKER),
-        "args, a worker class on the command line": engine_args(
-            command_line=("--worker-cls", WORKER)
-        ),
+        "args, a worker class on the command line": command_line("--worker-cls", WORKER),
         "core": engine_core(ENABLED),
         "worker": worker(ENABLED),
         "twice": twice,
@@ -250,21 +244,14 @@ def main() -> None:
         "args, none": engine_args({"midstream": None}),
         "args, 0 in the environment": engine_args(environment="0"),
         "args, empty in the environment": engine_args(environment=""),
-        "args, of others on the command line": engine_args(
-            command_line=("--model", "midstream", OPTION, '{"other": 1}')
+        "args, of others on the command line": command_line(
+            "--model", "midstream", OPTION, '{"other": 1}'
         ),
-        "args, of others on the command line by its parts": engine_args(
-            command_line=(f"{OPTION}.other.midstream", "1")
+        "args, of others by its parts": command_line(f"{OPTION}.other.midstream", "1"),
+        "args, of others in a file of options": options(
+            "additional-config:\n  other: 1\n# as for\nmodel: midstream\n"
         ),
-        "args, of others in a file of options": engine_args(
-            command_line=(
-                "--config",
-                options("additional-config:\n  other: 1\n# as for\nmodel: midstream\n"),
-            )
-        ),
-        "args, a file of options that is missing": engine_args(
-            command_line=("--config", "/missing/midstream.yaml")
-        ),
+        "args, a missing file of options": command_line("--config", "/missing/midstream.yaml"),
         "args, another worker class": engine_args(worker_class="somebody.CaptureWorker"),
         "core, plain": engine_core({}),
         "core, of others": engine_core(OTHERS),

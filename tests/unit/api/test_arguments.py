@@ -27,9 +27,6 @@ DROP = Ablate([[1.0, 2.0]], layer=1)
 ASK = Probe([1.0, 2.0], layer=1)
 
 
-# ---------------------------------------------------------------- one for all, or one each
-
-
 def test_one_value_or_a_list_of_one_edit_is_for_all_prompts():
     for name in ("capture", "steer", "edits", "probes"):
         for value in (None, READ, ADD, {"layers": [1]}):
@@ -143,9 +140,6 @@ def test_each_argument_is_dealt_out_by_itself():
     assert second.plan() == Plan(captures=(READ,), edits=(DROP,), probes=(ASK,))
 
 
-# ---------------------------------------------------------------- errors name the field as written
-
-
 def test_the_path_of_an_error_is_as_the_caller_would_write_it():
     for path, given, nth, wanted in (
         ("edits.layer", {"steer": {}}, 0, "steer.layer"),
@@ -213,9 +207,6 @@ def test_a_malformed_field_is_refused_by_the_path_to_it():
     )
 
 
-# ---------------------------------------------------------------- plans ride in SamplingParams
-
-
 def plans(count, params, capture=None, steer=None, edits=None, probes=None, default=None):
     """The plans of a call of an LLM without an engine."""
     llm = SimpleNamespace(get_default_sampling_params=SamplingParams)
@@ -269,9 +260,6 @@ def test_a_plan_may_ride_in_already_but_not_beside_arguments():
     for more in ({"steer": ADD}, {"edits": DROP}, {"probes": ASK}):
         with pytest.raises(SpecError, match="give it in one place"):
             plans(2, params, **more)
-
-
-# ---------------------------------------------------------------- LLM(layers=…)
 
 
 def default(

@@ -28,9 +28,6 @@ def plan_of(params) -> Plan | None:
     return plan_of(params)
 
 
-# ---------------------------------------------------------------- it is vLLM's
-
-
 def test_what_it_makes_is_vllms_own():
     params = SamplingParams(2, temperature=0.5, max_tokens=7, steering_vectors={1: V})
     assert type(params) is vllm.SamplingParams
@@ -78,9 +75,6 @@ def test_other_extra_args_are_kept_and_not_changed():
     assert extra == {"a": [1]}
     assert params.extra_args["a"] == [1]
     assert plan_of(params) is not None
-
-
-# ---------------------------------------------------------------- what is asked
 
 
 def test_the_tiers_add_up_in_order():
@@ -166,9 +160,6 @@ def test_what_is_wrong_is_refused_when_it_is_made_with_its_path():
             "listed twice",
         ),
     )
-
-
-# ---------------------------------------------------------------- what becomes of it
 
 
 @pytest.fixture

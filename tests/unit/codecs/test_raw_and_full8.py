@@ -25,9 +25,6 @@ def hexed(data: torch.Tensor) -> str:
     return bytes(data[0].tolist()).hex()
 
 
-# ---------------------------------------------------------------- raw
-
-
 def test_raw_is_the_bytes_of_the_dtype():
     for dtype, expected in (
         ("float32", "0000803f000020c00000c07f"),
@@ -54,9 +51,6 @@ def test_raw_copies_nothing_when_it_need_not():
     assert Raw().decode(data, 5, torch.bfloat16).data_ptr() == rows.data_ptr()
 
 
-# ---------------------------------------------------------------- full8, byte by byte
-
-
 def test_the_bytes_of_full8():
     for values, scale, zero, steps in (
         ((0.0, 255.0, 1.0, 100.4), "0000803f", "00000000", "00ff0164"),
@@ -75,9 +69,6 @@ def test_the_bytes_of_full8():
         ((0.0, TINY, 3 * TINY), "01000000", "00000000", "000103"),
     ):
         assert full8(*values)[0] == scale + zero + steps, values
-
-
-# ---------------------------------------------------------------- full8, what it keeps
 
 
 def within_the_bound(rows: torch.Tensor) -> None:

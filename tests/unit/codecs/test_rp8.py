@@ -63,9 +63,6 @@ def test_its_entries_are_gaussian_of_variance_1_over_k():
         assert abs((entries < quantile).mean() - share) < error
 
 
-# ---------------------------------------------------------------- its rows
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_rp8_is_the_page_s_projection_in_the_page_s_full8(dtype):
     rows = torch.randn(6, 48, dtype=dtype)
@@ -97,8 +94,6 @@ def test_the_projection_is_made_once_for_a_device():
     Rp8(k=4, seed=5).encode(torch.zeros(0, 10))
     assert projection(4, 10, 5, torch.device("cpu")) is first
 
-
-# ---------------------------------------------------------------- what sketches tell
 
 SEEDS = 250
 SIMILARITIES = (0.0, 0.6, -0.95)

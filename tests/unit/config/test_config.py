@@ -123,9 +123,6 @@ def test_the_callers_dict_is_left_alone():
     assert json.dumps(given) == before
 
 
-# ---------------------------------------------------------------- layers
-
-
 def test_layers_are_resolved_in_order():
     for layers, found in (
         ("all", (0, 1, 2, 3)),
@@ -142,9 +139,6 @@ def test_layers_are_resolved_in_order():
         ([3, -1], "layers: layer . is listed twice"),
         error=ConfigError,
     )
-
-
-# ---------------------------------------------------------------- where they come from
 
 
 def test_the_environment_variable_is_0_1_or_settings_as_json(monkeypatch):
@@ -187,9 +181,6 @@ def test_additional_config_with_midstreams_key_is_read_beside_other_plugins():
         *((value, "expected a dict of settings") for value in (True, 0, "on")),
         error=ConfigError,
     )
-
-
-# ---------------------------------------------------------------- sinks
 
 
 def test_sinks_are_kept_in_their_plain_form_and_survive_json():

@@ -87,9 +87,6 @@ def test_what_is_wrong_is_refused_by_name():
     )
 
 
-# ---------------------------------------------------------------- sinks made from settings
-
-
 def made(given: object) -> list[Sink]:
     return [make_sink(each) for each in read_sinks(plain_sinks(given))]
 

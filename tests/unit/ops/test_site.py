@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_programs_are_carried_out_captured_and_counted_as_defined(dtype):
-    for width in (1, 80, 576, 640):
+    for width in (1, 80, 640):
         for residual in (True, False):
             for max_steps in (0, 1, 8):
                 made = random_case(rows=13, width=width, dtype=dtype, residual=residual,

@@ -97,16 +97,6 @@ def test_a_step_gate_is_open_above_its_threshold_only_and_reads_an_earlier_sites
     assert made.tally[:3, layout.EDITS].tolist() == [1, 1, 1]
 
 
-def test_probes_write_their_column_and_nothing_else():
-    made, before = single(Step(Op.PROBE, read=2, a=0.5, slot=1))
-    torch.testing.assert_close(made.scores[:4, 1], before @ made.bank[2] + 0.5)
-    assert torch.equal(made.hidden, before)
-    again = made.copy()
-    made.scores[:4, 1] = 7
-    run(made)
-    assert same_bits(made.scores, again.scores)
-
-
 @pytest.mark.parametrize("step", [Step(Op.SCALE, a=1.0), Step(Op.REPLACE, write=1, a=0.0)])
 def test_a_factor_of_zero_is_nothing_even_times_infinity(step):
     made = case([[step], []], rows=4, width=8, residual=False, captures=False)

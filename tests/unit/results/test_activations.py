@@ -125,9 +125,8 @@ def test_bfloat16_becomes_float32_in_numpy_and_the_rest_stays():
         assert value.tolist() == rows(("resid_post", 10), [0, 1, 4]).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_saved_file_gives_back_vectors_positions_and_tokens(tmp_path, dtype):
-    found = make(dtype, _11=[3], _12=[])
+def test_a_saved_file_gives_back_vectors_positions_and_tokens(tmp_path):
+    found = make(torch.bfloat16, _11=[3], _12=[])
     path = found.save(str(tmp_path / "one.safetensors"))
     assert path == tmp_path / "one.safetensors"
     with safe_open(path, "pt") as file:
@@ -135,7 +134,7 @@ def test_a_saved_file_gives_back_vectors_positions_and_tokens(tmp_path, dtype):
         assert len(list(file.keys())) == 3 * len(found)
         for site, layer in found:
             value = file.get_tensor(f"{site}.{layer}")
-            assert value.dtype == dtype
+            assert value.dtype == torch.bfloat16
             assert torch.equal(value, found[site, layer])
             positions = file.get_tensor(f"{site}.{layer}.positions")
             assert torch.equal(positions, found.positions_of(site, layer))

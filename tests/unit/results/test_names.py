@@ -89,9 +89,6 @@ def test_another_file_is_not_loaded(tmp_path):
         Activations.load(tmp_path / "x")
 
 
-# ---------------------------------------------------------------- stack
-
-
 def test_prompts_are_stacked_over_layers():
     outputs = [SimpleNamespace(activations=make(first=first)) for first in (0.0, 100.0)]
     found = midstream.stack(outputs, "resid_post")

@@ -47,33 +47,6 @@ def same_bits(one, other):
     )
 
 
-@given(
-    st.sampled_from(CODECS),
-    finite_rows(min_width=4),
-    st.lists(st.integers(0, 4000), min_size=3, max_size=3, unique=True).map(sorted),
-)
-def test_every_codec_and_dtype_comes_out_bit_by_bit(spec, values, positions):
-    codec = parse_codec(spec)
-    at = torch.tensor(positions[: len(values)])
-    tokens = torch.arange(7, 5007)
-    given_ = Activations(
-        {
-            ("resid_post", 11): encoded(codec, values),
-            ("resid_mid", 2): encoded(codec, values.flip(0)),
-        },
-        {("resid_post", 11): at, ("resid_mid", 2): at},
-        tokens,
-    )
-    found = unpack(pack(given_, values.shape[1], values.dtype))
-    assert found.codec.spec == codec.spec
-    assert list(found) == [("resid_mid", 2), ("resid_post", 11)]
-    for tap in found:
-        assert same_bits(found[tap], given_[tap])
-        assert same_bits(found.encoded(*tap), given_.encoded(*tap))
-        assert torch.equal(found.positions_of(*tap), at)
-        assert torch.equal(found.token_ids_of(*tap), tokens[at])
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_bits_that_are_no_number_come_out_too(dtype):
     values = torch.tensor([[float("nan"), float("inf")], [-0.0, -float("inf")]], dtype=dtype)
@@ -124,10 +97,11 @@ def test_no_rows_and_no_taps_come_out_as_none():
 WIDE, STREAM = ("attn_out", 1), ("resid_post", 1)
 
 
-def of_two_widths(codec, wide, stream):
-    """Rows of a tap that is not as wide as the stream, and of one that is."""
-    rows = {WIDE: encoded(codec, wide), STREAM: encoded(codec, stream)}
-    return Activations(rows, dict.fromkeys(rows, torch.arange(len(wide))), torch.arange(7, 5007))
+def of_two_widths(codec, wide, stream, at=None):
+    """Rows of a tap that may be wider than the stream, and of one that is as wide."""
+    rows = {STREAM: encoded(codec, stream), WIDE: encoded(codec, wide)}
+    at = torch.arange(len(wide)) if at is None else at
+    return Activations(rows, dict.fromkeys(rows, at), torch.arange(7, 5007))
 
 
 def metadata_of(data):
@@ -135,21 +109,29 @@ def metadata_of(data):
     return json.loads(data[8 : 8 + size])["__metadata__"]
 
 
-@given(st.sampled_from(CODECS), finite_rows(min_width=4), st.integers(1, 9))
-def test_taps_of_two_widths_come_out_bit_by_bit(spec, stream, more):
+@given(
+    st.sampled_from(CODECS),
+    finite_rows(min_width=4),
+    st.integers(0, 9),
+    st.lists(st.integers(0, 4000), min_size=3, max_size=3, unique=True).map(sorted),
+)
+def test_every_codec_dtype_and_width_comes_out_bit_by_bit(spec, stream, more, positions):
     wide = torch.cat([stream, stream.flip(0).repeat(1, 3)[:, :more]], 1)
-    given_ = of_two_widths(parse_codec(spec), wide, stream)
-    hidden = stream.shape[1]
+    codec, at, hidden = parse_codec(spec), torch.tensor(positions[: len(stream)]), stream.shape[1]
+    given_ = of_two_widths(codec, wide, stream, at)
     packed = pack(given_, hidden, stream.dtype)
     assert PackedRows(given_, hidden, stream.dtype).nbytes == len(packed)
     metadata = metadata_of(packed)
-    assert (metadata["version"], metadata["hidden"]) == ("2", str(hidden))
-    assert json.loads(metadata["widths"]) == {"attn_out.1": hidden + more}
+    assert (metadata["version"], metadata["hidden"]) == ("2" if more else "1", str(hidden))
+    assert not more or json.loads(metadata["widths"]) == {"attn_out.1": hidden + more}
     found = unpack(packed)
+    assert found.codec.spec == codec.spec
     assert list(found) == [WIDE, STREAM]
     for tap in found:
         assert same_bits(found.encoded(*tap), given_.encoded(*tap))
         assert same_bits(found[tap], given_[tap])
+        assert torch.equal(found.positions_of(*tap), at)
+        assert torch.equal(found.token_ids_of(*tap), torch.arange(7, 5007)[at])
     if spec == "raw":
         assert same_bits(found[WIDE], wide)
 
@@ -179,16 +161,6 @@ def test_the_file_of_one_width_is_what_it_was_whatever_the_taps():
         ("format", FORMAT), ("version", "1"), ("codec", "raw"), ("hidden", "8"),
         ("dtype", "float32"),
     ]  # fmt: skip
-
-
-def test_taps_of_two_widths_are_saved_and_loaded(tmp_path):
-    values = torch.randn(5, 12), torch.randn(5, 8)
-    given_ = of_two_widths(Raw(), *values)
-    for codec in (None, "full8:per=dim"):
-        found = Activations.load(given_.save(tmp_path / "rows.safetensors", codec=codec))
-        for tap, value in zip((WIDE, STREAM), values, strict=True):
-            read = value if codec is None else Full8PerDim().decode(Full8PerDim().encode(value))
-            assert same_bits(found[tap], read)
 
 
 def of_heads(codec, chosen):

@@ -35,8 +35,8 @@ def test_a_folder_of_another_tool_is_refused_with_the_layouts_that_are_read(tmp_
 
 
 def test_a_folder_with_too_many_files_is_described_shortly(tmp_path):
-    for nth in range(2000):
+    for nth in range(300):
         (tmp_path / f"file{nth:04}").touch()
-    with pytest.raises(SpecError, match="and 1992 more") as caught:
+    with pytest.raises(SpecError, match="and 292 more") as caught:
         SAE.load(tmp_path)
     assert len(str(caught.value)) < 1000

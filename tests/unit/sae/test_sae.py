@@ -79,47 +79,24 @@ def reference(config, weights, x):
     return acts, acts @ w["W_dec"] + w["b_dec"]
 
 
-def cases():
-    centered = {**FLAT, "model_from_pretrained_kwargs": {"center_writing_weights": True}}
-    return pytest.mark.parametrize(
-        ("config", "weights"),
-        [(FLAT, tensors()), (NEW, tensors(True)), (centered, tensors())],
-        ids=["flat", "new", "centered"],
-    )
+CENTERED = {**FLAT, "model_from_pretrained_kwargs": {"center_writing_weights": True}}
+CASES = [(FLAT, tensors()), (NEW, tensors(True)), (CENTERED, tensors())]
 
 
-@cases()
-def test_features_are_encoded_and_decoded_as_they_were_trained(tmp_path, config, weights):
-    sae = SAE.load(write(tmp_path, config, weights))
+def test_features_are_encoded_and_decoded_as_they_were_trained(tmp_path):
     x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1))
-    acts, back = reference(config, weights, x)
-    found = sae.encode(x)
-    assert found.dtype == torch.float32
-    assert torch.allclose(found.double(), acts, atol=1e-5)
-    assert 0 < (acts > 0).sum() < acts.numel()
-    assert torch.allclose(sae.decode(found).double(), back, atol=1e-5)
-    as_array = sae.encode(x.numpy())
-    assert isinstance(as_array, np.ndarray)
-    assert np.array_equal(as_array, found.numpy())
-    assert np.array_equal(sae.decode(as_array), sae.decode(found).numpy())
-
-
-@cases()
-def test_setting_a_feature_sets_it_and_keeps_the_error(tmp_path, config, weights):
-    sae = SAE.load(write(tmp_path, config, weights))
-    x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-    acts, _ = reference(config, weights, x)
-    for index in range(FEATURES):
-        decoder = weights["W_dec"][index].double().numpy()
-        act = acts[:, index : index + 1].numpy()
-        for mode, value, amount in [
-            ("set", 3, 3 - act),
-            ("add", 3, 3),
-            ("scale", 3, 2 * act),
-            ("ablate", None, -act),
-        ]:
-            found = apply(sae.feature(index, mode, value), x)
-            assert np.allclose(found, x.numpy() + amount * decoder, atol=1e-4), (index, mode)
+    for config, weights in CASES:
+        sae = SAE.load(write(tmp_path, config, weights))
+        acts, back = reference(config, weights, x)
+        found = sae.encode(x)
+        assert found.dtype == torch.float32
+        assert torch.allclose(found.double(), acts, atol=1e-5)
+        assert 0 < (acts > 0).sum() < acts.numel()
+        assert torch.allclose(sae.decode(found).double(), back, atol=1e-5)
+        as_array = sae.encode(x.numpy())
+        assert isinstance(as_array, np.ndarray)
+        assert np.array_equal(as_array, found.numpy())
+        assert np.array_equal(sae.decode(as_array), sae.decode(found).numpy())
 
 
 def test_the_place_is_that_of_the_hook_unless_it_is_given(tmp_path):
@@ -199,24 +176,28 @@ def test_a_threshold_below_zero_is_that_of_the_relu_before_it(tmp_path):
 
 @pytest.mark.parametrize("mode", ["set", "add", "scale", "ablate"])
 def test_features_of_one_edit_read_the_same_vector(tmp_path, mode):
-    sae = SAE.load(write(tmp_path, FLAT, tensors()))
     x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-    active = sae.encode(x).double()
     ids = [7, 2, 5]
     values = {"scale": [2.0, 0.5, 0.0], "ablate": None}.get(mode, [3.0, -1.0, 0.25])
-    amount = {
-        "set": lambda: torch.tensor(values) - active[:, ids],
-        "add": lambda: torch.tensor(values).expand(20, 3),
-        "scale": lambda: (torch.tensor(values) - 1) * active[:, ids],
-        "ablate": lambda: -active[:, ids],
-    }[mode]()
-    edit = sae.features(ids, mode, values)
-    wanted = (x + amount.double() @ sae.w_dec[ids].double()).numpy()
-    assert np.allclose(apply(edit, x), wanted, atol=1e-4)
-    assert np.allclose(run(edit.instructions(WIDTH), x), wanted, atol=1e-4)
-    if values is not None:
-        assert edit == sae.features(dict(zip(ids, values, strict=True)), mode)
-    assert [edit.layers.indices, edit.sites.names] == [(8,), ("resid_pre",)]
+    for config, weights in CASES:
+        sae = SAE.load(write(tmp_path, config, weights))
+        active = reference(config, weights, x)[0][:, ids]
+        numbers = torch.tensor(values or [0.0] * 3).double()
+        amount = {
+            "set": numbers - active,
+            "add": numbers.expand(20, 3),
+            "scale": (numbers - 1) * active,
+            "ablate": -active,
+        }[mode]
+        edit = sae.features(ids, mode, values)
+        wanted = (x + amount @ weights["W_dec"][ids].double()).numpy()
+        assert np.allclose(apply(edit, x), wanted, atol=1e-4)
+        assert np.allclose(run(edit.instructions(WIDTH), x), wanted, atol=1e-4)
+        if values is not None:
+            assert edit == sae.features(dict(zip(ids, values, strict=True)), mode)
+            one = sae.features(ids[:1], mode, values[:1])
+            assert one == sae.feature(ids[0], mode, values[0])
+        assert edit.sites.names == (("mlp_out",) if config is NEW else ("resid_pre",))
 
 
 def test_values_of_features_are_given_once_and_for_features_that_are_there(tmp_path):

@@ -50,9 +50,6 @@ def control_vector(
     )
 
 
-# ---------------------------------------------------------------- what is read
-
-
 def test_files_of_every_float_type(tmp_path):
     path = tmp_path / "v.safetensors"
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
@@ -130,16 +127,13 @@ def test_keys_that_name_no_tap_or_one_twice_are_refused(tmp_path):
     refused(
         lambda rows: read_file(_written(tmp_path, ".npz", rows)),
         ({"hook_resid_post": [1.0]}, "names no layer"),
-        ({"blocks.1.hook_scale": [1.0]}, "is not a tap"),
         ({"ln_final.hook_out": [1.0]}, "has no layer"),
-        ({"model.norm": [1.0]}, "has no layer"),
         ({"15": [1.0], "blocks.15.hook_resid_post": [2.0]}, "a second vector for resid_post of"),
     )
     refused(
         lambda rows: read_file(_written(tmp_path, ".safetensors", rows)),
         ({"model.layers.0.mlp.weight": [[0.0]]}, r"model\.layers\.0\.mlp\.weight' is not a tap"),
         ({"resid_post.3": [[0.0]] * 5}, r"tensor 'resid_post\.3': expected one dimension"),
-        ({"3": [1.0], "post_block.3": [1.0]}, "a second vector for resid_post of layer 3"),
     )
 
 
@@ -147,9 +141,6 @@ def test_a_json_file_may_begin_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "v.json"
     path.write_text('{"resid_post": {"15": [1.0, 2.5]}}', encoding="utf-8-sig")
     assert read_json_file(path) == {"resid_post": {"15": [1.0, 2.5]}}
-
-
-# ---------------------------------------------------------------- what is not
 
 
 def test_other_files_are_refused_with_those_that_are_read(tmp_path):

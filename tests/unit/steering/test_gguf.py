@@ -42,15 +42,16 @@ def test_floats_read_back_as_writable_float32() -> None:
 
 def test_an_architecture_is_compared_before_the_tensors_are_read() -> None:
     metadata = [(b"general.architecture", 8, text(b"llama"))]
-    quantised = [(b"w", (32,), 8, bytes(34))]
-    with pytest.raises(ModelError, match="architecture = 'controlvector', got 'llama'"):
-        read_gguf(gguf_bytes(metadata, quantised), architecture="controlvector")
-    with pytest.raises(ModelError, match="architecture = 'controlvector', got none"):
-        read_gguf(gguf_bytes([], []), architecture="controlvector")
-    with pytest.raises(
-        ModelError, match=r"'w' has GGML type 8; expected one of 0 \(F32\), 1 \(F16\)"
-    ):
-        read_gguf(gguf_bytes(metadata, quantised), architecture="llama")
+    quantised = gguf_bytes(metadata, [(b"w", (32,), 8, bytes(34))])
+    refused(
+        lambda data: read_gguf(data, architecture="controlvector"),
+        (quantised, "architecture = 'controlvector', got 'llama'"),
+        (gguf_bytes([], []), "architecture = 'controlvector', got none"),
+        error=ModelError,
+    )
+    words = r"'w' has GGML type 8; expected one of 0 \(F32\), 1 \(F16\)"
+    with pytest.raises(ModelError, match=words):
+        read_gguf(quantised, architecture="llama")
 
 
 def test_a_file_reads_back_with_shapes_slowest_dimension_first() -> None:

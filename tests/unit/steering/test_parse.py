@@ -85,9 +85,6 @@ def test_what_is_wrong_is_named_with_its_path():
     )
 
 
-# ---------------------------------------------------------------- keys
-
-
 @given(
     place=st.sampled_from([None, *(name for name in BY_NAME if name not in ENDS), *LAYER_WORDS]),
     sep=st.sampled_from(".:"),

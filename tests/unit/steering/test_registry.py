@@ -186,9 +186,6 @@ def test_there_is_room_for_so_many_names_and_for_replacing_one(registry, monkeyp
     assert registry.lookup("x")[None] == W
 
 
-# ---------------------------------------------------------------- replacing
-
-
 def test_a_plan_that_was_bound_keeps_its_vectors_when_the_name_is_replaced(registry):
     registry.register("mood", {1: V})
     plan = Plan.make(edits=Steer("mood", scale=2))
@@ -223,9 +220,6 @@ def test_readers_see_the_old_vectors_or_the_new_ones_never_a_mixture(registry):
         thread.join()
     assert seen
     assert all(len(digests) == 1 for digests in seen)
-
-
-# ---------------------------------------------------------------- listing
 
 
 def test_descriptions_are_sorted_and_say_what_is_there(registry):

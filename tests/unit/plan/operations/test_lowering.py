@@ -43,7 +43,7 @@ KINDS = [*plain_kinds(WIDTH), gates(WIDTH, own=True)]
 
 @pytest.mark.parametrize("nth", range(len(KINDS)))
 @given(data=st.data())
-@settings(max_examples=rounds(suite=10, nightly=400))
+@settings(max_examples=rounds(suite=6, nightly=400))
 def test_the_instructions_of_an_edit_compute_its_formula(nth, data):
     edit, h = data.draw(cases(KINDS[nth]))
     expected = apply(edit, h)

@@ -94,9 +94,6 @@ def test_an_edit_of_several_layers_and_sites_is_one_at_each_tap_with_shared_inst
     assert len({id(edit.steps) for edit in plan.edits[1:]}) == 1
 
 
-# ---------------------------------------------------------------- probes
-
-
 def test_probes_have_a_slot_each_in_their_order():
     probes = [Probe(V, layer, bias=layer, name=f"p{layer}") for layer in (5, 3)]
     plan = _resolve(probes=probes)
@@ -108,9 +105,6 @@ def test_probes_have_a_slot_each_in_their_order():
     assert (step.op, step.a, step.read) == (Op.PROBE, 3.0, probes[1].direction)
     assert plan.slots == 2
     assert plan.edits == plan.captures == ()
-
-
-# ---------------------------------------------------------------- edits of every request
 
 
 def test_edits_of_every_request_come_first_and_are_counted_from_their_end():
@@ -145,9 +139,6 @@ def test_what_cannot_be_for_every_request_is_refused_by_its_place():
         (lambda: _resolve(also=(Capture(30), Capture(3))), "sinks[-2].layers", "out of range"),
         (lambda: _resolve(Capture(0), max_tokens=0), "max_tokens", "expected at least 1, got 0"),
     )
-
-
-# ---------------------------------------------------------------- models
 
 
 def test_a_shape_is_hashable_whatever_its_reasons_came_in():

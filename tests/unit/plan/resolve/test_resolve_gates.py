@@ -42,9 +42,6 @@ def steps_at(plan, layer):
     return edit.steps.instructions
 
 
-# ---------------------------------------------------------------- gates
-
-
 def test_a_gate_without_a_place_reads_where_the_edit_is():
     plan = _resolve(Gate(Steer(W, [1, 4]), Reading(V, bias=0.5), threshold=2.0))
     assert plan.probes == ()
@@ -170,9 +167,6 @@ def test_an_error_in_a_gate_has_the_path_of_its_json_form():
             place = place[name]
 
 
-# ---------------------------------------------------------------- rows
-
-
 def test_of_several_rows_each_run_of_positions_gets_its_own():
     edit = Replace(ROWS, [2, 3], positions=[8, 9, 1, 2, 3, 6])
     plan = _resolve(edit)
@@ -226,9 +220,6 @@ def test_a_gate_over_its_own_tap_and_later_ones_decides_once_by_what_it_read_bef
             assert (out - h).tolist() == [[moved, 0.0]], layer
     counted = [sum(step.counted for step in steps_at(plan, layer)) for layer in range(3)]
     assert counted == [1, 1, 1]
-
-
-# ---------------------------------------------------------------- gates with memory
 
 
 def test_the_score_of_a_gate_with_memory_keeps_its_column_whatever_other_gates_there_are():

@@ -16,7 +16,6 @@ from midstream.ops.layout import Flags
 from midstream.plan import (
     Capture,
     Gate,
-    Match,
     ModelShape,
     Plan,
     Prompt,
@@ -84,14 +83,6 @@ def test_what_is_selected_agrees_with_enumeration(plan, prompt_len, generated):
         )
 
 
-def test_overlapping_captures_are_a_union_at_each_tap():
-    plan = _resolved([Capture(0, positions=slice(0, 4)), Capture([0, 1], positions=[3, "last"])])
-    tokens = [0] * 14
-    assert plan.alike == (((0, 1), (("resid_post", 0),)), ((1,), (("resid_post", 1),)))
-    assert plan.expected_rows(14, tokens) == {("resid_post", 0): 5, ("resid_post", 1): 2}
-    assert plan.ranges_of((0, 1), 14, tokens) == ((0, 4), (13, 14))
-
-
 def test_the_last_row_is_where_the_request_ended():
     where = _resolved(Capture(0, positions="last")).captures[0].where
     assert where == Where((), last_from=9)
@@ -103,14 +94,6 @@ def test_the_last_row_is_where_the_request_ended():
     generated = _resolved(Capture(0, positions="last", phase="generated")).captures[0].where
     assert (generated.possible, generated.final(10, ())) == (((10, None),), ())
     assert generated.final(11, ()) == ((10, 11),)
-
-
-def test_rows_by_token_id_are_counted_when_the_tokens_are_known():
-    plan = _resolved(Capture(0, positions={"tokens": [4]}, phase="generated"))
-    assert plan.captures[0].where == Where((), (Match(((10, None),), (4,)),))
-    assert plan.expected_rows(13, [0] * 10 + [4, 5, 4]) == {TAP: 2}
-    assert plan.ranges_of((0,), 13, [0] * 10 + [4, 5, 4]) == ((10, 11), (12, 13))
-    assert plan.expected_rows(12, [4] * 10 + [5, 5]) == {TAP: 0}
 
 
 def test_steps_are_known_by_all_that_they_do():

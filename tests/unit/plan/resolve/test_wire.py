@@ -157,9 +157,6 @@ def _survives(plan):
     assert to_bytes(found) == data
 
 
-# ---------------------------------------------------------------- there and back
-
-
 def test_the_message_of_a_plan_is_what_it_was():
     assert msgspec.msgpack.decode(to_bytes(_golden())) == MESSAGE
     assert from_bytes(_packed()) == _golden()
@@ -224,9 +221,6 @@ def test_a_named_vector_is_sent_as_its_digest_and_read_from_what_the_reader_has(
     other = Vector.parse([4, 2, 3])
     with pytest.raises(SpecError, match=rf"vectors\[0\]: .* '{vector.digest}' here"):
         from_bytes(data, {other.digest: other})
-
-
-# ---------------------------------------------------------------- nothing else is read
 
 
 def test_bytes_that_are_no_plan_are_refused():

@@ -97,8 +97,6 @@ def test_what_is_no_matrix_is_refused():
     )
 
 
-# ---------------------------------------------------------------- whole matrices
-
 SQUARE = [[1.5, -2.0], [0.25, 8.0]]
 WORDS = base64.b64encode(struct.pack("<4f", *SQUARE[0], *SQUARE[1])).decode()
 
