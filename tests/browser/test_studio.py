@@ -340,7 +340,6 @@ def test_a_patching_heatmap_fills_as_cells_come(page, server):
     engine = server.site.engine
     import asyncio
 
-    paused = asyncio.Event()
     count = 0
 
     async def pause() -> None:
@@ -365,7 +364,6 @@ def test_a_patching_heatmap_fills_as_cells_come(page, server):
         from lab.server.routes.test_fit import script
 
         engine.pause, engine.script = before, script
-        paused.set()
     from support.sweep_fake import logprob_of
 
     value = logprob_of(ord("x"), 3, 1) - logprob_of(ord("z"), 3, 1)

@@ -14,7 +14,6 @@ import torch
 
 from support import async_changes
 from support.async_calls import COUNT, KINDS, ask, params, prompt, refusal, taken, vector
-from support.async_evaluations import evaluate
 from support.async_lenses import stream_of_lenses
 from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, name_vectors
@@ -294,7 +293,6 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await async_changes.updates(llm, found)
         await async_changes.stops(llm, found)
         await server_wide(llm, found)
-        found["evaluated"] = [await evaluate(llm)]
         await inspect(llm).check_integrity()
     finally:
         llm.shutdown()
@@ -311,7 +309,6 @@ def offline(model: Path, found: dict[str, Any]) -> None:
             use_tqdm=False,
             **asked,
         )
-        found["evaluated"].append(asyncio.run(evaluate(llm)))
         found["offline"] = [
             {"generated": list(one.outputs[0].token_ids), **results(one)} for one in outputs
         ]

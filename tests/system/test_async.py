@@ -182,16 +182,6 @@ def test_streamed_lenses_and_features_come_with_their_tokens_through_registered_
             assert torch.equal(part, values[: len(some)])
 
 
-def test_fits_scores_of_texts_and_tried_strengths_are_those_of_the_offline_engine(found):
-    mine, theirs = found["evaluated"]
-    assert mine["best"] == theirs["best"]
-    assert len(mine["scores"][1]) == 49
-    assert len(mine["fitted"]) == 4
-    for name in ("fitted", "scores", "effect", "perplexity"):
-        for one, other in zip(mine[name], theirs[name], strict=True):
-            assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
-
-
 def test_edits_of_running_requests_change_where_their_receipts_say(
     found: dict[str, Any], tiny_llama: Path
 ) -> None:

@@ -17,7 +17,7 @@ from support.serving_fake import rows
 from unit.client.both import KINDS, Both
 
 from midstream import Capture, Probe, Replace, Steer
-from midstream.client import AsyncClient, Client, ServerError, extra_body
+from midstream.client import AsyncClient, Client, ServerError
 from midstream.client.outputs import Reader
 from midstream.errors import ConfigError, SpecError
 from midstream.plan.vectors.vector import Vector
@@ -391,16 +391,6 @@ def test_an_event_without_choices_changes_nothing():
     for value in ({"id": "r", "choices": []}, {"id": "r", "choices": None}, {"usage": {}}):
         assert reader.handles(value) == []
         assert reader.read(value, {}).text == "a"
-
-
-def test_extra_body_is_what_the_server_reads():
-    from midstream.server.request_field import take_field
-
-    body = extra_body(capture=Capture([1]), steer=Steer(V, 1), probes=PROBE, activations="inline")
-    wishes = take_field(json.loads(json.dumps(body)))
-    assert wishes.activations == "inline"
-    assert wishes.plan.edits == (Steer(V, 1),)
-    assert take_field(extra_body()).plan is None
 
 
 def test_an_update_is_sent_for_the_id_and_its_answer_is_read(over):

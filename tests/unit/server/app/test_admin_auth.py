@@ -115,12 +115,3 @@ def test_without_a_key_a_page_of_another_place_may_change_nothing(origin, expect
     # With a key, it is no question of where.
     keyed = Guard(allowed=None, admin_key=None, has_key=True, host="127.0.0.1")
     assert status(keyed, origin=origin) == 200
-
-
-def test_a_page_that_the_server_itself_showed_may_change_what_everybody_may():
-    anybody = Guard(allowed=True, admin_key=None, has_key=False, host="0.0.0.0")
-    page = {"origin": "http://box.example:8000"}
-    assert status(anybody, host="box.example:8000", **page) == 200
-    assert status(anybody, host="other.example", **page) == 403
-    assert status(anybody, **page) == 403
-    assert status(anybody, origin="null") == 403

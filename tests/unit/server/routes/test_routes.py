@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -108,6 +109,36 @@ async def test_ranges_are_served_and_leave_no_file_open(asked, expected):
             assert answer.status_code == status
             if part is not None:
                 assert answer.content == data[part]
+        assert open_files() <= before
+
+
+async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_no_file_open():
+    async with serving() as (site, client):
+        _, held = holding(site)
+        before, opened = open_files(), asyncio.Event()
+        go, ended = threading.Event(), threading.Event()
+        open_rows, loop = site.server.captures.open, asyncio.get_running_loop()
+
+        def slow(*given):
+            loop.call_soon_threadsafe(opened.set)
+            go.wait(10)
+            found = open_rows(*given)
+            ended.set()
+            return found
+
+        site.server.captures.open = slow
+        asked = asyncio.create_task(client.get(f"{ROWS}/{held.id}"))
+        await opened.wait()
+        asked.cancel()
+        loop.call_later(0.1, go.set)
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        for _ in range(100):
+            if ended.is_set() and not site.server.captures._read and open_files() <= before:
+                break
+            await asyncio.sleep(0.02)
+        assert ended.is_set()
+        assert not site.server.captures._read
         assert open_files() <= before
 
 
