@@ -67,12 +67,14 @@ def test_outputs_have_no_paths_errors_or_log_lines(path):
             assert not notebooks.NOISE.search(text), notebooks.NOISE.search(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["see /ho" + "me/someone/x", "Traceback (most recent call last)", "10.5it/s]", "INFO 11-24"],
-)
-def test_noise_is_found(text):
-    assert notebooks.NOISE.search(text)
+def test_noise_is_found():
+    noise = [
+        "see /ho" + "me/someone/x",
+        "Traceback (most recent call last)",
+        "10.5it/s]",
+        "INFO 1-2",
+    ]
+    assert all(map(notebooks.NOISE.search, noise))
     assert not notebooks.NOISE.search("in and/or https://example.org/home/page, ../../home/x")
 
 

@@ -56,7 +56,7 @@ for nth, counts in enumerate(ENGINE["files"].values()):
 SOURCES = {"date": "2026-01-03", "seams": 7, "differ": []}
 
 
-def test_the_overview_says_what_failed_and_what_was_not_run():
+def test_the_tables_say_what_failed_and_what_was_not_run_on_each_release():
     found = versions_table.overview(
         {
             "9.8.0": {"sources": {**SOURCES, "differ": ["vllm.a", "vllm.b"]}},
@@ -69,9 +69,6 @@ def test_the_overview_says_what_failed_and_what_was_not_run():
         "| 9.9.0 | 7 seams as expected, 2026-01-03 "
         "| 2 passed, 2 failed, 1 skipped in 3 files, 2026-01-02 | – |",
     ]
-
-
-def test_each_file_has_its_outcome_on_each_release():
     files = {"test_c": ENGINE["files"]["test_c"]}
     only = {**ENGINE, "package": "vllm 9.8.0", "files": files}
     found = versions_table.engine_tests(

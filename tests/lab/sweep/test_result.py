@@ -118,7 +118,9 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, package, extra, 
         use(made())
 
 
-def test_pictures_have_a_panel_for_each_site(tmp_path):
+def test_pictures_have_a_panel_for_each_site_and_heads_as_columns_where_there_is_one_position(
+    tmp_path,
+):
     html = made()._repr_html_()
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
@@ -130,9 +132,6 @@ def test_pictures_have_a_panel_for_each_site(tmp_path):
     assert "Recovered(LogProb(' a')), resid_pre" in text
     assert "\N{MINUS SIGN}3.00" in text
     assert "\N{MINUS SIGN}3.00" in made().picture().save(tmp_path / "sweep.html").read_text()
-
-
-def test_heads_are_columns_where_there_is_one_position():
     values = np.arange(8, dtype=np.float32).reshape(1, 2, 1, 4)
     coords = {"site": ["z"], "layer": [0, 1], "position": [3], "head": [0, 1, 2, 3]}
     dims = (*DIMS, "head")

@@ -28,28 +28,20 @@ from midstream.store import Entry
 def store(tmp_path_factory):
     """Two shards; request i has i + 2 rows at 0 …, its prompt is all but the last two of them."""
     root = tmp_path_factory.mktemp("store")
-    for first in (0, 3):
-        write(
-            root,
-            [
-                entry(
-                    f"r{i}", rows=i + 2, seed=10 * i, prompt_tokens=i, child=i % 2, tag="xy"[i % 2]
-                )
-                for i in range(first, first + 3)
-            ],
-        )
+    for numbers in (range(3), range(3, 6)):
+        parts = {i: {"prompt_tokens": i, "child": i % 2, "tag": "xy"[i % 2]} for i in numbers}
+        write(root, [entry(f"r{i}", rows=i + 2, seed=10 * i, **part) for i, part in parts.items()])
     return open_store(root)
+
+
+def rows_in(batch):
+    places = batch.request, batch.position.tolist()
+    return list(zip(batch.site, batch.layer.tolist(), *places, strict=True))
 
 
 def chosen(selection):
     """[(site, layer, request, position)] of all rows, read in batches."""
-    return [
-        row
-        for batch in selection.batches(5)
-        for row in zip(
-            batch.site, batch.layer.tolist(), batch.request, batch.position.tolist(), strict=True
-        )
-    ]
+    return [row for batch in selection.batches(5) for row in rows_in(batch)]
 
 
 def every():
@@ -95,10 +87,7 @@ def test_take_gives_the_rows_of_these_indices_in_their_order(store, data):
     indices = data.draw(st.lists(st.integers(0, len(selection) - 1), max_size=20))
     rows = every()
     batch = selection.take(indices)
-    found = zip(
-        batch.site, batch.layer.tolist(), batch.request, batch.position.tolist(), strict=True
-    )
-    assert list(found) == [rows[i] for i in indices]
+    assert rows_in(batch) == [rows[i] for i in indices]
     for value, i in zip(batch.values, indices, strict=True):
         site, layer, request, position = rows[i]
         number = int(request[1:])
