@@ -85,7 +85,8 @@ def is_listed(word: Ints, lists: Ints, tokens: Ints) -> NDArray[np.bool_]:
     """Return which tokens, [n, ID_COLUMNS], an instruction's ids or bit name."""
     start, count = word[layout.IDS_START], word[layout.IDS_COUNT]
     if count == layout.BY_BIT:
-        return (tokens[:, layout.SELECTED] >> start) & 1 != 0
+        has_bit: NDArray[np.bool_] = (tokens[:, layout.SELECTED] >> start) & 1 != 0
+        return has_bit
     return np.isin(tokens[:, layout.TOKEN_ID], lists[start : start + count])
 
 

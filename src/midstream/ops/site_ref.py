@@ -187,7 +187,7 @@ class _Work:
         listed = words[:, layout.IDS_COUNT] != 0
         if not listed.any():
             return None
-        mask = ~listed
+        mask: NDArray[np.bool_] = ~listed
         tokens = self._device.ids[self._rows[at]]
         for instruction in np.unique(which[listed]):
             mine = which == instruction

@@ -345,8 +345,9 @@ class ResolvedPlan:
         selections = [edit.where for edit in self.edits]
         selections += [capture.where for capture in self.captures]
         selections += [probe.where for probe in self.probes]
-        edited = [*self.edits, *(probe for probe in self.probes if probe.is_scan)]
-        automata = [automaton for part in edited for automaton in part.where.automata]
+        edited = [edit.where for edit in self.edits]
+        edited += [probe.where for probe in self.probes if probe.is_scan]
+        automata = [automaton for where in edited for automaton in where.automata]
         for name, value in {
             "taps": taps,
             "pattern_widths": widths,

@@ -37,8 +37,8 @@ class _Rows(NamedTuple):
     skipped: Ints  # rows of that run before it, which are of the prompt
     first: Tensor  # int64, the first row of each
     automaton: Tensor  # int64 [4, automata]: number, start, row of the states, bit
-    index: Tensor  # int64 [3, rows]: row, automaton's column, place among its rows
-    kept: Tensor  # int64, columns of `index` of the last rows of each, whose states are kept
+    places: Tensor  # int64 [3, rows]: row, automaton's column, place among its rows
+    kept: Tensor  # int64, columns of `places` of the last rows of each, whose states are kept
     longest: int  # most rows of one automaton
 
 
@@ -92,7 +92,7 @@ class AutomatonStates:
             return
         tables = self._tables
         assert tables is not None
-        row, column, place = rows.index
+        row, column, place = rows.places
         number, start, state_row, bit = rows.automaton
         if runs.exact or batch.unknown is None:
             positions = torch.from_numpy(runs.position[rows.run] + rows.skipped)
@@ -117,8 +117,8 @@ class AutomatonStates:
         """Return the rows of a step's generated tokens, by automaton."""
         # Of each slot: row, run, rows of that run before it, and number of its generated tokens.
         spans: dict[int, tuple[int, int, int, int]] = {}
-        table = np.array((runs.slot, runs.position, runs.row, runs.length)).T
-        for run, (slot, position, row, length) in enumerate(table.tolist()):
+        columns = np.array((runs.slot, runs.position, runs.row, runs.length)).T
+        for run, (slot, position, row, length) in enumerate(columns.tolist()):
             if slot not in self._held:
                 continue
             skipped = max(0, self._held[slot][0][0].start - position)
@@ -127,28 +127,29 @@ class AutomatonStates:
                 *known, count = spans.get(slot, (row + skipped, run, skipped, 0))
                 first_row, first_run, before = min(known, [row + skipped, run, skipped])
                 spans[slot] = (first_row, first_run, before, count + length - skipped)
-        automata, firsts, index, kept = [], [], [], []
+        automata: list[tuple[int, int, int, int]] = []
+        firsts: list[tuple[int, int, int]] = []
+        places: list[tuple[int, int, int]] = []
+        kept: list[int] = []
         for slot, (row, run, skipped, count) in spans.items():
             for bit, (automaton, state_row) in enumerate(zip(*self._held[slot], strict=True)):
                 number = self._numbers[_content(automaton)]
-                kept += range(
-                    len(index) + max(0, count - self._states.shape[1]), len(index) + count
-                )
-                index += [(row + place, len(automata), place) for place in range(count)]
+                first = len(places) + max(0, count - self._states.shape[1])
+                kept += range(first, len(places) + count)
+                places += [(row + place, len(automata), place) for place in range(count)]
                 automata.append((number, automaton.start, state_row, bit))
                 firsts.append((row, run, skipped))
         first_rows, first_runs, skips = np.array(firsts, np.int64).reshape(-1, 3).T
-        sent = [
-            on_device(torch.from_numpy(columns.copy()), self._ids.device)
-            for columns in (
-                first_rows,
-                np.array(automata, np.int64).reshape(-1, 4).T,
-                np.array(index, np.int64).reshape(-1, 3).T,
-                np.array(kept, np.int64),
-            )
-        ]
+        tables = (
+            first_rows,
+            np.array(automata, np.int64).reshape(-1, 4).T,
+            np.array(places, np.int64).reshape(-1, 3).T,
+            np.array(kept, np.int64),
+        )
+        device = self._ids.device
+        sent = [on_device(torch.from_numpy(table.copy()), device) for table in tables]
         longest = max((count for _, _, _, count in spans.values()), default=0)
-        return _Rows(runs, first_runs, skips, *sent, longest)
+        return _Rows(runs, first_runs, skips, sent[0], sent[1], sent[2], sent[3], longest)
 
     def check_integrity(self) -> None:
         """Check that each row of the states is free, or that of one automaton of a request."""

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from support import plans
 from support.stored import worker_info
 
+from midstream.plan.positions.automaton import Marks, automaton_of
 from midstream.plan.positions.position_set import Match, Where
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.protocol.scores import ScoreBlock
@@ -19,8 +20,13 @@ WORKER = worker_info(taps=(TAP,))
 ELSEWHERE = worker_info(taps=(("resid_post", 2),))
 PROMPT_LEN = 4
 
+MARKS = Marks((1,), (3,))
+MARKED = Where(
+    ((0, 2),), (Match(((4, None),), automaton=automaton_of(4, [(MARKS, MARKS.first)], [])),)
+)
 WHERES = st.sampled_from(
     [
+        MARKED,
         Where(((0, None),)),
         Where(((0, 2), (3, 4), (6, 9))),
         Where(((4, None),)),
@@ -48,6 +54,7 @@ def answer(span, slots):
     return [ScoreBlock(ELSEWHERE, positions, -values), ScoreBlock(WORKER, positions, values)]
 
 
+@example([MARKED, Where(((4, None),))], [[1], [0, 2], [], [2, 3, 0, 1], [0], [3], [1, 1, 1]], True)
 @given(
     wheres=st.lists(WHERES, min_size=1, max_size=3),
     pieces=st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=20),

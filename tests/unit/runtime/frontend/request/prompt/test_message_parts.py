@@ -111,15 +111,22 @@ def test_messages_without_a_part_have_none(template):
     assert found(template, chat, "answer") == found(template, chat, "content")
 
 
-def test_thinking_that_is_written_twice_or_changed_is_refused():
+REWRITES = "the chat template rewrites its thinking, or writes it more than once"
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ("m.content ~ '|' ~ m.content", REWRITES),
+        ("m.content | replace('them', 'it')", REWRITES),
+        ("m.content | upper", DROPS),
+        ("m.content[:15] ~ m.content[18:]", DROPS),
+    ],
+)
+def test_thinking_that_is_written_twice_or_changed_is_refused(written, problem):
     tokenizer = with_template("qwen")
-    rewritten = "the chat template rewrites its thinking, or writes it more than once"
-    for template in (
-        "{% for m in messages %}{{ m.content }}|{{ m.content }}{% endfor %}",
-        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
-        "{% for m in messages %}{{ m.content[:15] }}{{ m.content[18:] }}{% endfor %}",
-    ):
-        text = tokenizer.apply_chat_template([THOUGHT], chat_template=template, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        (span,) = message_spans(tokenizer, [THOUGHT], ids, part="thinking", chat_template=template)
-        assert span.problem in (rewritten, DROPS)
+    template = f"{{% for m in messages %}}{{{{ {written} }}}}{{% endfor %}}"
+    text = tokenizer.apply_chat_template([THOUGHT], chat_template=template, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    (span,) = message_spans(tokenizer, [THOUGHT], ids, part="thinking", chat_template=template)
+    assert span.problem == problem
