@@ -10,7 +10,7 @@ STREAMS: tuple[Fault, ...] = (
     Fault(
         "An edit of one of several streams is written to a copy",
         "_fire_columns",
-        "value.copy_(rows.unflatten(1, (columns.streams, -1)).transpose(0, 1))",
+        "value.copy_(wide.unflatten(1, (columns.streams, -1)).transpose(0, 1))",
         "pass",
         _STREAMS + "test_an_edit_of_one_stream_is_a_hook_there",
     ),
