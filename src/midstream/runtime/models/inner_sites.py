@@ -103,7 +103,8 @@ def find_streams(layer: nn.Module, convention: LayerConvention) -> dict[str, Inn
     if not convention.streams:
         return {}
     count = forward_source.number(layer, f"self.{convention.streams}")
-    width = layer.get_submodule(convention.mid or "").weight.shape[-1]
+    norm: Any = layer.get_submodule(convention.mid or "")
+    width = int(norm.weight.shape[-1])
     assert count is not None
     place = InnerPlace("", "output", None, 0, count * width, count, "whole", streams=True)
     entry = replace(place, at="input", argument=convention.hidden)

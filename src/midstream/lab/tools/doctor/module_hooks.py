@@ -137,14 +137,16 @@ class HookedModules:
         return list(output.outputs[0].token_ids)
 
     def _tensors(self, values: Any) -> list[Tensor]:
-        """Return the rows [T, H] among arguments or results, in their order."""
+        """Return the rows [T, H], or of several streams [T, S, H], among arguments or results."""
         parts = list(values) if isinstance(values, (tuple, list)) else [values]
         return [
-            part.view(-1, self._width)
+            part.transpose(0, 1)
+            if part.dim() == 3 and len(part) > 1
+            else part.view(-1, self._width)
             for part in parts
             if isinstance(part, Tensor)
             and part.is_floating_point()
-            and (part.dim() == 2 or (part.dim() == 3 and part.shape[0] == 1))
+            and part.dim() in (2, 3)
             and part.shape[-1] == self._width
         ]
 
@@ -256,14 +258,14 @@ class HookedModules:
         if change is not None:
             used = [part for part, factor in zip(parts, halves, strict=False) if factor]
             before = torch.stack([part.cpu().double() for part in used]).sum(dim=0)
-            self._before[tap].append(before.float())
-            changed = change(before)
+            self._before[tap].append(before.flatten(1).float())
+            changed = change(before.flatten(1)).view_as(before)
             # The last half gets the rows, the other what was rounded off.
             for part in reversed(used):
                 part.copy_(changed)
                 changed = changed - part.cpu().double()
             rows = stream(parts, halves)
-        self._rows[tap].append(rows.cpu().float().clone())
+        self._rows[tap].append(rows.flatten(1).cpu().float().clone())
 
 
 def stream(parts: Sequence[Tensor], halves: Halves) -> Tensor:

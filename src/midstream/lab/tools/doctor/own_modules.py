@@ -68,11 +68,11 @@ class OwnModules(HookedModules):
             entry = FIRST if len(taken[index]) == 1 else before
             if entry is not None and len(taken[index]) <= 2:
                 self._halves[index, False] = entry
+            names = find_inputs(calls[index])
             if entry is not None and halves is not None:
                 pre, post = stream(taken[index], entry), stream(given[index], halves)
-                names = find_branches(calls[index], pre, post)
-            else:  # the layer has several streams, say
-                names = find_inputs(calls[index])
+                if pre.dim() == 2:  # one stream
+                    names = find_branches(calls[index], pre, post)
             for site, name in names.items():
                 self._children[site, index] = name
         self._find_ends(tokens)

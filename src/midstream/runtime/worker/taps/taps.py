@@ -246,9 +246,9 @@ def _fire(module: Any, table: Tensor, hidden: Tensor, residual: Tensor | None) -
 
 def _fire_columns(module: Any, columns: _Columns, value: Tensor) -> None:
     if columns.streams:
-        rows = value.transpose(0, 1).flatten(1).contiguous()
-        torch.ops.midstream.site(rows, None, columns.table, module.midstream_tally, columns.start)
-        value.copy_(rows.unflatten(1, (columns.streams, -1)).transpose(0, 1))
+        wide = value.transpose(0, 1).flatten(1).contiguous()
+        torch.ops.midstream.site(wide, None, columns.table, module.midstream_tally, columns.start)
+        value.copy_(wide.unflatten(1, (columns.streams, -1)).transpose(0, 1))
         return
     flat = value
     if value.dim() != 2:
