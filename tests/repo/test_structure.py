@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_CLASS_LINES = 500, 250
-MOST_LINES = {"core": 66_240, "lab": 19_250}
+MOST_LINES = {"core": 66_300, "lab": 19_730}
 MOST_MODULES = 20
 # English words that end in -ing and are nouns.
 NOUNS = {"string", "steering", "tracing", "listing", "sizing"}
