@@ -57,6 +57,16 @@ _BAILING_LINEAR = {
     "v_head_dim": 128, "short_conv_kernel_size": 4, "group_norm_size": 1, "rope_interleave": True,
     "partial_rotary_factor": 0.5, "no_kda_lora": True,
 }  # fmt: skip
+_DBRX = {
+    "d_model": 64, "n_heads": 2, "n_layers": 3, "max_seq_len": 512,
+    "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": None},
+    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2,
+                   "ffn_act_fn": {"name": "silu"}, "moe_normalize_expert_weights": 1},
+}  # fmt: skip
+_TELECHAT = {
+    "add_bias_linear": False, "seq_length": 512, "n_layer": 3, "n_head": 2, "n_embed": 64,
+    "ffn_hidden_size": 96, "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
 _LOOP = {"max_window_layers": 3, "loop_num": 2, "loop_window_size": 64, "use_sliding_window": False}
 _CHATGLM = {
     "num_layers": 3, "ffn_hidden_size": 96, "padded_vocab_size": 199, "kv_channels": 32,
@@ -112,6 +122,7 @@ _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "BailingMoeV3ForCausalLM": ("bailing_moe_v3", _BAILING_LINEAR),
     "ChatGLMForConditionalGeneration": ("chatglm", _CHATGLM),
     "ChatGLMModel": ("chatglm", _CHATGLM),
+    "DbrxForCausalLM": ("dbrx", _DBRX),
     "DeciLMForCausalLM": ("nemotron-nas", _DECI),
     "DeepseekForCausalLM": ("deepseek", _DEEPSEEK),
     "ExaoneForCausalLM": ("exaone", _EXAONE),
@@ -133,7 +144,7 @@ _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Step1ForCausalLM": ("step1", _STEP1),
     "Step3TextForCausalLM": ("step3_text", _STEP3),
     "Step3p5ForCausalLM": ("step3p5", _STEP3P5),
-    "TeleChat2ForCausalLM": ("telechat", {"add_bias_linear": False, "seq_length": 512}),
+    "TeleChat2ForCausalLM": ("telechat", _TELECHAT),
     "TeleFLMForCausalLM": ("TeleFLM", {"use_mup": False}),
 }
 BARE: dict[str, dict[str, Any]] = {

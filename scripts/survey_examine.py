@@ -62,13 +62,13 @@ def examine(candidate: Candidate, settings: EngineSettings) -> dict[str, Any]:
     """Return the doctor's report; for a multimodal class with an image if one can be made here."""
     from midstream.lab.tools.doctor.report import UNBUILT
 
-    if candidate.name in survey_multimodal.BARE:
+    if candidate.name in {**survey_multimodal.BARE, **BARE}:
         said = _examine_bare(candidate, settings)
     elif candidate.name in survey_processors.FAMILIES:
         said = _examine_processed(candidate, settings)
         if said["outcome"] == UNBUILT:
             said = {**_examine_small(candidate, settings), "without": said["reason"]}
-    elif candidate.model_type or candidate.name in BARE:
+    elif candidate.model_type:
         said = _examine_small(candidate, settings)
     else:
         return {"outcome": UNBUILT, "reason": NO_MODEL}
@@ -79,16 +79,20 @@ def examine(candidate: Candidate, settings: EngineSettings) -> dict[str, Any]:
 
 
 def _examine_bare(candidate: Candidate, settings: EngineSettings) -> dict[str, Any]:
-    """Examine a multimodal class by a whole configuration, as it is written here."""
+    """Examine a class by a whole configuration, as it is written here."""
     from midstream.lab.tools.doctor.drawn_images import DRAWN
     from midstream.lab.tools.doctor.examine import Options, examine
     from midstream.lab.tools.doctor.model_copy import drawn_weights, unknown_config
     from midstream.lab.tools.doctor.report import UNBUILT
 
-    fields = {**survey_multimodal.BARE[candidate.name], "architectures": [candidate.name]}
+    bare = {**survey_multimodal.BARE, **BARE}
+    fields = {**bare[candidate.name], "architectures": [candidate.name]}
     unknown_config(copy.deepcopy(fields))
     reasons = []
-    for images, only in ((DRAWN, {}), ("", {"language_model_only": True})):
+    runs: list[tuple[str, dict[str, Any]]] = [("", {})]
+    if candidate.multimodal:
+        runs = [(DRAWN, {}), ("", {"language_model_only": True})]
+    for images, only in runs:
         with tempfile.TemporaryDirectory(prefix="midstream-survey-") as folder:
             (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
             if candidate.name in survey_multimodal.TOKENIZERS:
@@ -136,20 +140,17 @@ def _examine_small(candidate: Candidate, settings: EngineSettings) -> dict[str, 
     from transformers import CONFIG_MAPPING
 
     from midstream.lab.tools.doctor.examine import Options, examine_config
-    from midstream.lab.tools.doctor.model_copy import unknown_config
 
     engine = settings.engine()
     if candidate.name in survey_settings.LEFT_TO_THE_BACKEND:
         engine["model_impl"] = "transformers"
     if candidate.multimodal:
         config = survey_multimodal.config_of(candidate.name, candidate.model_type)
-    elif candidate.model_type:
+    else:
         fields = survey_settings.SETTINGS.get(candidate.model_type, {})
         if settings.on_gpu:
             fields = {**fields, **survey_settings.ON_GPU.get(candidate.model_type, {})}
         config = CONFIG_MAPPING[candidate.model_type](**fields)
-    else:
-        config = unknown_config(BARE[candidate.name])
     options = Options(
         candidate.name,
         dtype=settings.dtype_for(candidate),

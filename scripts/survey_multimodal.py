@@ -108,7 +108,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "lfm2_vl": {"text_config": survey_settings.SETTINGS["lfm2"]},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
-    "qwen3_omni_moe": {"thinker_config": {"vision_config": {"image_size": 224}}},
+    "qwen3_omni_moe": {
+        "thinker_config": {"vision_config": {"image_size": 224, "apply_vit_abs_pos_embed": True}}
+    },
     "qwen3_vl_moe": {"text_config": {"norm_topk_prob": True}},
 }
 # Whole small configurations of model types that transformers lacks.

@@ -73,13 +73,14 @@ BARE: dict[str, dict[str, Any]] = {
         "vit_max_num_patch_per_side": 8,
     },
     "BailingMoeV3VLForConditionalGeneration": {
-        "model_type": "bailing_moe_v3_vl", "mrope_section": [4, 6, 6],
+        "model_type": "bailing_moe_v3_vl",
         "text_config": {
             **SIZES, "num_hidden_layers": 4, "layer_group_size": 2, "num_experts": 4,
             "no_kda_lora": True,
             "num_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
             "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,
-            "first_k_dense_replace": 1, "rope_parameters": MROPE, "head_dim": 128,
+            "first_k_dense_replace": 1, "head_dim": 128,
+            "rope_parameters": {**MROPE, "mrope_section": [12, 10, 10]},
             "moe_router_enable_expert_bias": False, "score_function": "softmax",
             "scoring_func": "softmax",
         },
