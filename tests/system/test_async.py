@@ -111,9 +111,6 @@ def test_the_engine_says_what_is_tapped_once_it_was_asked(found):
     assert found["sites"] == sorted((site, layer) for site in TAPPED for layer in range(3))
 
 
-# ---------------------------------------------------------------- rows on the way
-
-
 STREAMED = [(site, layer) for layer in (0, 2) for site in ALL_SITES]
 
 

@@ -37,9 +37,6 @@ def holding(site, count=5):
     return data, site.server.captures.store(data, "127.0.0.1", "r", {"codec": "raw"})
 
 
-# ------------------------------------------------------------------ held rows
-
-
 async def test_server_wide_captures_are_set_shown_collected_and_cleared():
     async with serving() as (site, client):
         body = {"capture": {"layers": [1], "positions": "last_prompt"}}
@@ -194,8 +191,6 @@ async def test_another_key_does_not_see_rows_and_the_spelling_of_a_header_makes_
         }
     assert list(listed.values()) == [1, 1, 1, 0]
 
-
-# ------------------------------------------------------------------ vectors
 
 UPLOADS = {
     "by layer": {"1": V, "-1": {"vector": V, "scale": 2}},
