@@ -143,14 +143,6 @@ def test_most_streams_show_rows_and_scores_before_their_last_output(found):
     assert sum(len(one["shown"]) > 1 for one in found["streams"]) > 12
 
 
-def test_an_aborted_request_has_the_rows_that_were_known(found):
-    mine = found["stream aborted"]
-    assert mine["reason"] == "abort"
-    (_, _, before), (_, finished, last) = mine["shown"][-2:]
-    assert finished
-    assert len(last["resid_pre", 0][1]) >= len(before["resid_pre", 0][1])
-
-
 def test_rows_on_the_way_are_refused_where_no_output_would_show_them(found):
     final, several, session = found["stream refused"]
     for kind, problem in (final, several):
