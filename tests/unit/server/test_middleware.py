@@ -193,9 +193,6 @@ async def test_before_the_engine_is_there_it_is_503():
         assert (await post(client, {"prompt": "abc"})).status_code == 200
 
 
-# ------------------------------------------------------------------ lengths
-
-
 async def test_a_body_is_refused_by_its_header_before_it_is_read():
     async with serving(max_body_bytes=100) as (site, client):
         for path in ("/v1/completions", "/v1/embeddings", "/v1/midstream/steering"):
