@@ -132,7 +132,8 @@ def test_makes_a_folder_that_transformers_loads(pip, place):
     assert tokenizer.chat_template == "{{ messages }}"
 
 
-def test_a_complete_folder_is_left_alone_in_milliseconds(pip, place):
+def test_a_complete_folder_is_left_alone_in_milliseconds_and_an_empty_one_filled(pip, place):
+    place.mkdir(parents=True)
     smollm2.make_smollm2(place)
     before = {path: path.stat().st_mtime_ns for path in place.iterdir()}
     start = time.perf_counter()
