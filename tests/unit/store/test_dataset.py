@@ -47,7 +47,8 @@ def flat(batches):
 def test_every_row_comes_once_whatever_the_number_of_workers(selection, workers, shuffle):
     dataset = RowDataset(selection, 100, shuffle=shuffle, buffer=512)
     batches = epoch(dataset, workers)
-    assert sorted(flat(batches)) == list(range(len(selection)))
+    found = flat(batches)
+    assert (found if workers + shuffle == 0 else sorted(found)) == list(range(len(selection)))
     sizes = Counter(map(len, batches))
     assert sum(count for size, count in sizes.items() if size != 100) <= max(1, workers)
 
