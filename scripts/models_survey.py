@@ -1,9 +1,10 @@
-"""Survey of all decoder-only architectures of vLLM by the doctor, into docs/data/models.json.
+"""Survey of all architectures of vLLM by the doctor, into docs/data/models.json.
 
-scripts/models_survey.py [ARCHITECTURE …] [--out FILE] [--limit SECONDS] [--missing]
+scripts/models_survey.py [ARCHITECTURE …] [--list FILE] [--out FILE] [--limit SECONDS] [--missing]
+    [--gpu] [--jobs N]
 
 vLLM and transformers are imported once. Each architecture runs in a process that is forked from
-there, one at a time, and is killed at the limit. The file is written after each architecture, so an
+there, N at once, and is killed at the limit. The file is written after each architecture, so an
 interrupted survey can continue with --missing. scripts/models_table.py creates the tables of
 docs/models.md from the file.
 """
@@ -11,24 +12,20 @@ docs/models.md from the file.
 from __future__ import annotations
 
 import argparse
-import datetime
+import functools
 import gc
-import json
 import os
-import select
-import signal
 import sys
-import time
-import traceback
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import survey_file
+import survey_multimodal
 import survey_settings
 from markers import ROOT
-from survey_bare import BARE
+from survey_examine import BACKEND, OWN, Candidate, EngineSettings, examine
+from survey_processes import run_each
 
 # A forked process does not have its parent's threads, so the parent must not start any.
 ENVIRONMENT = {
@@ -44,25 +41,14 @@ ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
 }
-OWN, BACKEND = "vLLM", "Transformers backend"
+GPU_ENVIRONMENT = {
+    **{name: value for name, value in ENVIRONMENT.items() if "CPU" not in name},
+    # A process that is forked cannot use CUDA if its parent does.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Its kernels would be compiled first.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 UNKNOWN = "are not supported for now"
-UNREAD = "failed to be inspected"
-NO_MODEL = "transformers has no such model; its code comes with its weights, and is never run here"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One architecture.
-
-    Attributes:
-        name: name in vLLM's registry, or in transformers if vLLM has no own model of it.
-        runs: OWN or BACKEND.
-        model_type: model type of transformers' configuration; empty if transformers has none.
-    """
-
-    name: str
-    runs: str
-    model_type: str
 
 
 def main() -> int:
@@ -71,32 +57,44 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/data/models.json")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument("--list", type=Path, metavar="FILE", help="names, one on each line")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    parser.add_argument(
+        "--gpu", action="store_true", help="on CUDA devices; all engines in bfloat16"
+    )
     parser.add_argument(
         "--missing", action="store_true", help="only architectures missing in the file"
     )
     options = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
-    _import_once()
-    found = _read(options.out)
-    for one in candidates():
-        if options.names and one.name not in options.names:
-            continue
-        if options.missing and one.name in found["models"]:
-            continue
-        started = time.monotonic()
-        said = _one(one, options.limit)
+    os.environ.update(GPU_ENVIRONMENT if options.gpu else ENVIRONMENT)
+    _import_once(on_gpu=options.gpu)
+    wanted = list(options.names)
+    if options.list:
+        wanted += options.list.read_text(encoding="utf-8").split()
+    found = survey_file.read(options.out)
+    known = {candidate.name: candidate for candidate in candidates()}
+    chosen = [
+        known[name]
+        for name in wanted or known
+        if name in known and not (options.missing and name in found["models"])
+    ]
+    if options.gpu:
+        found["host"] = "CUDA"
+    settings = EngineSettings(options.gpu)
+    work = functools.partial(examine, settings=settings)
+    for candidate, said, seconds in run_each(chosen, work, options.limit, options.jobs):
         if UNKNOWN in said["reason"]:
             # A model of transformers that vLLM does not support.
-            found["models"].pop(one.name, None)
+            found["models"].pop(candidate.name, None)
             continue
-        found["models"][one.name] = said
-        _write(options.out, found)
-        seconds = time.monotonic() - started
+        found["models"][candidate.name] = survey_file.entry(candidate, said)
+        survey_file.write(options.out, found)
         sys.stdout.write(
-            f"{one.name}: {said['outcome']} {said['reason'][:200]} ({seconds:.0f} s)\n"
+            f"{candidate.name}: {said['outcome']} {said.get('images', '')} "
+            f"{said['reason'][-400:]!r} ({seconds:.0f} s)\n"
         )
         sys.stdout.flush()
-    return int(any(one["outcome"] == "wrong" for one in found["models"].values()))
+    return int(any(entry["outcome"] == "wrong" for entry in found["models"].values()))
 
 
 def candidates() -> list[Candidate]:
@@ -125,13 +123,37 @@ def candidates() -> list[Candidate]:
         if name not in known or name in survey_settings.LEFT_TO_THE_BACKEND
         if model_type not in survey_settings.NO_DECODERS
     ]
+    found += _multimodal()
     return list({one.name: one for one in reversed(found)}.values())[::-1]
 
 
-def _import_once() -> None:
+def _multimodal() -> list[Candidate]:
+    """Return the architectures of vLLM's multimodal list."""
+    from transformers.models.auto import modeling_auto as auto
+    from vllm.model_executor.models import registry
+
+    types: dict[str, str] = {}
+    for table in (
+        auto.MODEL_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ):
+        for model_type, names in table.items():
+            types |= dict.fromkeys([names] if isinstance(names, str) else names, model_type)
+    types |= survey_multimodal.TYPES
+    return [
+        Candidate(name, OWN, types.get(name, ""), multimodal=True)
+        for name in registry._MULTIMODAL_MODELS  # noqa: SLF001
+    ]
+
+
+def _import_once(*, on_gpu: bool) -> None:
     import transformers  # noqa: F401
     import vllm.model_executor.models.llama
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    if not on_gpu:
+        import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.model_executor.models import registry
 
     import midstream.api.llm
@@ -143,144 +165,6 @@ def _import_once() -> None:
     # What is imported now stays: garbage collection in the forked processes can skip it.
     gc.collect()
     gc.freeze()
-
-
-def _one(candidate: Candidate, limit: float) -> dict[str, Any]:
-    """Return the doctor's findings for one architecture, from a separate process."""
-    if not candidate.model_type and candidate.name not in BARE:
-        return _entry(candidate, {"outcome": "cannot be built", "reason": NO_MODEL})
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _in_child(candidate, writing)
-    os.close(writing)
-    text = _until(reading, limit)
-    if text is None:
-        os.killpg(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if text:
-        return _entry(candidate, json.loads(text))
-    if text is None:
-        reason = f"no answer within {limit:.0f} s"
-    else:
-        reason = f"vLLM's process was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return _entry(candidate, {"outcome": "cannot be built", "reason": reason})
-
-
-def _in_child(candidate: Candidate, writing: int) -> None:
-    os.setsid()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
-        os.dup2(nowhere, number)
-    try:
-        text = json.dumps(_examine(candidate))
-    except BaseException:  # noqa: BLE001
-        # The doctor itself failed: a bug in midstream, not a finding about the model.
-        text = json.dumps({"outcome": "wrong", "reason": traceback.format_exc(limit=-3)})
-    with os.fdopen(writing, "w", encoding="utf-8") as pipe:
-        pipe.write(text)
-    os._exit(0)
-
-
-def _examine(candidate: Candidate) -> dict[str, Any]:
-    from transformers import CONFIG_MAPPING
-
-    from midstream.lab.tools.doctor.examine import Options, examine_config
-    from midstream.lab.tools.doctor.model_copy import unknown_config
-
-    settings = survey_settings.SETTINGS.get(candidate.model_type, {})
-    engine: dict[str, Any] = {}
-    if candidate.name in survey_settings.LEFT_TO_THE_BACKEND:
-        engine["model_impl"] = "transformers"
-    if candidate.model_type:
-        config = CONFIG_MAPPING[candidate.model_type](**settings)
-    else:
-        config = unknown_config(BARE[candidate.name])
-    dtype = "bfloat16" if candidate.model_type in survey_settings.BFLOAT16 else "float32"
-    options = Options(
-        candidate.name,
-        dtype=dtype,
-        architecture=candidate.name,
-        engine=tuple(sorted(engine.items())),
-    )
-    said = examine_config(options, config).to_dict()
-    if UNREAD in said["reason"]:
-        said["reason"] = f"vLLM cannot load it here: {_why_unread(candidate.name)}"
-    # Remove the arguments that pydantic appends.
-    said["reason"] = said["reason"].split(" [type=")[0]
-    return said
-
-
-def _why_unread(name: str) -> str:
-    """Return why vLLM cannot import a model's module; vLLM's own error omits the reason."""
-    from vllm.model_executor.models import registry
-
-    try:
-        registry.ModelRegistry.models[name].load_model_cls()
-    except ImportError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no reason given"
-
-
-def _until(reading: int, limit: float) -> str | None:
-    """Return the text from a pipe until it is closed; None if that takes longer than the limit."""
-    end = time.monotonic() + limit
-    parts: list[bytes] = []
-    with os.fdopen(reading, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-            part = pipe.read(1 << 16)
-            if not part:
-                return b"".join(parts).decode("utf-8")
-            parts.append(part)
-    return None
-
-
-def _entry(candidate: Candidate, said: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of the file for a report."""
-    sites = said.get("sites", [])
-    entry: dict[str, Any] = {
-        "runs": candidate.runs,
-        "outcome": said["outcome"],
-        "reason": said["reason"],
-    }
-    if said.get("compared_with"):
-        entry["compared_with"] = said["compared_with"]
-    if sites:
-        entry["layer_classes"] = said["layer_classes"]
-        entry["layers"] = 1 + max(one["layer"] for one in sites)
-        for outcome in ("lacking", "not compared"):
-            entry[outcome] = _by_reason([one for one in sites if one["outcome"] == outcome])
-        entry["compared"] = sum(one["outcome"] == "ok" for one in sites)
-        entry["operations"] = sum(one["outcome"] == "ok" for one in said["operations"])
-        entry["worst"] = float(f"{said['worst']:.1e}") if said["worst"] is not None else None
-    return entry
-
-
-def _by_reason(sites: list[dict[str, Any]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for one in sites:
-        names = found.setdefault(one["reason"], [])
-        if one["site"] not in names:
-            names.append(one["site"])
-    return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if path.exists():
-        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return read
-    return {"models": {}}
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    from midstream.lab.tools.doctor.examine import versions
-
-    found["versions"] = dict(versions())
-    found["date"] = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    found["models"] = dict(sorted(found["models"].items(), key=lambda item: item[0].lower()))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

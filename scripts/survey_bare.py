@@ -39,31 +39,112 @@ _STEP3P5 = {
     "num_attention_groups": 1, "moe_num_experts": 4, "moe_top_k": 2, "share_expert_dim": 48,
     "moe_intermediate_size": 48, "moe_layers_enum": "1,2", "moe_router_scaling_factor": 1.0,
     "norm_expert_weight": True, "layer_types": ["full_attention"] * 3, "sliding_window": 64,
-    "use_moe_router_bias": True, "need_fp32_gate": True, "att_impl_type": "GQA",
+    "use_moe_router_bias": False, "moe_router_activation": "softmax", "need_fp32_gate": True,
+    "att_impl_type": "GQA",
     "use_head_wise_attn_gate": False, "yarn_only_types": [], "partial_rotary_factors": [1.0] * 3,
     "rope_parameters": None,
 }  # fmt: skip
 _SARVAM = {
     **_DEEPSEEK, "num_experts": 4, "num_shared_experts": 1, "use_qkv_bias": False,
-    "use_bias": False, "score_function": "sigmoid", "n_group": 1, "topk_group": 1,
+    "use_bias": False, "score_function": "softmax", "n_group": 1, "topk_group": 1,
     "routed_scaling_factor": 1.0, "moe_router_enable_expert_bias": False, "use_qk_norm": True,
     "embedding_dropout": 0.0, "output_dropout": 0.0, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 
+_BAILING_LINEAR = {
+    **_BAILING, "num_hidden_layers": 4, "layer_group_size": 2, "head_dim": 128,
+    "kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "short_conv_kernel_size": 4, "group_norm_size": 1, "rope_interleave": True,
+    "partial_rotary_factor": 0.5, "no_kda_lora": True,
+}  # fmt: skip
+_DBRX = {
+    "d_model": 64, "n_heads": 2, "n_layers": 3, "max_seq_len": 512,
+    "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": None},
+    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2,
+                   "ffn_act_fn": {"name": "silu"}, "moe_normalize_expert_weights": 1},
+}  # fmt: skip
+_TELECHAT = {
+    "add_bias_linear": False, "seq_length": 512, "n_layer": 3, "n_head": 2, "n_embed": 64,
+    "ffn_hidden_size": 96, "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+_LOOP = {"max_window_layers": 3, "loop_num": 2, "loop_window_size": 64, "use_sliding_window": False}
+_CHATGLM = {
+    "num_layers": 3, "ffn_hidden_size": 96, "padded_vocab_size": 199, "kv_channels": 32,
+    "seq_length": 512, "multi_query_attention": True, "multi_query_group_num": 1,
+    "add_bias_linear": False, "add_qkv_bias": True, "layernorm_epsilon": 1e-5, "rmsnorm": True,
+    "post_layer_norm": True, "apply_residual_connection_post_layernorm": False,
+    "original_rope": True, "fp32_residual_connection": False, "hidden_dropout": 0.0,
+}  # fmt: skip
+_DECI = {
+    "block_configs": [
+        {
+            "attention": {"no_op": layer == 1, "n_heads_in_group": 2, "replace_with_linear": False},
+            "ffn": {"no_op": layer == 2, "ffn_mult": 1.5, "replace_with_linear": False},
+        }
+        for layer in range(4)
+    ],
+    "num_hidden_layers": 4,
+}
+_LATENT = {
+    **_DEEPSEEK, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 1, "topk_group": 1,
+    "topk_method": "greedy", "scoring_func": "softmax", "routed_scaling_factor": 1.0,
+}  # fmt: skip
+_PANGU = {**_LATENT, "sandwich_norm": True, "router_enable_expert_bias": False}
+_PARAM2 = {
+    **_SARVAM,
+    "score_function": "softmax",
+    "moe_shared_expert_intermediate_size": 48,
+    "rope_scaling": None,
+}
+_STEP1 = {"num_attention_groups": 1, "rope_parameters": None}
+_STEP3 = {
+    "num_attention_groups": 1, "max_seq_len": 512, "moe_num_experts": 4, "moe_top_k": 2,
+    "moe_intermediate_size": 48, "max_position_embedding": 512, "share_expert_dim": 48,
+    "share_q_dim": 64, "norm_expert_weight": False, "moe_layers_enum": "1,2",
+}  # fmt: skip
+_PLAMO3 = {
+    "interleaved_sliding_window": [64, None, 64], "rope_local_theta": 10000.0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "window_size": 64, "sliding_window": 64,
+}  # fmt: skip
+_RNJ1 = {
+    "query_pre_attn_scalar": 32, "sliding_window": 64, "sliding_window_pattern": 2,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+    "final_logit_softcapping": None, "attn_logit_softcapping": None,
+    "rope_local_base_freq": 10000.0,
+}  # fmt: skip
 _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "BailingMoeForCausalLM": ("bailing_moe", _BAILING),
     "BailingMoeV2ForCausalLM": ("bailing_moe_v2", _BAILING),
+    "BailingMoeV2_5ForCausalLM": ("bailing_moe_linear", _BAILING_LINEAR),
+    "BailingMoeV3ForCausalLM": ("bailing_moe_v3", _BAILING_LINEAR),
+    "ChatGLMForConditionalGeneration": ("chatglm", _CHATGLM),
+    "ChatGLMModel": ("chatglm", _CHATGLM),
+    "DbrxForCausalLM": ("dbrx", _DBRX),
+    "DeciLMForCausalLM": ("nemotron-nas", _DECI),
     "DeepseekForCausalLM": ("deepseek", _DEEPSEEK),
     "ExaoneForCausalLM": ("exaone", _EXAONE),
+    "IQuestLoopCoderForCausalLM": ("iquestloopcoder", _LOOP),
     "InternLM2ForCausalLM": ("internlm2", {"bias": False}),
     "MiniCPMForCausalLM": ("minicpm", _MINICPM),
+    "MistralLarge3ForCausalLM": ("mistral_large_3", _LATENT),
     "NanbeigeForCausalLM": ("nanbeige", {"attention_bias": False, "mlp_bias": False}),
     "OrionForCausalLM": ("orion", {}),
     "PanguEmbeddedForCausalLM": ("PanguEmbedded", {"bias": True}),
+    "PanguProMoEV2ForCausalLM": ("pangu_pro_moe_v2", _PANGU),
+    "PanguUltraMoEForCausalLM": ("pangu_ultra_moe", _PANGU),
+    "Param2MoEForCausalLM": ("param2moe", _PARAM2),
+    "Plamo3ForCausalLM": ("plamo3", _PLAMO3),
+    "Rnj1ForCausalLM": ("rnj1", _RNJ1),
+    "SarvamMLAForCausalLM": ("sarvam_mla", {**_LATENT, **_SARVAM, "score_function": "softmax"}),
     "SarvamMoEForCausalLM": ("sarvam_moe", _SARVAM),
     "SolarForCausalLM": ("solar", _SOLAR),
+    "Step1ForCausalLM": ("step1", _STEP1),
+    "Step3TextForCausalLM": ("step3_text", _STEP3),
     "Step3p5ForCausalLM": ("step3p5", _STEP3P5),
-    "TeleChat2ForCausalLM": ("telechat", {"add_bias_linear": False, "seq_length": 512}),
+    "TeleChat2ForCausalLM": ("telechat", _TELECHAT),
     "TeleFLMForCausalLM": ("TeleFLM", {"use_mup": False}),
 }
 BARE: dict[str, dict[str, Any]] = {

@@ -13,6 +13,14 @@ _GRANITE = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0}
 # Fields of a model type's configuration, as published models have them.
 SETTINGS: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "aria_text": {"num_experts_per_tok": 6},
+    "cohere_compass_text": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
     "dbrx": {"attn_config": {"rope_theta": 10000.0}},
     "deepseek_v2": {
         "num_experts_per_tok": 6,
@@ -23,6 +31,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moe_layer_freq": 1,
     },
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "dots1": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 1},  # of a small copy's few layers
     "glm4_moe": {"head_dim": 128},
     "glm4_moe_lite": {"first_k_dense_replace": 1, "moe_layer_freq": 1},
     "granite": _GRANITE,
@@ -67,7 +85,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "swa_rope_theta": 1e4,
         "partial_rotary_factor": 0.334,
     },
-    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "longcat_flash": {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+    },
     # vLLM's CPU build has no router but with a softmax.
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "softmax"},
     "ministral": {"head_dim": 128},
@@ -77,11 +99,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }
 
+# The same on a GPU, where vLLM has kernels for all experts and routers.
+ON_GPU: dict[str, dict[str, Any]] = {
+    "minimax_m2": {"scoring_func": "sigmoid"},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+}
+
 # Engines of these run in bfloat16: the only dtype of the linear attention of vLLM's CPU build, and
 # of its latent attention on CPUs with AMX.
 BFLOAT16 = (
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3",
-    "glm4_moe_lite",
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2",
+    "deepseek_v3", "glm4_moe_lite", "MistralLarge3ForCausalLM", "PanguProMoEV2ForCausalLM",
+    "PanguUltraMoEForCausalLM", "SarvamMLAForCausalLM", "KimiVLForConditionalGeneration",
+    "kimi_k25", "minicpmv4_6", "minicpmv4_7",
 )  # fmt: skip
 
 # Architectures of vLLM's registry whose published models include their own code, but have the same

@@ -11,7 +11,9 @@ import markers
 from midstream.sites import INNER
 
 DATA = markers.ROOT / "docs/data/models.json"
-KINDS = ("vLLM", "Transformers backend")
+# Kinds of architectures: the heading of their column, and of a short one.
+KINDS = {"text": "vLLM", "multimodal": "vLLM, multimodal", "backend": "Transformers backend"}
+COUNTED = ("vLLM's text models", "its multimodal models", "Transformers backend")
 OUTCOMES = ("ok", "not comparable", "refused", "not compared", "cannot be built", "wrong")
 
 # What a reason of the survey contains, by how the page says it.
@@ -19,7 +21,6 @@ REASONS = {
     "vLLM itself differs in the logits of plain requests": "vLLM itself differs from",
     "its layer class is not in the table": "does not know what",
     "its layers were not found": "its decoder layers were not found",
-    "four streams (AltUp), not one": "four streams",
     "vLLM differs, and transformers' model fails": "transformers' model fails after",
 }
 
@@ -36,6 +37,8 @@ def blocks() -> dict[str, str]:
         "survey counts": counts(found),
         "survey ok": right(by_outcome["ok"]),
         "survey own": own(by_outcome["ok"]),
+        "survey images": images(by_outcome["ok"]),
+        "survey hosts": hosts(models),
         "survey inner": inner(by_outcome["ok"]),
         **{
             f"survey {outcome}": by_reason(by_outcome[outcome])
@@ -50,13 +53,50 @@ def counts(found: dict[str, Any]) -> str:
     rows = []
     for outcome in OUTCOMES:
         each = [
-            sum(one["outcome"] == outcome and one["runs"] == kind for one in models)
+            sum(one["outcome"] == outcome and _kind_of(one) == kind for one in models)
             for kind in KINDS
         ]
         rows.append([outcome, *map(str, each), str(sum(each))])
-    table = markers.table(["result", "vLLM's own models", *KINDS[1:], "total"], rows, numbers=True)
+    for place, item in enumerate(("an image", "a sound"), start=1):
+        shown = [
+            one
+            for one in models
+            if one["outcome"] == "ok" and one.get("images", "").startswith(item)
+        ]
+        each = [sum(_kind_of(one) == kind for one in shown) for kind in KINDS]
+        rows.insert(
+            place, [f"of these, with {item} in the prompt", *map(str, each), str(sum(each))]
+        )
+    table = markers.table(["result", *COUNTED, "total"], rows, numbers=True)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return f"{table}\n\nOn {found['date']}, with {versions}."
+
+
+def images(models: dict[str, dict[str, Any]]) -> str:
+    """Return the table of multimodal architectures that are ok: by what was in their prompts."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, one in models.items():
+        if one.get("multimodal"):
+            compared = one.get("compared_with", "transformers")
+            found[one.get("images", "text alone"), compared].append(f"`{_plain(name)}`")
+    rows = [[*key, ", ".join(names)] for key, names in sorted(found.items())]
+    return markers.table(["in the prompt", "compared with", "architectures"], rows)
+
+
+def hosts(models: dict[str, dict[str, Any]]) -> str:
+    """Return the table of architectures that were run elsewhere, by host and outcome."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, one in models.items():
+        if one.get("host"):
+            found[one["host"], one["outcome"]].append(f"`{_plain(name)}`")
+    rows = [[*key, ", ".join(names)] for key, names in sorted(found.items())]
+    return markers.table(["host", "result", "architectures"], rows) if rows else "None."
+
+
+def _kind_of(model: dict[str, Any]) -> str:
+    if model["runs"] != KINDS["text"]:
+        return "backend"
+    return "multimodal" if model.get("multimodal") else "text"
 
 
 def right(models: dict[str, dict[str, Any]]) -> str:
@@ -64,19 +104,19 @@ def right(models: dict[str, dict[str, Any]]) -> str:
     found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, one in models.items():
         absent = (_sites(_outer(one["lacking"])), _sites(_outer(one["not compared"])))
-        found[absent][one["runs"]].append(f"`{_plain(name)}`")
+        found[absent][_kind_of(one)].append(f"`{_plain(name)}`")
     rows = [
         [lacking, not_compared, *(", ".join(by_kind[kind]) for kind in KINDS)]
         for (lacking, not_compared), by_kind in sorted(found.items())
     ]
-    return markers.table(["missing", "not compared", *KINDS], rows)
+    return markers.table(["missing", "not compared", *KINDS.values()], rows)
 
 
 def own(models: dict[str, dict[str, Any]]) -> str:
     """Return the table of architectures that match vLLM's own modules, by what was compared."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, one in models.items():
-        if "own modules" in one.get("compared_with", ""):
+        if "own modules" in one.get("compared_with", "") and not one.get("multimodal"):
             found[one["compared_with"]].append(f"`{_plain(name)}`")
     rows = [[compared, ", ".join(names)] for compared, names in sorted(found.items())]
     return markers.table(["compared with", "architectures"], rows) if rows else "None."

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from support.chromium import sync_api
-from support.studio_page import answer, link, say, with_vector
+from support.studio_page import answer, answered, link, say, with_vector
 from support.studio_server import HOSTILE
 
 expect = sync_api().expect
@@ -16,9 +16,7 @@ expect = sync_api().expect
 
 
 def test_an_answer_streams_and_each_token_shows_its_probability(page, server):
-    page.goto(link(server))
-    say(page, "How was it?")
-    expect(answer(page).locator(".t")).to_have_count(11)
+    answered(page, server, "How was it?")
     assert answer(page).locator(".tokens").text_content() == "The day is fine, and the sky is blue."
     answer(page).locator(".t").nth(3).hover()
     expect(answer(page).locator(".readout")).to_contain_text("“␣fine”  probability 100 %")
@@ -28,9 +26,7 @@ def test_an_answer_streams_and_each_token_shows_its_probability(page, server):
 
 def test_tokens_are_coloured_by_a_vector_whose_scores_are_those_of_their_positions(page, server):
     with_vector(server)
-    page.goto(link(server, color="vector", vector="mood", layer=2))
-    say(page, "abc")
-    expect(answer(page).locator(".t")).to_have_count(11)
+    answered(page, server, color="vector", vector="mood", layer=2)
     [body] = server.bodies
     assert body["midstream"] == {
         "probes": [
@@ -47,15 +43,11 @@ def test_tokens_are_coloured_by_a_vector_whose_scores_are_those_of_their_positio
 
 @pytest.mark.nightly
 def test_tokens_are_coloured_by_a_lens_with_what_it_would_say_next(page, server):
-    page.goto(link(server, color="lens", layer=1))
-    say(page, "abc")
-    expect(answer(page).locator(".t")).to_have_count(11)
+    answered(page, server, color="lens", layer=1)
     answer(page).locator(".t").first.hover()
     expect(answer(page).locator(".readout")).to_contain_text("next: “a” 60.7 %, “b” 22.3 %")
     assert server.bodies[0]["midstream"]["capture"][0]["layers"] == [1]
-    page.goto(link(server, color="lens", layer=1, word=" Paris"))
-    say(page, "abc")
-    expect(answer(page).locator(".t")).to_have_count(11)
+    answered(page, server, color="lens", layer=1, word=" Paris")
     answer(page).locator(".t").first.hover()
     expect(answer(page).locator(".readout")).to_contain_text("“␣Paris” 36.8 % at layer 1")
 
@@ -89,9 +81,7 @@ def test_another_colouring_recolours_answers_whose_scores_are_there_and_else_say
 
 @pytest.mark.nightly
 def test_tokens_are_coloured_by_a_feature(page, server):
-    page.goto(link(server, color="feature", sae="layer-1", feature=7))
-    say(page, "abc")
-    expect(answer(page).locator(".t")).to_have_count(11)
+    answered(page, server, color="feature", sae="layer-1", feature=7)
     answer(page).locator(".t").first.hover()
     expect(answer(page).locator(".readout")).to_contain_text("feature 7: 3")
     assert server.bodies[0]["midstream"]["capture"][0]["features"] == [7]
@@ -99,9 +89,7 @@ def test_tokens_are_coloured_by_a_feature(page, server):
 
 @pytest.mark.nightly
 def test_a_link_has_the_conversation_and_the_settings(page, server, browser):
-    page.goto(link(server, color="confidence", max=33, system="Be brief."))
-    say(page, "First?")
-    expect(answer(page).locator(".t")).to_have_count(11)
+    answered(page, server, "First?", color="confidence", max=33, system="Be brief.")
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     other = browser.new_page()
     other.goto(page.url)
@@ -352,7 +340,6 @@ def test_a_patching_heatmap_fills_as_cells_come(page, server):
     engine = server.site.engine
     import asyncio
 
-    paused = asyncio.Event()
     count = 0
 
     async def pause() -> None:
@@ -377,7 +364,6 @@ def test_a_patching_heatmap_fills_as_cells_come(page, server):
         from lab.server.routes.test_fit import script
 
         engine.pause, engine.script = before, script
-        paused.set()
     from support.sweep_fake import logprob_of
 
     value = logprob_of(ord("x"), 3, 1) - logprob_of(ord("z"), 3, 1)
@@ -386,10 +372,3 @@ def test_a_patching_heatmap_fills_as_cells_come(page, server):
     assert float(re.search(r"difference ([−\d.]+)", shown)[1].replace("−", "-")) == pytest.approx(
         value, rel=1e-2
     )
-
-
-@pytest.mark.nightly
-def test_a_sweep_that_is_refused_says_why(page, server):
-    page.goto(link(server, "patching", prompt="abcd", source="gh", answer="x", other="z"))
-    page.get_by_role("button", name="Patch every cell").click()
-    expect(page.get_by_role("alert")).to_contain_text("align")

@@ -133,13 +133,6 @@ def test_a_server_that_dies_in_the_middle_is_told_and_its_return_noticed(browser
         expect(page.locator(".status")).to_have_text("")
 
 
-@pytest.mark.nightly
-def test_an_answer_that_breaks_off_is_told(page, server):
-    page.goto(link(server))
-    say(page, "die")
-    expect(page.get_by_role("alert")).to_contain_text("stopped answering in the middle")
-
-
 def test_a_server_with_a_key_is_asked_for_it_and_the_key_stays_in_the_tab(page):
     with studio(api_key="secret") as server:
         page.goto(link(server))

@@ -1,6 +1,4 @@
-"""Calls of sub-modules in the sources of decoder layers: what they are given, who else reads that,
-and where what they return is added.
-"""
+"""Calls of sub-modules in the sources of decoder layers: what they are given and return."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The table of layer conventions against the sources that it was read from.
-
-vLLM and transformers are parsed, not imported. Each release of vLLM is read that `support.releases`
-names, the installed one at least.
-"""
+"""The table of layer conventions against the parsed sources of each release."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Where the table finds what attention and MLP add to the stream, against the models' sources.
-
-As `test_conventions`, which see: nothing is imported, and each release is read. It is enough if one
-call of a module is as the table says: which branch of its forward a layer takes is what a `Choice`
-decides.
-"""
+"""Where the table finds what attention and MLP add: one call as it says is enough."""
 
 from __future__ import annotations
 
@@ -204,9 +199,8 @@ def only_call(lines: list[ast.stmt], attribute: str) -> tuple[int, ast.Call]:
     return number, call
 
 
-@pytest.mark.parametrize(
-    ("text", "fresh"),
-    [
+def test_a_tensor_that_others_read_is_told_from_one_that_is_the_mlps_own() -> None:
+    for text, fresh in (
         (" h = self.norm(h)\n return self.mlp(h)", True),
         (" h, r = self.norm(h, r)\n h = self.mlp(h)\n return h, r", True),
         (" return r + self.mlp(self.norm(r))", True),
@@ -215,38 +209,29 @@ def only_call(lines: list[ast.stmt], attribute: str) -> tuple[int, ast.Call]:
         (" h = self.norm(h)\n a = self.attn(h)\n return a + self.mlp(h)", False),
         (" x = self.norm(h)\n m = self.mlp(x)\n return m + self.attn(x)", False),
         (" h = self.norm(h)\n return self.mlp(x=h)", False),
-    ],
-)
-def test_a_tensor_that_others_read_is_told_from_one_that_is_the_mlps_own(
-    text: str, fresh: bool
-) -> None:
-    method, lines = source(text)
-    number, call = only_call(lines, "mlp")
-    assert is_fresh(method, lines, number, given_to(call, lines, Input("mlp"), [])) is fresh
+    ):
+        method, lines = source(text)
+        number, call = only_call(lines, "mlp")
+        given = given_to(call, lines, Input("mlp"), [])
+        assert is_fresh(method, lines, number, given) is fresh, text
 
 
-@pytest.mark.parametrize(
-    ("text", "given"),
-    [
+def test_what_attention_is_given_is_found_by_position_and_by_keyword() -> None:
+    place, forwards = Input("attn", parameter="hidden_states"), [["positions", "hidden_states"]]
+    for text, given in (
         (" return self.attn(positions, self.norm(h))", "self.norm(h)"),
         (" return self.attn(hidden_states=h, positions=positions)", "h"),
         (" kw = {'positions': r, 'hidden_states': h}\n return self.attn(**kw)", "h"),
         (" return self.attn(positions=positions)", None),
         (" return self.attn(positions)", None),
-    ],
-)
-def test_what_attention_is_given_is_found_by_position_and_by_keyword(
-    text: str, given: str | None
-) -> None:
-    _, lines = source(text)
-    place, forwards = Input("attn", parameter="hidden_states"), [["positions", "hidden_states"]]
-    found = given_to(only_call(lines, "attn")[1], lines, place, forwards)
-    assert (found and unparse(found)) == given
+    ):
+        _, lines = source(text)
+        found = given_to(only_call(lines, "attn")[1], lines, place, forwards)
+        assert (found and unparse(found)) == given, text
 
 
-@pytest.mark.parametrize(
-    ("text", "added"),
-    [
+def test_a_sum_is_told_from_a_scaled_or_normed_one() -> None:
+    for text, added in (
         (" h = self.mlp(h)\n return r + h", True),
         (" h, _ = self.mlp(h)\n h = self.dropout(h)\n h = r + h\n return h", True),
         (" h = self.mlp(h)\n h += r\n return h", True),
@@ -255,11 +240,9 @@ def test_what_attention_is_given_is_found_by_position_and_by_keyword(
         (" h = self.mlp(h)\n h = self.post_norm(h)\n return r + h", False),
         (" _, h = self.mlp(h)\n return r + h", False),
         (" m, b = self.mlp(h)\n h = m * 2 + r\n return h", False),
-    ],
-)
-def test_a_sum_is_told_from_a_scaled_or_normed_one(text: str, added: bool) -> None:
-    _, lines = source(text)
-    assert is_added(lines, *only_call(lines, "mlp")) is added
+    ):
+        _, lines = source(text)
+        assert is_added(lines, *only_call(lines, "mlp")) is added, text
 
 
 def layer_of(module: str, name: str, **attributes: object) -> object:

@@ -49,7 +49,9 @@ ATTENTION: dict[str, set[str]] = {
     "Cosmos3EdgeAttention": {PLAIN, NO_ROPE},
     "DeepseekV2Attention": {""},  # MLA without its kernel
     "FlintAttention": {"unreadable: its forward does not call its 'attn'"},
-    # Shared keys and values, by layer; before 0.28 …
+    # Shared keys and values, by layer.
+    "Gemma3nAttention": {PLAIN, "q rot_q z by 2 calls"},
+    # Likewise; before 0.28 …
     "Gemma4Attention": {"q rot_q z by 2 calls", "k v rot_k z"},
     "Glm4MoeLiteAttention": {""},
     "GPT2Attention": {NO_ROPE},
@@ -102,6 +104,7 @@ WITHOUT = {
 MLP: dict[str, set[str]] = {
     "Ernie4_5_VLMoeMLP": {"unreadable: its forward does not call its 'down_proj'"},
     "FalconH1MLP": {"mlp_act"},  # scales the gate in place
+    "Gemma3nLaurelBlock": {"mlp_act"},  # no MLP, which the layer's convention tells
     "Lfm2BidirectionalShortConv": {"mlp_act"},  # no MLP, which the layer's convention tells
     "LagunaMLP": {"mlp_act"},  # gate and up are two matrices
     "MistralDecoderLayer": {UNPROVEN},  # a time condition, no MLP

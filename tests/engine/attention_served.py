@@ -126,48 +126,6 @@ def difference(rows: Any, asked: Attention, weights: Tensor, prompt: list[int]) 
     return float((rows.values - expected).abs().max())
 
 
-def scores_of(model: Any, ids: list[int]) -> list[Tensor]:
-    """What transformers' softmax is given in each layer of a Llama or Gemma 2, [queries, heads,
-    keys]: of queries and keys that plain hooks read, by the formula.
-    """
-    layers, config = model.model.layers, model.config
-    seen: dict[str, Tensor] = {}
-    handles = [
-        getattr(layer.self_attn, f"{name}_proj").register_forward_hook(
-            lambda _, __, out, key=f"{name}{nth}": seen.update({key: out[0].detach()})
-        )
-        for nth, layer in enumerate(layers)
-        for name in "qk"
-    ]
-    with torch.no_grad():
-        model(torch.tensor([ids]))
-    for handle in handles:
-        handle.remove()
-    at = torch.arange(len(ids))
-    distance = at[:, None] - at
-    found = []
-    for nth, layer in enumerate(layers):
-        attention = layer.self_attn
-        q, k = (seen[f"{name}{nth}"].unflatten(1, (-1, attention.head_dim)) for name in "qk")
-        cos, sin = (each[0][:, None] for each in model.model.rotary_emb(q, at[None]))
-        q, k = (each * cos + _rotated(each) * sin for each in (q, k))
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        scores = torch.einsum("qhd,khd->qhk", q, k) * attention.scaling
-        cap = getattr(config, "attn_logit_softcapping", None)
-        if cap:
-            scores = torch.tanh(scores / cap) * cap
-        hidden = distance < 0
-        if getattr(attention, "sliding_window", None):
-            hidden |= distance >= attention.sliding_window
-        found.append(scores.masked_fill(hidden[:, None], -torch.inf))
-    return found
-
-
-def _rotated(vectors: Tensor) -> Tensor:
-    first, second = vectors.chunk(2, -1)
-    return torch.cat((-second, first), -1)
-
-
 def _top_difference(rows: Any, expected: Tensor, k: int) -> float:
     assert rows.values.shape == rows.keys.shape == (*expected.shape[:2], k)
     largest = torch.nn.functional.pad(expected, (0, k)).topk(k).values

@@ -1,7 +1,4 @@
-"""The reference for patches: transformers in float32 with plain hooks, no KV cache.
-
-Each cell is a row of the batch with a hook of its own; nothing of midstream is asked.
-"""
+"""The reference for patches: transformers with plain hooks, each cell a row of the batch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.adversary import Bench, Totals, smallest
+from support.adversary import Bench, Totals
 from support.adversary_edits import Catalogue, catalogue
 from support.adversary_judge import Measure
 from support.adversary_mix import Mix, Shape
@@ -138,21 +138,6 @@ def test_every_request_of_a_random_mix_gets_what_it_gets_alone(
     eager.run(mix(SEED, SUITE, choices), totals)
     assert_it_showed_something(totals, SUITE)
     assert_idle_and_clean(eager.mixed)
-
-
-def test_a_mix_that_differs_is_made_as_small_as_it_can_be(choices: Catalogue) -> None:
-    whole = mix(3, 30, choices)
-    asks = [ask for tick in range(100) for ask in whole.coming(tick, [], 0)]
-    assert len(asks) == 30
-    needed = {asks[4].number, asks[17].number, asks[22].number}
-    tried: list[int] = []
-
-    def fails(some: Any) -> bool:
-        tried.append(len(some))
-        return needed <= {ask.number for ask in some}
-
-    assert {ask.number for ask in smallest(asks, asks[22], fails)} == needed
-    assert len(tried) < 80
 
 
 @pytest.mark.nightly

@@ -1,7 +1,4 @@
-"""What vLLM does with a request besides generating: rows, edits and receipts stay exact.
-
-The oracle is transformers with hooks, run over the very tokens that came out.
-"""
+"""What vLLM does with a request besides generating leaves rows, edits and receipts exact."""
 
 from __future__ import annotations
 
@@ -12,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import preempting
 from support.alongside import EVERYTHING, check_rows, hooked, push, rows_of
 from support.engine_view import inspect
 from support.engines import engine, generated, greedy, tokens
 from support.oracle import Oracle
+from support.updating import Stepped
 
-# In the tokenizer's order of bytes.
 LETTERS = list(range(64, 90))
 SCHEMA = {
     "type": "object",
@@ -144,7 +142,6 @@ def test_min_tokens_bad_words_and_biases_choose_tokens_and_change_no_row(llm, ta
 
 
 def test_rows_past_a_stop_string_are_not_there(llm, talking_oracle):
-    """The text is cut in the middle of what was generated; the rows are those of its tokens."""
     from vllm import SamplingParams
 
     given = prompts(6, seed=3)
@@ -195,43 +192,20 @@ def test_each_child_of_a_fan_out_has_its_own_rows_and_receipt(llm, talking_oracl
         assert [one.index for one in output.outputs] == list(range(5))
 
 
-def test_children_that_stop_at_different_places_have_rows_of_their_own_length(llm, talking_oracle):
-    from vllm import SamplingParams
-
-    ends = list(range(0, 259, 5))
-    params = SamplingParams(n=6, temperature=2.0, max_tokens=20, stop_token_ids=ends)
-    outputs = ask(llm, prompts(2, seed=5), params)
-    check(talking_oracle, outputs)
-    assert len({len(one.token_ids) for output in outputs for one in output.outputs}) > 2
-
-
 def test_priorities_change_the_order_and_nothing_else(llm, talking_oracle):
     given = prompts(6, seed=6) * 2
     outputs = ask(llm, given, greedy(6), priority=[12 - nth for nth in range(12)])
     check(talking_oracle, outputs)
 
 
-def test_running_requests_that_are_reset_end_with_every_row_once(llm, talking_oracle, monkeypatch):
+def test_running_requests_that_are_reset_end_with_every_row_once(llm, talking_oracle):
     """`reset_prefix_cache(reset_running_requests=True)` preempts all that runs; they start over,
     their generated tokens among the prompt.
     """
-    engine_, steps = llm.llm_engine, 0
-    step = engine_.step
-    counted: list[bool] = []
-
-    def resetting() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps in (4, 9, 14):
-            counted.append(llm.reset_prefix_cache(reset_running_requests=True))
-        return step()
-
-    monkeypatch.setattr(engine_, "step", resetting)
     where = {"phase": "generated"}
     given = prompts(6, seed=7)
-    outputs = ask(llm, given, greedy(14), steers=[[push(**where)]] * 6)
-    monkeypatch.undo()
-    assert counted == [True] * 3
+    with preempting(llm, 4, 9, 14):
+        outputs = ask(llm, given, greedy(14), steers=[[push(**where)]] * 6)
     for output in outputs:
         length = len(output.prompt_token_ids)
         rows = rows_of(output.prompt_token_ids, generated(output))
@@ -240,33 +214,14 @@ def test_running_requests_that_are_reset_end_with_every_row_once(llm, talking_or
         assert generated(output) == logits[length - 1 :].argmax(-1).tolist()
 
 
-def test_sleeping_and_waking_leaves_an_engine_right(llm, talking_oracle):
-    """vLLM's CPU worker ignores sleep mode; what is left of it is the scheduler's part."""
-    before = ask(llm, prompts(4), greedy(4))
-    for level in (1, 2):
-        llm.sleep(level=level)
-        llm.wake_up()
-        again = ask(llm, prompts(4), greedy(4))
-        check(talking_oracle, again)
-        assert [generated(one) for one in again] == [generated(one) for one in before]
-
-
 def test_an_abort_in_the_middle_leaves_the_engine_clean_and_others_right(llm, talking_oracle):
-    """Of five requests two are aborted by their ids; the room that they had is free at once."""
-    engine_ = llm.llm_engine
+    run = Stepped(llm)
     for nth, prompt in enumerate(prompts(5, seed=8)):
-        params = greedy(20)
-        params.extra_args = {
-            "midstream": {"capture": EVERYTHING.to_dict(), "edits": [push().to_dict()]}
-        }
-        engine_.add_request(f"own-{nth}", tokens(prompt), params)
-    for _ in range(5):
-        engine_.step()
-    engine_.abort_request(["own-1", "own-3"])
+        run.add(f"own-{nth}", prompt, greedy(20), capture=EVERYTHING, edits=push())
+    run.step(5)
+    llm.llm_engine.abort_request(["own-1", "own-3"])
     assert inspect(llm).in_flight() == 3, "what was aborted keeps its room"
-    outputs = {}
-    while engine_.has_unfinished_requests():
-        outputs.update({one.request_id: one for one in engine_.step() if one.finished})
+    outputs = run.finish()
     assert set(outputs) == {"own-0", "own-2", "own-4"}
     for output in outputs.values():
         rows = rows_of(output.prompt_token_ids, generated(output))

@@ -1,8 +1,4 @@
-"""LoRA adapters and prompts of embeddings: the vectors that are read and changed are the model's.
-
-The oracle of an adapter is transformers with the adapter merged into the weights by hand; that of
-embeddings is transformers fed with them.
-"""
+"""LoRA adapters and prompts of embeddings, against merged weights in transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.asking import ask, ask_all
+from engine.asking import ask_all
 from support import adapters
 from support.alongside import EVERYTHING, check_captured, check_rows, hooked, push, rows_of
 from support.engine_view import inspect
@@ -21,20 +17,14 @@ from support.oracle import HookEdit, Oracle, relative_error
 from support.tiny import HIDDEN
 from torch import Tensor
 
-from midstream import Capture, Logits, Probe, SpecError, Steer, TokenIds
+from midstream import Logits, Probe, SpecError, Steer, TokenIds
 
 PLACES = ("model.layers", "post_attention_layernorm")
-SHARED = list(range(40, 110))
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> Oracle:
-    return Oracle(tiny_llama, *PLACES)
 
 
 @pytest.fixture(scope="module")
 def adapted(tiny_llama: Path, tiny_models: Path) -> list[tuple[Any, Oracle]]:
-    """Two adapters, the second of the head too: vLLM's request for each, and the oracle of the
+    """Two adapters, the second of the head too: vLLM's request for each, and the reference of the
     merged model.
     """
     from vllm.lora.request import LoRARequest
@@ -72,8 +62,7 @@ def prompt(nth: int) -> list[int]:
     return list(range(3 + nth, 20 + 9 * nth))
 
 
-def test_adapted_and_plain_requests_of_one_batch_are_each_right(llm, oracle, adapted):
-    """Base, first and second adapter, each with and without an edit."""
+def test_adapted_and_plain_requests_of_one_batch_are_each_right(llm, reference, adapted):
     whose = [None, adapted[0], adapted[1]] * 4
     steered = [nth % 2 == 0 for nth in range(12)]
     outputs = ask_all(
@@ -85,14 +74,14 @@ def test_adapted_and_plain_requests_of_one_batch_are_each_right(llm, oracle, ada
         steer=[[push()] if each else None for each in steered],
     )
     for nth, output in enumerate(outputs):
-        model = oracle if whose[nth] is None else whose[nth][1]
+        model = reference if whose[nth] is None else whose[nth][1]
         edits = [hooked()] if steered[nth] else []
         rows = rows_of(prompt(nth), generated(output))
         logits = check_rows(model, output, rows, edits)
         assert generated(output) == logits[len(prompt(nth)) - 1 :].argmax(-1).tolist()
 
 
-def test_logits_of_each_request_are_those_of_its_adapters_head(llm, oracle, adapted):
+def test_logits_of_each_request_are_those_of_its_adapters_head(llm, reference, adapted):
     """Of all positions, while vLLM's own metadata are of the sampled rows of a step."""
     whose = [adapted[1], None, adapted[0], adapted[1], None]
     asked = [Logits(6), Logits(tokens=[9, 3]), Logits(tokens="all"), Logits(tokens="all"), None]
@@ -105,7 +94,7 @@ def test_logits_of_each_request_are_those_of_its_adapters_head(llm, oracle, adap
         steer=[[push()] if nth == 3 else None for nth in range(5)],
     )
     for nth, output in enumerate(outputs):
-        model = oracle if whose[nth] is None else whose[nth][1]
+        model = reference if whose[nth] is None else whose[nth][1]
         rows = rows_of(prompt(nth), generated(output))
         logits, _ = model.run(rows, [hooked()] if nth == 3 else [])
         assert generated(output) == logits[len(prompt(nth)) - 1 :].argmax(-1).tolist()
@@ -118,38 +107,16 @@ def test_logits_of_each_request_are_those_of_its_adapters_head(llm, oracle, adap
             assert relative_error(found.logsumexp, logits.logsumexp(-1)) < 1e-4
 
 
-def test_the_prefix_cache_keeps_adapters_and_edits_apart(llm, oracle, adapted):
-    """One prompt of two blocks and more, six ways, twice: what is served is never another's."""
-    whose = [None, adapted[0], adapted[1]] * 2
-    for _ in range(2):
-        for nth, each in enumerate(whose):
-            output = ask(
-                llm,
-                SHARED,
-                4,
-                lora_request=each and each[0],
-                capture=Capture("all", "resid_post", positions="generated"),
-                steer=[push()] if nth > 2 else None,
-            )
-            model = oracle if each is None else each[1]
-            rows = rows_of(SHARED, generated(output))
-            logits, seen = model.run(rows, [hooked()] if nth > 2 else [])
-            assert generated(output) == logits[len(SHARED) - 1 :].argmax(-1).tolist()
-            for tap, value in output.activations.items():
-                assert relative_error(value, seen[tap][len(SHARED) :]) < 1e-4
-    assert output.receipt.status == "ok"
-
-
 def embeddings(length: int, seed: int) -> Tensor:
     return torch.randn(length, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
 def run_on_embeddings(
-    oracle: Oracle, given: Tensor, generated_ids: list[int], edits: list[HookEdit]
+    reference: Oracle, given: Tensor, generated_ids: list[int], edits: list[HookEdit]
 ) -> tuple[Tensor, dict[Any, Tensor]]:
     """As `Oracle.run`, for a prompt of embeddings and the tokens generated after it."""
-    table = oracle.model.get_input_embeddings()
+    table = reference.model.get_input_embeddings()
     later = table(torch.tensor(generated_ids, dtype=torch.int64))
     whole = torch.cat((given, later))
 
@@ -158,14 +125,13 @@ def run_on_embeddings(
 
     handle = table.register_forward_hook(fed)
     try:
-        return oracle.run([0] * len(whole), edits)
+        return reference.run([0] * len(whole), edits)
     finally:
         handle.remove()
 
 
 @pytest.mark.parametrize("length", [1, 20, 75])
-def test_prompts_of_embeddings_are_read_and_edited_as_given(llm, oracle, length):
-    """Beside prompts of tokens, in one step or three; layer 0 reads the very vectors given."""
+def test_prompts_of_embeddings_are_read_and_edited_as_given(llm, reference, length):
     given = [embeddings(length, seed) for seed in range(4)]
     mixed: list[Any] = []
     for nth, each in enumerate(given):
@@ -180,11 +146,11 @@ def test_prompts_of_embeddings_are_read_and_edited_as_given(llm, oracle, length)
     for nth, output in enumerate(outputs):
         edits = [hooked()] if nth % 4 > 1 else []
         if nth % 2:
-            check_rows(oracle, output, rows_of(prompt(nth // 2), generated(output)), edits)
+            check_rows(reference, output, rows_of(prompt(nth // 2), generated(output)), edits)
             continue
         fed = given[nth // 2]
         later = generated(output)[:-1]
-        logits, seen = run_on_embeddings(oracle, fed, later, edits)
+        logits, seen = run_on_embeddings(reference, fed, later, edits)
         check_captured(output, seen, range(length + 5))
         assert torch.equal(output.activations["resid_pre", 0][:length], fed)
         assert generated(output) == logits[length - 1 :].argmax(-1).tolist()
@@ -193,7 +159,7 @@ def test_prompts_of_embeddings_are_read_and_edited_as_given(llm, oracle, length)
     inspect(llm).check_integrity()
 
 
-def test_edits_of_generated_ids_work_after_a_prompt_of_embeddings(llm, oracle):
+def test_edits_of_generated_ids_work_after_a_prompt_of_embeddings(llm, reference):
     given = embeddings(9, 7)
     plain = llm.generate({"prompt_embeds": given}, greedy(10, detokenize=False), use_tqdm=False)[0]
     token = generated(plain)[1]
@@ -208,7 +174,7 @@ def test_edits_of_generated_ids_work_after_a_prompt_of_embeddings(llm, oracle):
     )[0]
     later = generated(output)[:-1]
     hit = {9 + nth for nth, each in enumerate(later) if each == token}
-    logits, seen = run_on_embeddings(oracle, given, later, [hooked(where=hit.__contains__)])
+    logits, seen = run_on_embeddings(reference, given, later, [hooked(where=hit.__contains__)])
     check_captured(output, seen, range(18))
     assert output.receipt.edited.applied == len(hit) > 0
     assert generated(output) == logits[8:].argmax(-1).tolist()
@@ -216,7 +182,7 @@ def test_edits_of_generated_ids_work_after_a_prompt_of_embeddings(llm, oracle):
     torch.testing.assert_close(output.probes["sum"], expected, rtol=1e-4, atol=1e-3)
 
 
-def test_where_some_of_a_prompt_is_embeddings_its_ids_are_not_searched(llm, oracle):
+def test_where_some_of_a_prompt_is_embeddings_its_ids_are_not_searched(llm, reference):
     """vLLM puts placeholders at embeddings, which would be found as if they were tokens."""
     given, known = embeddings(30, 3), prompt(0)
     ids, is_token = [7] * 30, [False] * 30
@@ -225,11 +191,11 @@ def test_where_some_of_a_prompt_is_embeddings_its_ids_are_not_searched(llm, orac
     mixed = {"prompt_embeds": given, "prompt_token_ids": ids, "prompt_is_token_ids": is_token}
     asked = {"capture": EVERYTHING, "steer": [push()]}
     output = llm.generate(mixed, greedy(4, detokenize=False), **asked, use_tqdm=False)[0]
-    table = oracle.model.get_input_embeddings().weight
+    table = reference.model.get_input_embeddings().weight
     fed = given.clone()
     fed[5:15] = table[torch.tensor(known[:10])].detach()
     later = generated(output)[:-1]
-    logits, seen = run_on_embeddings(oracle, fed, later, [hooked()])
+    logits, seen = run_on_embeddings(reference, fed, later, [hooked()])
     check_captured(output, seen, range(33))
     assert generated(output) == logits[29:].argmax(-1).tolist()
     with pytest.raises(SpecError, match="this prompt has no token ids"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine_view import inspect
-from support.engines import ALL_SITES, engine, greedy, reading_stopped, tokens
+from support.engines import ALL_SITES, engine, greedy, tokens
 
 from midstream import Capture, SpecError
 from midstream.codecs import parse_codec
@@ -59,9 +59,6 @@ def check(outputs: list[Any], alone: list[Any], prompts: list[list[int]] = PROMP
             torch.testing.assert_close(output.activations[tap], wanted, rtol=1e-4, atol=1e-4)
 
 
-# ---------------------------------------------------------------- memory
-
-
 def test_rows_are_the_workers_memory_until_their_last_tensor_is_gone(llm, alone):
     assert arena(llm)["leases"] == 0
     # One chunk: its rows lie together, so nothing is copied.
@@ -81,26 +78,6 @@ def test_rows_are_the_workers_memory_until_their_last_tensor_is_gone(llm, alone)
     assert arena(llm)["leases"] == 0
 
 
-def test_what_the_caller_writes_changes_nobody_elses_rows(llm, alone):
-    outputs = run(llm, PROMPTS)
-    for rows in dict(outputs[3].activations.items()).values():
-        rows.fill_(7.0)
-    del outputs[3]
-    check(outputs[:3], alone[:3])
-    check(run(llm, PROMPTS), alone)
-
-
-def test_memory_is_used_again_and_does_not_grow(llm):
-    for _ in range(2):
-        run(llm, PROMPTS)
-    before = arena(llm)
-    for _ in range(10):
-        run(llm, PROMPTS)
-    after = arena(llm)
-    assert after == before
-    assert after["leases"] == 0
-
-
 def test_results_that_cannot_be_mapped_leave_nothing_on_the_worker(llm, monkeypatch):
     def failing(*_: Any) -> None:
         raise OSError("Too many open files")
@@ -111,15 +88,6 @@ def test_results_that_cannot_be_mapped_leave_nothing_on_the_worker(llm, monkeypa
             run(llm, PROMPTS[:4])
     assert arena(llm)["leases"] == 0
     assert not inspect(llm).leftovers()
-
-
-def test_results_whose_reading_is_given_up_leave_nothing_on_the_worker(llm):
-    with reading_stopped(llm), pytest.raises(KeyboardInterrupt):
-        run(llm, PROMPTS[:4])
-    assert not inspect(llm).leftovers()
-
-
-# ---------------------------------------------------------------- codecs
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -140,21 +108,6 @@ def test_what_a_codec_leaves_is_what_it_makes_of_the_rows_in_memory(llm, codec):
             assert torch.equal(found.activations[site, layer], decoded)
 
 
-def test_requests_of_different_codecs_share_a_batch(llm, alone):
-    captures = [Capture(layers="all", sites=ALL_SITES, codec=CODECS[n % 5]) for n in range(12)]
-    outputs = run(llm, PROMPTS, captures)
-    check(outputs[::5], alone[::5], PROMPTS[::5])
-    for output, rows, capture in zip(outputs, alone, captures, strict=True):
-        assert output.receipt.status == "ok"
-        codec = parse_codec(capture.codec)
-        for tap, wanted in rows.items():
-            expected = codec.decode(codec.encode(wanted), 64, torch.float32)
-            # Another batch rounds otherwise, and a value may fall to the next of 256 steps.
-            step = float((wanted.max() - wanted.min()) / 100)
-            found = output.activations[tap]
-            assert float(((found - expected).abs() > step).float().mean()) < 0.01
-
-
 def test_a_request_has_one_codec_and_one_that_fits_the_model(llm):
     mixed = [Capture(layers=0, codec="full8"), Capture(layers=1)]
     with pytest.raises(
@@ -163,11 +116,6 @@ def test_a_request_has_one_codec_and_one_that_fits_the_model(llm):
         run(llm, [PROMPTS[0]], [mixed])
     with pytest.raises(SpecError, match=r"codec\.k: expected at most 64"):
         run(llm, [PROMPTS[0]], Capture(layers=0, codec="topk8:k=65"))
-    with pytest.raises(SpecError, match="zip"):
-        Capture(layers=0, codec="zip")
-
-
-# ---------------------------------------------------------------- too little memory
 
 
 def small(model: Path, overflow: str, nbytes: int, **settings: Any) -> Any:
@@ -186,7 +134,6 @@ def test_requests_wait_for_room_and_every_row_comes(tiny_llama, alone, monkeypat
         check(held, alone)
         assert max(most) > 2, "nobody had to wait"
         assert arena(llm)["memory_bytes"] <= 4 << 20
-        # What the caller holds does not keep others out.
         check(run(llm, PROMPTS), alone)
         with pytest.raises(SpecError, match=r"may take \d+ bytes, .* arena_bytes"):
             run(llm, [[5] * 200], count=50)
@@ -227,7 +174,6 @@ def test_what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong(tiny_llam
 
 
 def test_the_first_rows_are_kept_and_the_receipt_tells_how_many_were_left_out(llm):
-    """Beside captures of all rows, of a prompt and of what is generated."""
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1]]
     several = {"layers": [0, 2], "sites": ["resid_pre", "resid_post"]}
     asked = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,10 @@ from engine.attention_served import (
     TOLERANCE,
     AttentionServed,
     difference,
-    eager,
     reference,
-    scores_of,
 )
 from engine.refusals import assert_refused
-from support.engines import HAS_GPU, engine, generated, greedy
+from support.engines import HAS_GPU, engine, greedy
 from support.inner_served import PROMPTS, ROOM
 from support.updating import Stepped
 
@@ -68,7 +65,6 @@ def fresh(request: pytest.FixtureRequest) -> None:
 def test_weights_are_those_of_transformers(
     name: str, tmp_path: Any, request: pytest.FixtureRequest
 ) -> None:
-    """Of prompts in chunks, beside others, and of generated tokens; cached the second time."""
     if name == "llama":
         check_weights(request.getfixturevalue("served"))
     else:
@@ -83,18 +79,6 @@ def check_weights(mine: AttentionServed) -> None:
             assert output.receipt.status == "ok"
             assert output.activations is None
             assert mine.assert_is(prompt, output, asked) <= TOLERANCE
-            if mine.model.config.model_type in ("llama", "gemma2"):
-                check_scores(mine, prompt, output)
-
-
-def check_scores(mine: AttentionServed, prompt: list[int], output: Any) -> None:
-    """What transformers gives to the softmax, to its last digits."""
-    scores = scores_of(mine.model, [*prompt, *generated(output)][:-1])
-    for layer in (1, 2):
-        rows = output.attention["scores", layer]
-        expected = scores[layer][rows.positions][:, [1, 0], : rows.values.shape[-1]]
-        assert torch.equal(rows.values.isinf(), expected.isinf())
-        assert (rows.values - expected).nan_to_num().abs().max() <= 5 * TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -114,24 +98,7 @@ def replace_queries(one: Attention) -> Attention:
     )
 
 
-@pytest.mark.model
-@pytest.mark.nightly
-def test_weights_of_smollm2(smollm2: Path) -> None:
-    prompt = [(13 * nth) % 4000 + 300 for nth in range(90)]
-    asked = [
-        Attention([3, 17], reduce="full"),
-        Attention("all", heads=[0, 8], queries=["last_prompt", "generated"], reduce=TopKeys(9),
-                  name="top"),
-        Attention([29], reduce=Entropy(), name="entropy"),
-    ]  # fmt: skip
-    with engine(smollm2, **ROOM, midstream={"sites": ["rot_q"]}) as llm:
-        mine = AttentionServed(eager(smollm2), llm)
-        (output,) = mine.ask([prompt], asked)
-        assert mine.assert_is(prompt, output, asked) <= TOLERANCE
-
-
 def test_probes_read_the_means_of_weights(served: AttentionServed) -> None:
-    """With and without rows, beside probes of vectors, and at what the cache did not serve."""
     prompts = [LONG, *PROMPTS]
     vector = torch.randn(64, generator=torch.Generator().manual_seed(5))
     linear = Probe(vector, 1, name="linear")
@@ -154,7 +121,6 @@ def test_probes_read_the_means_of_weights(served: AttentionServed) -> None:
 
 
 def test_sinks_get_the_weights_that_outputs_have(served: AttentionServed) -> None:
-    """In each layout; beside vectors, and with others of both on the output."""
     names = ["full", "top", "mass", "entropy", "scores"]
     for layout in ("per_file", "packed", "sharded"):
         stored = [
@@ -271,7 +237,6 @@ def test_in_bfloat16_the_weights_are_those_of_the_queries_and_keys(tmp_path: Any
 def test_of_a_quantised_cache_the_weights_are_those_of_what_it_holds(
     name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are the weights with which attention made its output."""
     if HAS_GPU and name == "fp8_e5m2":
         pytest.skip("vLLM's FlashAttention has no such cache")
     from vllm.model_executor.layers.attention import attention
@@ -329,24 +294,6 @@ def stored(values: torch.Tensor, name: str, scale: float) -> torch.Tensor:
         above = found.float().abs() > exact.abs()
         found = (found.view(torch.uint8) - above.byte()).view(dtype)
     return found.float() * scale
-
-
-def test_rows_that_find_no_room_are_dropped_by_request(tmp_path: Any) -> None:
-    path, model = reference("llama", tmp_path)
-    own = {"sites": ["rot_q"], "overflow": "drop", "arena_bytes": 1 << 20}
-    asked = [Attention("all", 0, reduce="full"), EVERYTHING[1]]
-    with engine(path, **ROOM, midstream=own) as llm:
-        mine = AttentionServed(model, llm)
-        prompts = [LONG[nth:] for nth in range(12)]
-        outputs = mine.ask(prompts, asked, 4, probes=[PROBES] * 12)
-        assert sum(output.receipt.dropped for output in outputs) > 0
-        statuses = {output.receipt.status for output in outputs}
-        assert statuses == {"ok", "partial"}
-        for nth, output in enumerate(outputs):
-            assert mine.assert_is(LONG[nth:], output, asked) <= TOLERANCE
-            # Scores have room of their own.
-            assert mine.scores_are(LONG[nth:], output, PROBES) <= TOLERANCE
-            assert all(one.actual == one.expected for one in output.receipt.probed)
 
 
 def test_edits_of_queries_and_keys_are_in_the_weights(served: AttentionServed) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.engines import engine, greedy, tokens
+from support.engines import greedy, tokens
 from support.oracle import relative_error
 
 from midstream import Replace, Steer
 from midstream.lab.attribution import Twin, attribution_patching
-from midstream.lab.sweep import KL, LogitDiff
+from midstream.lab.sweep import LogitDiff
 from midstream.sites import OUTER
 
 CORRUPT = [5, 17, 33, 101, 8, 77, 12]
@@ -103,68 +103,3 @@ def test_a_check_has_the_values_of_single_requests_that_replace(wide: Any, twin:
     assert [checked.measured.values[one] for one in index] == pytest.approx(checked.measurements)
     assert checked.measured.receipts.status == "ok"
     assert f"correlation {checked.correlation:.3f}" in str(checked)
-
-
-CAPITALS = ("The capital of France is the city of", "The capital of Japan is the city of")
-SPREAD = range(0, 30, 4)
-
-
-@pytest.mark.model
-@pytest.mark.nightly
-def test_gradients_estimates_and_patches_of_smollm2(smollm2: Path) -> None:
-    """One engine, as its weights take seconds to load; the twin has bfloat16 weights in float32."""
-    metric, sites = LogitDiff(" Paris", " Tokyo"), ["attn_out", "mlp_out", "resid_pre"]
-    room = {"max_num_batched_tokens": 256, "max_num_seqs": 32, "num_gpu_blocks_override": 64}
-    with engine(smollm2, midstream={"sites": [*sites, "final_norm"]}, **room) as llm:
-        twin = Twin(llm)
-        ids = twin.prompts.ids(CAPITALS[1])
-        by_id = LogitDiff(*map(twin.prompts.id_of, (metric.a, metric.b)))
-        places = [
-            (site, layer, position) for site in sites for layer, position in ((2, 3), (16, -1))
-        ]
-        for (site, layer, position), (by_engine, by_twin) in zip(
-            places, finite_differences(llm, twin, ids, by_id, places), strict=True
-        ):
-            assert by_engine == pytest.approx(by_twin, rel=2e-3), (site, layer, position)
-        given: dict[str, Any] = {"sites": sites, "layers": list(SPREAD), "positions": [3, -1]}
-        found = attribution_patching(twin, *CAPITALS, metric, **given)
-        swept = llm.sweep(CAPITALS[1], CAPITALS[0], metric, use_tqdm=False, **given)
-        assert found.sweep.corrupt == pytest.approx(swept.corrupt, abs=1e-3)
-        assert found.sweep.clean == pytest.approx(swept.clean, abs=1e-3)
-        assert (found.dims, found.coords) == (swept.dims, swept.coords)
-        assert found.sweep.tokens == swept.tokens
-        effects = swept.values - swept.corrupt
-        # Measured: 0.996, 0.94 and 0.87. The whole stream changes most, so it is linear least.
-        for nth, least in enumerate((0.97, 0.88, 0.75)):
-            both = found.effects[nth].ravel(), effects[nth].ravel()
-            assert np.corrcoef(*both)[0, 1] > least, sites[nth]
-        checked = found.check(llm, top=8)
-        for cell in checked.cells:
-            index = tuple(found.coords[name].index(cell[name]) for name in found.dims)
-            assert cell["measured"] == pytest.approx(float(swept.values[index]), abs=1e-3)
-        kl = attribution_patching(twin, *CAPITALS, KL(), sites="attn_out", llm=llm).check(llm, 2)
-        assert kl.measured.clean == 0.0
-        assert [cell["layer"] for cell in kl.cells] == [23, 29]
-
-
-IOI = (
-    "When Mary and John went to the store, John gave a drink to",
-    "When Mary and John went to the store, Mary gave a drink to",
-)
-
-
-@pytest.mark.nightly
-@pytest.mark.model
-def test_estimates_of_all_cells_correlate_with_full_sweeps_of_smollm2(smollm2: Path) -> None:
-    sites = ["attn_out", "mlp_out", "resid_pre"]
-    # Measured by site: 0.992, 0.913 and 0.933 for the first pair; 0.982, 0.850 and 0.856.
-    pairs = [(CAPITALS, LogitDiff(" Paris", " Tokyo")), (IOI, LogitDiff(" Mary", " John"))]
-    with engine(smollm2, midstream={"sites": sites}, max_num_seqs=32) as llm:
-        twin = Twin(llm)
-        for (clean, corrupt), metric in pairs:
-            found = attribution_patching(twin, clean, corrupt, metric, sites=sites)
-            swept = llm.sweep(corrupt, clean, metric, sites=sites, use_tqdm=False)
-            effects = swept.values - swept.corrupt
-            for nth, site in enumerate(sites):
-                both = found.effects[nth].ravel(), effects[nth].ravel()
-                assert np.corrcoef(*both)[0, 1] > 0.8, (corrupt, site)

@@ -147,45 +147,6 @@ def test_a_prompts_log_probabilities_have_no_bias(served: Served) -> None:
         )
 
 
-@ONE
-def test_a_preempted_request_gets_its_bias_once_for_each_token(served: Served) -> None:
-    llm, asked = served.llm, cases(served)
-    engine_core = llm.llm_engine
-    given = [asked[1], asked[3], asked[0]]
-    params = [greedy(COUNT, logprobs=TOP, detokenize=False) for _ in given]
-    steps = 0
-    step = engine_core.step
-
-    def counted() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 4:
-            assert llm.reset_prefix_cache(reset_running_requests=True)
-        return step()
-
-    engine_core.step = counted
-    try:
-        outputs = ask_all(llm, [PROMPTS[0] for _ in given], params, edits=[one[0] for one in given])
-    finally:
-        del engine_core.step
-    assert steps > 4
-    for one, output in zip(given, outputs, strict=True):
-        assert_biased(served, PROMPTS[0], output, one)
-
-
-@ONE
-def test_server_wide_it_is_in_every_request_and_shown(served: Served) -> None:
-    served.llm.steering.set(base=Bias({7: 30.0}), generated=Bias({8: 60.0}, phase="generated"))
-    try:
-        assert "logits" in str(served.llm.steering)
-        outputs = served.ask([PROMPTS[0], PROMPTS[1]], 3, capture=None)
-        assert [generated(output) for output in outputs] == [[7, 8, 8]] * 2
-    finally:
-        served.llm.steering.clear()
-    (output,) = served.ask([PROMPTS[0]], 3, capture=None)
-    assert generated(output) == served.oracle.generate(PROMPTS[0], 3)
-
-
 def assert_logits(rows: LogitRows, asked: Logits, expected: torch.Tensor) -> None:
     """Against the reference's logits, [T, vocabulary]."""
     mine = expected[rows.positions]
@@ -231,7 +192,6 @@ def check_logits(served: Served) -> None:
         assert output.logits.positions.tolist() == {
             3: list(range(len(prompt) - 1, len(prompt) + 3)), 4: [2, 3, 4]
         }.get(nth, list(range(len(prompt) + 3)))  # fmt: skip
-        # Before its bias.
         assert nth != 2 or generated(output) == [7] * 4
     assert set(outputs[0].activations) == {("resid_post", 1)}
     assert outputs[1].attention[1].values.shape == (len(PROMPTS[0]) + 3, 2, 3)
@@ -255,7 +215,6 @@ def test_logits_are_those_of_transformers_at_every_position(
 
 @ONE
 def test_logits_that_are_asked_for_together_are_each_requests_own(served: Served) -> None:
-    """Requests whose rows have the same form, and are computed together."""
     asked = [Logits(tokens=[3 + nth, 90 - nth, 150]) for nth in range(6)]
     prompts = [PROMPTS[nth % 3] for nth in range(6)]
     outputs = served.ask(prompts, 3, capture=[[one] for one in asked])

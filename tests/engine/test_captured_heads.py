@@ -1,7 +1,4 @@
-"""Rows of attention heads, by head: against transformers' hooks, and as bytes.
-
-`system/test_async` has those of a stream.
-"""
+"""Rows of attention heads, by head: against transformers' hooks, and as bytes."""
 
 from __future__ import annotations
 
@@ -80,15 +77,6 @@ def test_only_the_heads_that_were_named_are_there_in_their_order(llm: Any, seen:
     one = captured(llm, {"layers": [2], "sites": ["k"], "heads": 1})
     wanted = seen["k", 2].unflatten(1, (GROUPS, SIZE))[:, [1]]
     torch.testing.assert_close(one["k", 2], wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_captures_of_one_tap_have_the_heads_of_both(llm: Any) -> None:
-    whole = captured(llm, Capture(1, "z"))["z", 1]
-    both = captured(llm, [Capture(1, "z", heads=2), Capture(1, "z", positions=[0], heads=0)])
-    torch.testing.assert_close(both["z", 1], whole[:, [2, 0]])
-    every = captured(llm, [Capture(1, "z", heads=2), Capture(1, ["z", "q"], positions=[0])])
-    assert torch.equal(every["z", 1], whole)
-    assert every["q", 1].shape == (1, HEADS, SIZE)
 
 
 def test_they_come_out_of_bytes_and_files_as_they_went_in(llm: Any, tmp_path: Path) -> None:

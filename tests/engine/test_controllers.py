@@ -1,13 +1,8 @@
-"""Controllers in the engine core: against transformers with the edits switched where the receipt
-says.
-"""
+"""Controllers, against transformers with the edits switched where the receipt says."""
 
 from __future__ import annotations
 
 import copy
-import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,11 +39,6 @@ OWN, HOOK = steer(vector(1), 1, 2.0)
 CALM, CALM_HOOK = steer(vector(2), 0, 3.0)
 SETS = {"": [HOOK], "calm": [CALM_HOOK]}
 SCRIPT = Controller("script", edits={"calm": CALM})
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> Oracle:
-    return Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
 
 
 def probe(act: Any = None) -> Probe:
@@ -92,7 +82,7 @@ def controlled(scores: list[float]) -> Any:
     return np.array(scores, np.float32)
 
 
-def test_each_answer_holds_from_the_next_step_on(llm: Any, oracle: Oracle) -> None:
+def test_each_answer_holds_from_the_next_step_on(llm: Any, reference: Oracle) -> None:
     (free,) = ask(llm, None)
     scores = free.probes["p"]
     middle = float(scores[SIZE:].median())
@@ -106,7 +96,7 @@ def test_each_answer_holds_from_the_next_step_on(llm: Any, oracle: Oracle) -> No
     changed = 0
     for law, output in zip(laws, ask(llm, *laws), strict=True):
         completion = output.outputs[0]
-        check_versions(oracle, PROMPT, completion, SETS)
+        check_versions(reference, PROMPT, completion, SETS)
         if law is None:
             assert completion.receipt.versions == ()
             assert completion.token_ids == free.outputs[0].token_ids
@@ -119,7 +109,7 @@ def test_each_answer_holds_from_the_next_step_on(llm: Any, oracle: Oracle) -> No
 
 
 def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
-    llm: Any, oracle: Oracle
+    llm: Any, reference: Oracle
 ) -> None:
     completion = ask(llm, SCRIPT, None)[0].outputs[0]
     calm, half = (SIZE + step + steps_ahead(llm) for step in (2, 4))
@@ -139,13 +129,14 @@ def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
             (HOOK, 1, 0, calm), (CALM_HOOK, 1, calm, half), (HOOK, 0.5, half, SIZE + 6),
         )
     ]  # fmt: skip
-    _, seen = oracle.run(whole, edits)
+    _, seen = reference.run(whole, edits)
     for tap in completion.activations:
         assert (completion.activations[tap] - seen[tap]).abs().max() < 1e-3
 
 
-def test_what_is_computed_again_after_a_preemption_is_as_it_was(llm: Any, oracle: Oracle) -> None:
-    """Preempted right after a switch, and again later. No score is given twice."""
+def test_what_is_computed_again_after_a_preemption_is_as_it_was(
+    llm: Any, reference: Oracle
+) -> None:
     controllers = [Controller("sign"), Controller("halving")]
     plain = [output.outputs[0] for output in ask(llm, *controllers)]
     llm.reset_prefix_cache()
@@ -164,45 +155,12 @@ def test_what_is_computed_again_after_a_preemption_is_as_it_was(llm: Any, oracle
         if not steps_ahead(llm):
             assert completion.token_ids == before.token_ids
             assert completion.receipt.versions == before.receipt.versions
-        check_versions(oracle, PROMPT, completion, SETS)
+        check_versions(reference, PROMPT, completion, SETS)
 
 
-def test_a_failure_is_what_the_policy_says_and_changes_nobody_else(
-    llm: Any, oracle: Oracle, caplog: Any
-) -> None:
-    (alone,) = ask(llm, None)
-    names = ("raises", "hangs", "nonsense", "unknown_scale")
-    controllers = [*names, Controller("raises", on_error="off"), None]
-    begun = time.monotonic()
-    with pytest.raises(
-        ReceiptError, match="controller 'nonsense' failed: expected a num"
-    ) as caught:
-        ask(llm, *controllers)
-    outputs = caught.value.outputs
-    assert time.monotonic() - begun < 20, "nobody waits for a controller that hangs"
-    controlling.LET_GO.set()
-    kept, hung, ended, unknown, off, free = (output.outputs[0] for output in outputs)
-    assert free.token_ids == alone.outputs[0].token_ids
-    assert free.receipt.versions == ()
-    for one, name, scale in (
-        (kept, "raises", 1), (hung, "hangs", 0), (unknown, "unknown_scale", 1), (off, "raises", 0),
-    ):  # fmt: skip
-        shown = [(each.source, each.scale, each.positions) for each in one.receipt.versions]
-        last = (SIZE + 2 + steps_ahead(llm), SIZE + 23)
-        assert shown == [("request", 1, (0, last[0])), (f"controller:{name} failed", scale, last)]
-        check_versions(oracle, PROMPT, one, SETS)
-    assert kept.token_ids == unknown.token_ids == free.token_ids
-    assert ended.finish_reason == "error"
-    assert "controller 'nonsense' failed" in ended.stop_reason
-    assert len(ended.token_ids) == 2
-    assert llm.llm_engine.get_num_unfinished_requests() == 0
-
-
-def test_a_function_beside_the_engine_changes_edits_and_stops_and_no_step_waits_for_it(
-    llm: Any, oracle: Oracle
-) -> None:
+def test_a_function_beside_the_engine_changes_edits_and_stops(llm: Any, reference: Oracle) -> None:
     """An answer holds some tokens later: the receipt says where, and the replay agrees."""
-    go, tokens = threading.Event(), []
+    tokens = []
 
     def each_third(seen: Observed) -> float:
         tokens.append((seen.tokens, len(seen.scores["p"])))
@@ -217,64 +175,40 @@ def test_a_function_beside_the_engine_changes_edits_and_stops_and_no_step_waits_
     def fails(_: Observed) -> None:
         raise KeyError("it")
 
-    def hangs(_: Observed) -> None:
-        go.wait(60)
-
     controllers = [
         Controller(each_third, name="third", seconds=60),
         Controller(chooses, seconds=60),
         Controller(stops, name="limit", seconds=60),
         Controller(fails),
-        Controller(hangs, seconds=0.01, on_error="off"),
         Controller(fails, on_error="end"),
-        Controller(hangs, name="late", seconds=60),
         None,
     ]
     with pytest.raises(ReceiptError, match="controller 'local' of request .*KeyError") as caught:
         ask(llm, *controllers, params=greedy(60))
-    go.set()
     found = [output.outputs[0] for output in caught.value.outputs]
-    third, chose, stopped, kept, off, ended, late, free = found
+    third, chose, stopped, kept, ended, free = found
     half = HookEdit(CALM_HOOK.site, CALM_HOOK.layer, CALM_HOOK.vector, 1.5, CALM_HOOK.where)
     assert len(third.receipt.versions) > 3
     assert {one.source for one in third.receipt.versions[1:]} == {"controller:third"}
     assert [one.scale for one in third.receipt.versions[1:3]] == [0.0, 1.0]
     check_replay(
-        oracle, PROMPT, third, {one.number: [HOOK] for one in third.receipt.versions if one.scale}
+        reference,
+        PROMPT,
+        third,
+        {one.number: [HOOK] for one in third.receipt.versions if one.scale},
     )
-    # Each score once: all of the prompt and of the tokens before the last one shown.
     shown = [count for count, _ in tokens]
     assert shown == sorted(set(shown))
     assert sum(new for _, new in tokens) == SIZE + shown[-1] - 1
-    assert [one.source for one in chose.receipt.versions[:2]] == ["request", "controller:local"]
     later = {one.number: [half] for one in chose.receipt.versions[1:]}
-    check_replay(oracle, PROMPT, chose, {0: [HOOK], **later})
+    check_replay(reference, PROMPT, chose, {0: [HOOK], **later})
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "controller:limit")
     assert 8 <= len(stopped.token_ids) < 60
     assert (ended.finish_reason, len(ended.token_ids) < 60) == ("error", True)
-    assert [one.source for one in off.receipt.versions] == ["request", "controller:local"]
-    check_replay(oracle, PROMPT, off, {0: [HOOK]})
-    for one in (stopped, kept, late, free):
+    for one in (stopped, kept, free):
         assert one.receipt.versions == ()
         assert one.token_ids == free.token_ids[: len(one.token_ids)]
-        check_replay(oracle, PROMPT, one, {0: [HOOK]})
-
-
-def test_a_function_is_given_every_score_of_a_prompt_that_comes_in_chunks(llm: Any) -> None:
-    given: dict[int, list[float]] = {0: [], 1: []}
-    controllers = [
-        Controller(lambda seen, mine=mine: mine.extend(seen.scores["p"].tolist()), seconds=60)
-        for mine in given.values()
-    ]
-    prompts = [{"prompt_token_ids": [3 + nth + n % 150 for n in range(150)]} for nth in given]
-    outputs = llm.generate(
-        prompts, greedy(30), edits=OWN, probes=[[probe()], [probe()]], controller=controllers,
-        use_tqdm=False,
-    )  # fmt: skip
-    for mine, output in zip(given.values(), outputs, strict=True):
-        scores = output.probes["p"].tolist()
-        assert 150 <= len(mine) <= len(scores)
-        assert mine == pytest.approx(scores[: len(mine)])
+        check_replay(reference, PROMPT, one, {0: [HOOK]})
 
 
 def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:

@@ -1,6 +1,4 @@
-"""`LLM(layers=…)`: rows of the default capture, and the row of the last token, which takes a second
-request. Compared with transformers.
-"""
+"""Rows of `LLM(layers=…)`, and of the last token, by a second request."""
 
 from __future__ import annotations
 
@@ -36,41 +34,35 @@ def default(llm: Any) -> Iterator[Any]:
     llm.remove_hooks()
 
 
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Any) -> Oracle:
-    return Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
-
-
-def assert_rows(oracle: Oracle, output: Any, completion: Any, first: int, *edits: Any) -> None:
+def assert_rows(reference: Oracle, output: Any, completion: Any, first: int, *edits: Any) -> None:
     """The completion has the rows of its generated tokens, from its `first` on to the last."""
     every = [*output.prompt_token_ids, *completion.token_ids]
-    _, theirs = oracle.run(every, edits)
+    _, theirs = reference.run(every, edits)
     assert set(completion.hidden_states) == {0, 2}
     for layer, rows in completion.hidden_states.items():
         expected = theirs["resid_post", layer][len(output.prompt_token_ids) + first :]
         torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_there_are_as_many_rows_as_tokens_with_the_last_tokens_row(default, oracle):
+def test_there_are_as_many_rows_as_tokens_with_the_last_tokens_row(default, reference):
     llm = default(last_token_row=True, include_prefill=True)
     prompts = [tokens(PROMPT), tokens(range(3, 90)), tokens([7])]
     params = [greedy(5, detokenize=False), greedy(9, detokenize=False), greedy(1, detokenize=False)]
     for output in llm.generate(prompts, params, use_tqdm=False):
-        assert_rows(oracle, output, output.outputs[0], 0)
+        assert_rows(reference, output, output.outputs[0], 0)
         assert output.hidden is output.hidden_states is output.outputs[0].hidden
         assert output.prefill_hidden[0].shape == (len(output.prompt_token_ids), 64)
-    # Nothing of the completions differs from those without.
     plain = default().generate(prompts, params, use_tqdm=False)
     assert [len(one.outputs[0].token_ids) for one in plain] == [5, 9, 1]
 
 
-def test_the_last_tokens_row_alone_is_the_last_row(default, oracle):
+def test_the_last_tokens_row_alone_is_the_last_row(default, reference):
     llm = default(last_token_row=True, last_decode_token=True)
     [output] = ask_all(llm, [PROMPT], 5)
-    assert_rows(oracle, output, output.outputs[0], 4)
+    assert_rows(reference, output, output.outputs[0], 4)
 
 
-def test_a_completion_that_stops_early_has_the_row_of_the_token_that_stopped_it(default, oracle):
+def test_a_completion_that_stops_early_has_the_row_of_the_token_that_stopped_it(default, reference):
     llm = default(last_token_row=True)
     [free] = ask_all(llm, [PROMPT], 6)
     stop = free.outputs[0].token_ids[3]
@@ -80,25 +72,25 @@ def test_a_completion_that_stops_early_has_the_row_of_the_token_that_stopped_it(
     assert completion.finish_reason == "stop"
     assert completion.stop_reason == stop
     assert len(completion.logprobs) == len(completion.token_ids) <= 4
-    assert_rows(oracle, output, completion, 0)
+    assert_rows(reference, output, completion, 0)
 
 
-def test_each_completion_of_a_prompt_has_the_row_of_its_own_last_token(default, oracle):
+def test_each_completion_of_a_prompt_has_the_row_of_its_own_last_token(default, reference):
     llm = default(last_token_row=True)
     params = SamplingParams(
         n=2, temperature=1.0, seed=11, max_tokens=4, ignore_eos=True, detokenize=False
     )
     [output] = ask_all(llm, [PROMPT], params)
     for completion in output.outputs:
-        assert_rows(oracle, output, completion, 0)
+        assert_rows(reference, output, completion, 0)
 
 
-def test_edits_of_all_positions_reach_the_last_tokens_row(default, oracle):
+def test_edits_of_all_positions_reach_the_last_tokens_row(default, reference):
     llm = default(last_token_row=True)
     llm.steering.set(base=Steer(VECTOR, 0, 0.5))
     [output] = ask_all(llm, [PROMPT], 5, steer=Steer(VECTOR, 1, 2.0))
     edits = (HookEdit("resid_post", n, VECTOR, f, lambda _: True) for n, f in ((0, 0.5), (1, 2.0)))
-    assert_rows(oracle, output, output.outputs[0], 0, *edits)
+    assert_rows(reference, output, output.outputs[0], 0, *edits)
 
 
 def test_what_cannot_be_asked_again_is_rejected_with_the_last_tokens_row(default):
@@ -126,11 +118,11 @@ def test_what_cannot_be_asked_again_is_rejected_with_the_last_tokens_row(default
         llm.generate([tokens(PROMPT), embeddings], greedy(5, detokenize=False), use_tqdm=False)
 
 
-def test_a_request_of_its_own_captures_as_before(default, oracle):
+def test_a_request_of_its_own_captures_as_before(default, reference):
     llm = default(last_token_row=True)
     [output] = ask_all(llm, [PROMPT], 5, capture=Capture(1))
     assert output.activations["resid_post", 1].shape == (len(PROMPT) + 4, 64)
-    assert_rows(oracle, output, output.outputs[0], 0)
+    assert_rows(reference, output, output.outputs[0], 0)
 
 
 def test_remove_hooks_ends_the_default_capture(default):

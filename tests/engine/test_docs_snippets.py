@@ -151,7 +151,6 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
 def test_the_readme_s_snippet_prints_what_the_readme_shows(
     smollm2: Path, quick_engines: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the real model, with every word of the answers and of the receipt."""
     [(line, code)] = snippets("README.md")
     [shown] = [text for _, _, text in blocks("README.md", ["text"])]
     # vLLM keeps tokenizers by the model's name, and other pages give a tiny model this one.

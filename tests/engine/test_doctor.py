@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from support import vision
 from support.engines import prepare_vllm
 
-from midstream.lab.tools.doctor.cases import OF_PARTS, OPERATIONS
+from midstream.lab.tools.doctor import drawn_images
+from midstream.lab.tools.doctor.cases import OF_PARTS, OPERATIONS, WITH_IMAGE
+from midstream.lab.tools.doctor.drawn_images import DRAWN, LENGTH, PROCESSED, STD
 from midstream.lab.tools.doctor.examine import Options, examine, examine_config
+from midstream.lab.tools.doctor.own_modules import OwnModules
 from midstream.lab.tools.doctor.report import LACKING, OK, REFUSED, WRONG
 from midstream.runtime.models import inner_sites
 from midstream.runtime.models import registry as conventions
@@ -105,6 +109,67 @@ def test_a_model_that_transformers_lacks_is_compared_with_vllms_own_modules(tmp_
     assert {one.name for one in report.operations} == {*OPERATIONS}
     steered = {(one.site, one.layer) for one in report.operations if one.name == "Steer"}
     assert steered == {*((site, layer) for site in OUTER for layer in range(3)), *ENDS}
+
+
+def test_a_multimodal_class_is_compared_with_an_image_in_the_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows at the image are its embeddings, which some layers get parts of."""
+    rows = {}
+    generate = OwnModules.generate
+
+    def kept(self, prompt, count, changes=None):
+        tokens, forward = generate(self, prompt, count, changes)
+        if list(prompt) in self.image_prompts and not changes:
+            rows.update({tap: values[: len(prompt)] for tap, values in forward.values.items()})
+        return tokens, forward
+
+    monkeypatch.setattr(OwnModules, "generate", kept)
+    text = {"rope_parameters": {"rope_type": "default", "mrope_section": [24, 20, 20]}}
+    config = hf.Qwen3VLConfig(text_config=text, architectures=["Qwen3VLForConditionalGeneration"])
+    report = examine_config(Options("Qwen3-VL"), config)
+    assert (report.outcome, report.images) == (OK, DRAWN), report.reason
+    assert report.architecture == "Qwen3VLForConditionalGeneration"
+    assert report.compared_with == "vLLM's own modules"
+    imaged = [one for one in report.operations if "with an image" in one.name]
+    assert {one.name for one in imaged} == {*WITH_IMAGE}
+    assert {one.outcome for one in imaged} == {OK}
+    entering = rows["resid_pre", 0]
+    assert len(entering) == 18 + LENGTH
+    assert torch.allclose(entering[9 : 9 + LENGTH].std(), torch.tensor(STD), rtol=0.2)
+    assert ("embed", 0) not in rows
+    # The second layer gets a part of the image's embeddings too.
+    added = (rows["resid_pre", 1] - rows["resid_post", 0]).norm(dim=-1)
+    assert [index for index, size in enumerate(added) if size > 0.1] == [*range(9, 9 + LENGTH)]
+
+
+@pytest.mark.nightly
+def test_an_image_through_a_tower_is_compared_with_transformers_too(tiny_models: Path) -> None:
+    path = vision.served(vision.make("qwen3vl", tiny_models))
+    text = f"the {vision.MODELS['qwen3vl'].mark} is in the hat"
+    report = examine(Options(str(path), size=None, images=PROCESSED, text=text))
+    assert (report.outcome, report.images, report.reason) == (OK, PROCESSED, "")
+    assert report.compared_with == "transformers and vLLM's own modules"
+    sites = {one.site for one in report.sites if one.outcome == OK}
+    assert {*OUTER, "embed", "final_norm", "q", "mlp_act"} <= sites
+    assert {one.name for one in report.operations} >= {*WITH_IMAGE, *OPERATIONS, *OF_PARTS}
+
+
+def test_rows_of_an_image_that_differ_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only requests with a plan get another embedding at the image."""
+    embed = drawn_images._embed
+
+    def other(self, **inputs):
+        again = [rows + 0.01 * len(seen) for rows in embed(self, **inputs)]
+        seen.append(1)
+        return again
+
+    seen: list[int] = []
+    monkeypatch.setattr(drawn_images, "_embed", other)
+    config = hf.LlavaConfig(architectures=["LlavaForConditionalGeneration"])
+    report = examine_config(Options("LLaVA"), config)
+    assert report.outcome == WRONG
+    assert "resid_pre of layer 0" in report.reason
 
 
 @pytest.mark.nightly

@@ -82,7 +82,6 @@ def test_a_fault_on_the_worker_ends_the_request_that_it_is_about_and_no_other(ll
     assert f"request {bad.request_id}: " in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert (bad.outputs[0].finish_reason, bad.receipt.status) == ("error", "error")
-    # It ended in its first step instead of running on without its edits.
     assert len(generated(bad)) <= 1
     assert [generated(one) for one in outputs] == [generated(one) for one in expected]
     assert [one.receipt and one.receipt.status for one in outputs] == ["ok", None, "ok"]
@@ -111,7 +110,6 @@ def test_who_was_served_kv_of_a_request_that_failed_fails_with_it(llm, first_fai
     first, second, third = caught.value.outputs
     assert "the first one fails" in first.receipt.problems[0]
     assert "served KV of a request that failed" in second.receipt.problems[0]
-    # It shares no edited block with the first.
     assert third.receipt.status == "ok"
     alone = ask(llm, [[steer(BAD, start=64)]], prompts=[prompt])[0]
     assert generated(alone) == generated(third)

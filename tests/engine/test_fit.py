@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine.asking import ask_all
-from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from sklearn.linear_model import LogisticRegression, RidgeClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from sklearn.svm import LinearSVC
-from support.engines import HAS_GPU, greedy, tokens
-from support.oracle_edits import PLACES, At, EditOracle
+from support.engines import HAS_GPU
+from support.oracle_edits import At, EditOracle
 from transformers import BatchEncoding
-from unit.store.making import header, rows_of, write
 
-from midstream import Capture, Directions, Probe, SpecError, Steer, open_store
-from midstream.store import Entry
+from midstream import Capture, Directions, SpecError
 
 TOLERANCE = 5e-4 if HAS_GPU else 1e-5
 METHODS = ["mean", "pca", "lat", "logistic", "lda"]
 made = np.random.default_rng(0)
 PAIRS = 12
-# The halves of a pair differ in three of their tokens, and in length.
 STEMS = [made.integers(3, 190, 6 + nth % 4).tolist() for nth in range(PAIRS)]
 POSITIVE = [[*stem, 11, 12, 13, 50 + nth] for nth, stem in enumerate(STEMS)]
 NEGATIVE = [[*stem, 21, 22, 50 + nth] for nth, stem in enumerate(STEMS)]
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 def reference_rows(oracle: EditOracle, prompts: list[list[int]], site: str) -> np.ndarray:
@@ -106,49 +92,6 @@ def test_the_probe_reads_plus_and_minus_one_and_the_edit_moves_by_two(
     assert float(difference.abs().max()) <= 10 * TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "classifier",
-    [
-        LogisticRegression(),
-        LinearDiscriminantAnalysis(),
-        RidgeClassifier(),
-        LinearSVC(),
-        make_pipeline(StandardScaler(), LogisticRegression()),
-    ],
-    ids=lambda one: type(one).__name__,
-)
-def test_a_probe_of_a_classifier_scores_as_its_decision_function(
-    wide: Any, oracle: EditOracle, classifier: Any
-) -> None:
-    rows = [reference_rows(oracle, prompts, "resid_mid")[:, 1] for prompts in (POSITIVE, NEGATIVE)]
-    rows, labels = np.concatenate(rows), np.repeat([1, 0], PAIRS)
-    classifier.fit(rows, labels)
-    probe = Probe.from_sklearn(
-        classifier, layer=1, site="resid_mid", name="c", positions="last_prompt"
-    )
-    prompts = [tokens(prompt) for prompt in POSITIVE + NEGATIVE]
-    outputs = wide.generate(prompts, greedy(1), probes=probe, use_tqdm=False)
-    found = np.array([float(output.probes["c"]) for output in outputs])
-    wanted = classifier.decision_function(rows)
-    assert np.abs(found - wanted).max() / np.abs(wanted).max() <= 10 * TOLERANCE
-
-
-def test_a_stored_selection_gives_what_the_prompts_give(wide: Any, tmp_path: Path) -> None:
-    prompts = [tokens(prompt) for prompt in POSITIVE + NEGATIVE]
-    capture = Capture("all", positions="last_prompt")
-    outputs = wide.generate(prompts, greedy(1), capture=capture, use_tqdm=False)
-    head = header(dtype="float32", hidden_size=64)
-    entries = []
-    for nth, (name, output) in enumerate(zip("p" * PAIRS + "n" * PAIRS, outputs, strict=True)):
-        rows = {tap: rows_of(values, head) for tap, values in output.activations.items()}
-        entries.append(Entry(request=f"{nth}", prompt_tokens=9, taps=rows, tag=name))
-    write(tmp_path / "s", entries, head)
-    store = open_store(tmp_path / "s")
-    for method in ("mean", "lda"):
-        found = Directions.from_store(store.select(tag="p"), store.select(tag="n"), method)
-        check_close(found, Directions.fit(wide, POSITIVE, NEGATIVE, method))
-
-
 class IdTokenizer:
     """Token ids written as numbers, for repeng."""
 
@@ -160,9 +103,7 @@ class IdTokenizer:
         return BatchEncoding({"input_ids": ids, "attention_mask": mask})
 
 
-def test_pca_is_repengs(
-    wide: Any, oracle: EditOracle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_pca_is_repengs(wide: Any, oracle: EditOracle, monkeypatch: pytest.MonkeyPatch) -> None:
     # repeng 0.4 names a type that NumPy 2 has no more.
     monkeypatch.setattr(np, "float_", np.float64, raising=False)
     repeng = pytest.importorskip("repeng")
@@ -175,32 +116,7 @@ def test_pca_is_repengs(
     for layer in (0, 1):
         # Theirs has the sign of most pairs, ours that of the class means.
         assert abs(np.dot(mine[layer].unit, theirs.directions[layer])) > 1 - 1e-5
-    # Theirs are of length 1; the last layer's rows are after the final norm there.
-    read = Directions.from_repeng(theirs)
-    np.testing.assert_array_equal(read.vectors[1], theirs.directions[1])
-    assert repeng.ControlVector(**mine.to_repeng()).model_type == theirs.model_type == "llama"
-    theirs.directions.pop(0)
-    theirs.export_gguf(tmp_path / "theirs.gguf")
-    again = Directions.from_gguf(tmp_path / "theirs.gguf")
-    np.testing.assert_array_equal(again.vectors, read.at(1).vectors)
-    mine.at(1).to_gguf(tmp_path / "mine.gguf")
-    imported = repeng.ControlVector.import_gguf(tmp_path / "mine.gguf")
-    np.testing.assert_array_equal(imported.directions[1], mine[1].vector)
-    assert imported.model_type == "llama"
     sys.modules.pop("repeng")
-
-
-def test_a_registered_direction_steers_as_its_edit_does(wide: Any) -> None:
-    found = Directions.fit(wide, POSITIVE, NEGATIVE)
-    found.register(wide, "all")
-    found[1].register(wide, "one")
-
-    def rows(edit: Any) -> torch.Tensor:
-        (output,) = ask_all(wide, [POSITIVE[0]], 2, edits=edit, capture=Capture("all"))
-        return output.activations["resid_post"]
-
-    for name, edit in (("all", found.steer(2.0)), ("one", found[1].steer(2.0))):
-        assert torch.equal(rows(Steer(name, scale=2.0)), rows(edit))
 
 
 def test_prompts_that_cannot_be_fitted_are_rejected(wide: Any) -> None:

@@ -38,7 +38,7 @@ def test_a_wrong_request_is_refused_by_field_and_the_engine_goes_on(llm: Any) ->
             ({"capture": {"layers": [0], "where": 1}}, "capture", "where"),
             ({"capture": {"layers": [0], "positions": 9}}, "capture.positions", "position"),
             ({"steer": {"vector": [1.0], "layer": 0}}, "steer.vector", "64"),
-            ({"steer": {"vector": nan, "layer": 0}}, "steer.vector", "nan"),
+            ({"steer": {"vector": nan, "layer": 0}}, "steer.vector[0]", "nan"),
             ({"steer": {"vector": GOOD, "layer": -9}}, "steer.layer", "range"),
             ({"steer": {"vector": GOOD, "layer": 0, "positions": []}}, "steer.positions", "least"),
         ],

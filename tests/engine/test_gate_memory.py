@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine.asking import ask, ask_all
+from engine.asking import ask
 from support import tiny
 from support.edit_cases import Case, Maker, all_problems, problems
-from support.engines import generated, greedy, tokens
+from support.engines import generated, greedy
 from support.gate_memory import LONG
-from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
+from support.inner_served import assert_rows
+from support.oracle_edits import EVERY_SITE, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
 
@@ -21,6 +21,8 @@ from midstream import Capture, Gate, Reading, SamplingParams, SpecError, Steer, 
 
 TOLERANCE, TIE = 1e-4, 1e-3
 COUNT = 8
+PARAMS = greedy(COUNT, logprobs=3, detokenize=False)
+EVERYTHING = Capture("all", EVERY_SITE)
 SHORT = [44, 8, 150, 9, 3]
 MEMORIES: dict[str, dict[str, Any]] = {
     "rest": {"hold": "rest"},
@@ -30,11 +32,6 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "smooth by degrees": {"smooth": 0.4, "sharpness": 2.0},
     "all": {"hold": 1, "smooth": 0.5, "release": -0.5},
 }
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 def gates(oracle: EditOracle, prompt: list[int], where: dict[str, Any]) -> dict[str, Gate]:
@@ -75,7 +72,6 @@ def remembers(oracle: EditOracle, case: Case) -> bool:
 def test_gates_remember_earlier_tokens_as_a_loop_does(
     wide: Any, oracle: EditOracle, size: int
 ) -> None:
-    """All in one batch with gates without memory and plain requests, prompts cut anywhere."""
     given = []
     for prompt in (LONG, SHORT):
         end = len(prompt)
@@ -96,6 +92,12 @@ def test_gates_remember_earlier_tokens_as_a_loop_does(
     assert not found, "\n".join(found[:30])
 
 
+def assert_is(oracle: EditOracle, prompt: list[int], completion: Any, edits: list[At]) -> None:
+    assert completion.receipt.status == "ok"
+    ids = [*prompt, *completion.token_ids][:-1]
+    assert_rows(completion.activations, oracle.run(ids, edits))
+
+
 def late_gate(oracle: EditOracle, prompt: list[int], nth: int, **memory: Any) -> Gate:
     """A gate that opens at the nth generated token that is computed, and at no token before."""
     ids = [*prompt, *oracle.generate(prompt, nth + 1)]
@@ -114,34 +116,22 @@ def late_gate(oracle: EditOracle, prompt: list[int], nth: int, **memory: Any) ->
 def test_a_request_that_is_preempted_right_after_its_gate_opened_opens_it_there_again(
     wide: Any, oracle: EditOracle
 ) -> None:
-    by_hand = wide.llm_engine
     given = [
         Case("rest", LONG, [At(late_gate(oracle, LONG, 1, hold="rest"))], tap=("resid_post", 1)),
         Case("two more", LONG, [At(late_gate(oracle, LONG, 1, hold=2))], tap=("resid_post", 1)),
         Case("later", LONG, [At(late_gate(oracle, LONG, 4, hold="rest"))], tap=("resid_post", 1)),
     ]
+    run = Stepped(wide)
     for nth, case in enumerate(given):
-        plan = {
-            "capture": Capture("all", EVERY_SITE).to_dict(),
-            "edits": [at.edit.to_dict() for at in case.edits],
-        }
-        params = greedy(COUNT, logprobs=3, extra_args={"midstream": plan}, detokenize=False)
-        by_hand.add_request(f"held-{nth}", tokens(case.prompt), params)
-    outputs: dict[str, Any] = {}
-
-    def step() -> None:
-        for output in by_hand.step():
-            outputs[output.request_id] = output
-
-    for _ in range(3):  # the prompt, and two generated tokens: the second opens two of the gates
-        step()
-    assert by_hand.reset_prefix_cache(reset_running_requests=True)
+        asked = {"capture": EVERYTHING, "edits": [at.edit for at in case.edits]}
+        run.add(str(nth), case.prompt, PARAMS, **asked)
+    run.step(3)  # the prompt, and two generated tokens: the second opens two of the gates
+    assert wide.llm_engine.reset_prefix_cache(reset_running_requests=True)
     with chunks(wide, 16) as seen:
-        while by_hand.has_unfinished_requests():
-            step()
+        outputs = run.finish()
     assert sum(seen) > len(given) * (len(LONG) + 2), "nothing was computed anew"
     for nth, case in enumerate(given):
-        output = outputs[f"held-{nth}"]
+        output = outputs[str(nth)]
         ids = [*LONG, *generated(output)][:-1]
         opened = len(LONG) + (4 if nth == 2 else 1)
         seen_by = oracle.run(ids, case.edits)
@@ -154,44 +144,29 @@ def test_a_request_that_is_preempted_right_after_its_gate_opened_opens_it_there_
 def test_cached_prompts_are_used_up_to_the_first_token_that_is_read(
     wide: Any, oracle: EditOracle
 ) -> None:
-    generate = {"detokenize": False, "logprobs": 3}
-    ask_all(wide, [LONG], 1)
+    later = Capture("all", EVERY_SITE, phase="generated")
+    ask(wide, LONG, 1)
     for where, hit in (({"phase": "generated"}, 32), ({"positions": slice(20, None)}, 0)):
         gate = late_gate(oracle, LONG, 2, hold="rest")
         gate = Gate(gate.edit.replace(**where), gate.probe, gate.threshold, hold="rest")
         first = where.get("positions", slice(len(LONG), None)).start
         case = Case(f"{where}", LONG, [At(gate, lambda p, first=first: p >= first)])
         for _ in range(2):
-            output = ask(
-                wide,
-                LONG,
-                greedy(COUNT, **generate),
-                edits=gate,
-                capture=Capture("all", EVERY_SITE, phase="generated"),
-            )
+            output = ask(wide, LONG, COUNT, edits=gate, capture=later)
             assert output.num_cached_tokens == hit
-            assert output.receipt.status == "ok"
-            seen = oracle.run([*LONG, *generated(output)][:-1], case.edits)
-            for tap, rows in output.activations.items():
-                torch.testing.assert_close(
-                    rows, seen.values[tap][len(LONG) :], rtol=1e-3, atol=1e-4
-                )
+            assert_is(oracle, LONG, output.outputs[0], case.edits)
 
 
 def test_each_completion_of_a_prompt_has_a_gate_of_its_own(wide: Any, oracle: EditOracle) -> None:
-    """The gate is in the server-wide edits."""
     gate = gates(oracle, SHORT, {})["all"]
     wide.steering.set(base=gate)
     params = SamplingParams(
         n=3, temperature=1.0, seed=3, max_tokens=COUNT, ignore_eos=True, detokenize=False
     )
-    output = ask(wide, SHORT, params, capture=Capture("all", EVERY_SITE))
+    output = ask(wide, SHORT, params, capture=EVERYTHING)
     assert len({tuple(one.token_ids) for one in output.outputs}) == 3
     for one in output.outputs:
-        assert one.receipt.status == "ok"
-        seen = oracle.run([*SHORT, *one.token_ids][:-1], [At(gate)])
-        for tap, rows in one.activations.items():
-            torch.testing.assert_close(rows, seen.values[tap], rtol=1e-3, atol=1e-4)
+        assert_is(oracle, SHORT, one, [At(gate)])
 
 
 def test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is(
@@ -200,26 +175,11 @@ def test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is(
     even = list(range(0, tiny.VOCAB, 2))
     given = gates(oracle, LONG, {"positions": TokenIds(even)})
     for name in ("hold", "all"):
-        output = ask(
-            wide,
-            LONG,
-            greedy(COUNT, logprobs=3, detokenize=False),
-            edits=given[name],
-            capture=Capture("all", EVERY_SITE),
-        )
+        output = ask(wide, LONG, PARAMS, edits=given[name], capture=EVERYTHING)
         ids = [*LONG, *generated(output)][:-1]
         places = frozenset(p for p, token in enumerate(ids) if token in even)
         case = Case(name, LONG, [At(given[name], places.__contains__)])
         assert not problems(oracle, case, output, TOLERANCE, TIE)
-
-
-def test_more_gates_than_there_is_room_for_wait_and_what_never_fits_is_rejected(wide: Any) -> None:
-    gate = Gate(Steer(torch.ones(tiny.HIDDEN), "all"), torch.ones(tiny.HIDDEN), hold=3)
-    params = greedy(3, detokenize=False)
-    outputs = ask_all(wide, [SHORT] * 9, params, edits=gate)
-    assert [one.receipt.status for one in outputs] == ["ok"] * 9
-    with pytest.raises(SpecError, match="need 15 states .* room for 12; raise .* gate_states"):
-        ask_all(wide, [SHORT], SamplingParams(n=5, max_tokens=2, detokenize=False), edits=gate)
 
 
 def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(
@@ -227,7 +187,7 @@ def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(
 ) -> None:
     gate = late_gate(oracle, LONG, 1, hold="rest")
     run, opened = Stepped(wide), len(LONG) + 1
-    run.add("a", LONG, greedy(COUNT, logprobs=3), edits=[gate], capture=Capture("all", EVERY_SITE))
+    run.add("a", LONG, PARAMS, edits=[gate], capture=EVERYTHING)
     run.step(4)
     for wrong in ([replace(gate, hold=2)], [gate, replace(gate, hold=2)]):
         with pytest.raises(SpecError, match="gates with memory .hold, smooth, release. are those"):
@@ -239,10 +199,7 @@ def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(
     (completion,) = run.finish()["a"].outputs
     half = gate.edit.replace(scale=0.5 * gate.edit.scale)
     edits = [At(gate.edit, lambda p: opened <= p < off), At(half, lambda p: p >= on)]
-    seen = oracle.run([*LONG, *completion.token_ids][:-1], edits)
-    assert completion.receipt.status == "ok"
-    for tap, rows in completion.activations.items():
-        torch.testing.assert_close(rows, seen.values[tap], rtol=1e-3, atol=1e-4)
+    assert_is(oracle, LONG, completion, edits)
 
 
 def test_a_gate_goes_on_when_an_update_drops_or_adds_a_gate_before_it(
@@ -254,15 +211,12 @@ def test_a_gate_goes_on_when_an_update_drops_or_adds_a_gate_before_it(
     always = At(plain.edit)
     for nth, (given, later) in enumerate([([plain, gate], [gate]), ([gate], [plain, gate])]):
         run, opened = Stepped(wide), len(LONG) + 1
-        asked = {"edits": given, "capture": Capture("all", EVERY_SITE)}
-        run.add("a", LONG, greedy(COUNT, logprobs=3), **asked)
+        asked = {"edits": given, "capture": EVERYTHING}
+        run.add("a", LONG, PARAMS, **asked)
         run.step(4)
         (start,) = wide.update("a", edits=later).positions.values()
         (completion,) = run.finish()["a"].outputs
         assert opened < start < len(LONG) + COUNT - 1
         where = (lambda p: p < start) if nth == 0 else (lambda p: p >= start)  # noqa: B023
         edits = [At(gate.edit, lambda p: opened <= p), replace(always, where=where)]  # noqa: B023
-        seen = oracle.run([*LONG, *completion.token_ids][:-1], edits)
-        assert completion.receipt.status == "ok"
-        for tap, rows in completion.activations.items():
-            torch.testing.assert_close(rows, seen.values[tap], rtol=1e-3, atol=1e-4)
+        assert_is(oracle, LONG, completion, edits)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.engine_view import inspect
 from support.engines import engine, generated, greedy, tokens
-from support.hostile import good_plan, hostile_plans
+from support.hostile import hostile_plans
 from support.nightly import rounds
 
 from midstream import SpecError, Steer
@@ -90,38 +90,6 @@ def test_hostile_plans_are_refused_and_a_good_request_right_after_works(llm):
     assert len(kinds) > 20
     assert not llm.llm_engine.has_unfinished_requests()
     inspect(llm).check_integrity()
-
-
-def test_good_plans_of_that_kind_are_served(llm):
-    draw = random.Random(3)
-    plain = generated(llm.generate(tokens(PROMPT), greedy(4), use_tqdm=False)[0])
-    for _ in range(25):
-        plan = good_plan(draw, HIDDEN, LAYERS, len(PROMPT))
-        output = ask(llm, plan)
-        assert output.receipt.status == "ok"
-        if "edits" not in plan:
-            assert generated(output) == plain
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"edits": []},
-        b"\x80\x04\x95",
-        ["uid", b"plan"],
-        ["uid", b"plan", [[0], ["a"], None], "more"],
-        ["uid", b"plan", [[0], ["a", "b"], None]],
-        [7, b"plan", [[0], [""], None]],
-        "x" * 10_000,
-    ],
-)
-def test_what_goes_past_the_front_door_is_that_requests_own_failure(llm, value):
-    front = llm.llm_engine.input_processor
-    request = front.process_inputs("sneaky", tokens(PROMPT), greedy(4), ("generate",))
-    request.sampling_params.extra_args = {"midstream": value}
-    with pytest.raises(SpecError, match="without having been checked"):
-        llm.llm_engine.engine_core.engine_core.preprocess_add_request(request)
-    assert ask(llm, {"capture": {"layers": 0}}).receipt.status == "ok"
 
 
 def test_a_forged_plan_that_looks_checked_fails_alone(llm):

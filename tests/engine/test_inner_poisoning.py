@@ -1,7 +1,4 @@
-"""KV of a request with edits inside attention or the MLP serves who asks for the same, and nobody
-else. Every answer is held against the same request on an engine without a prefix cache; how many
-tokens the cache served, and how many edits came with them, is asserted to the token.
-"""
+"""KV of requests with edits inside layers is shared as `test_poisoning` has it for others."""
 
 from __future__ import annotations
 
@@ -49,7 +46,6 @@ def steer(site: str, head: int | None = None, seed: int = 1, **where: Any) -> St
 
 @pytest.mark.parametrize(("site", "head"), [("k", 1), ("z", None)])
 def test_the_blocks_from_an_edit_on_are_its_own(pair: Pair, site: str, head: int | None) -> None:
-    """Of ten positions in the third block; once the edited one comes first, once the plain one."""
     where = {"positions": slice(70, 80)}
     ends = Capture("all", SITES, "generated")
     for plain_first in (False, True):
@@ -117,7 +113,6 @@ def test_whatever_is_different_about_an_inner_edit_its_kv_is_its_own(pair: Pair)
 
 
 def test_edited_requests_of_one_prompt_side_by_side_share_nothing(pair: Pair) -> None:
-    """Twenty-two at once, half of them plain: twice, so that the second finds all of it cached."""
     prompt, params = fresh(SIZE), greedy(6, logprobs=2, detokenize=False)
     edits: list[Any] = [[steer(site, head)] for site in WIDTHS for head in (None, 1)][:11]
     given = [one for edit in edits for one in (edit, None)]

@@ -136,7 +136,6 @@ def test_several_completions_of_one_prompt_each_have_their_own_rows(llm: Any) ->
         ids = [*prompt, *completion.token_ids][:-1]
         assert completion.activations.token_ids.tolist() == ids
         assert completion.receipt.edited.applied == 4
-        # The same tokens, fed as a prompt whose tail is steered as those were.
         later = [steer.replace(positions=slice(3, None))]
         replay = ask(llm, ids, 1, capture=capture, steer=later)
         torch.testing.assert_close(
@@ -148,7 +147,6 @@ def test_several_completions_of_one_prompt_each_have_their_own_rows(llm: Any) ->
 
 
 def test_position_limits_hold_over_prompt_and_decode(llm: Any) -> None:
-    """The difference that edits make at their own site is exactly where they were asked for."""
     prompt, rows = [9, 8, 7, 6, 5], Capture(layers=[1])
     vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
     plain = ask(llm, prompt, 1, capture=rows)

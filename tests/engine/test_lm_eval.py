@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine import lm_eval_task
-from support import engines, own_process, serving, tiny
+from support import engines, tiny
 
 import midstream
 
@@ -87,31 +85,3 @@ def test_the_score_is_that_of_lm_evals_own_steered_model(
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=2e-4, rtol=1e-4)
     assert results["acc,none"] == expected_results["acc,none"]
     assert (torch.tensor(found) - torch.tensor(unsteered)).abs().max() > 0.1
-
-
-@pytest.mark.nightly
-def test_the_command_is_steered_by_the_environment(
-    talking_llama: Path, steered: tuple[str, str], folder: Path, tmp_path: Path
-) -> None:
-    from lm_eval.models.hf_steered import SteeredModel
-
-    environment = serving.environment(MIDSTREAM=steered[0])
-    environment["PYTHONPATH"] += os.pathsep + str(lm_eval_task.name_vllm(tmp_path))
-    arguments = f"pretrained={talking_llama},dtype=float32,max_model_len=256,enforce_eager=True"
-    code, out, error = own_process.run(
-        *("-m", "lm_eval", "run", "--model", "vllm", "--model_args", arguments),
-        *("--metadata", json.dumps({"midstream": json.loads(steered[0])})),
-        *("--tasks", "tiny", "--include_path", str(folder), "--output_path", str(tmp_path / "out")),
-        timeout=500,
-        env=environment,
-    )
-    assert code == 0, out + error
-    [file] = (tmp_path / "out").rglob("results_*.json")
-    written = json.loads(file.read_text())
-    found = written["results"]["tiny"]
-    assert written["configs"]["tiny"]["metadata"]["midstream"] == json.loads(steered[0])
-    theirs = SteeredModel(str(talking_llama), steered[1], device="cpu", dtype="float32")
-    expected, _ = scores(theirs, folder)
-    assert found["acc,none"] == expected["acc,none"]
-    assert found["acc_norm,none"] == expected["acc_norm,none"]
-    assert "steering.started" in out + error

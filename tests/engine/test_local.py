@@ -1,7 +1,4 @@
-"""Edits by Python functions, against the same functions as hooks in transformers in float32.
-
-A block of KV is 32 tokens, and steps are of 64: longer prompts come in chunks.
-"""
+"""Edits by Python functions, against the same functions as hooks in transformers in float32."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ import torch
 from support.cached_pair import fresh
 from support.engine_view import inspect
 from support.engines import engine, generated, greedy
-from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle, row_error
+from support.oracle_edits import EVERY_SITE, At, EditOracle, row_error
+from support.updating import Stepped
 
 from midstream import Capture, Local, Plan, ReceiptError, Scale, SpecError, Steer
 from midstream.runtime.vllm.attributes import ENDPOINT
@@ -34,11 +32,6 @@ def local(tiny_llama: Path) -> Iterator[Any]:
         midstream={"sites": list(EVERY_SITE), "hooks": "local", "reuse_bytes": 1 << 20},
     ) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 def bend(h: torch.Tensor, info: Any) -> torch.Tensor:
@@ -73,7 +66,6 @@ def test_a_function_at_any_site_is_a_hook_there(local: Any, oracle: EditOracle, 
     assert ask(local, prompt).outputs[0].token_ids != out.outputs[0].token_ids
     (called,) = out.receipt.called
     assert (called.name, called.site, called.layer) == (f"{__name__}:bend", site, 1)
-    # Two chunks of the prompt, and three generated tokens that are fed back.
     assert (called.expected, called.rows, called.calls) == (103, 103, 5)
     assert out.receipt.edited.applied == 103
 
@@ -90,7 +82,6 @@ def test_it_comes_before_the_other_edits_at_its_site_and_captures_see_all(
 
 
 def test_others_in_the_batch_are_not_touched(local: Any, oracle: EditOracle) -> None:
-    """Each request's function gets its own rows at its own positions, whoever is beside it."""
     seen: dict[str, list[int]] = {}
 
     def watch(h: torch.Tensor, info: Any) -> None:
@@ -149,7 +140,6 @@ def test_kv_is_shared_by_requests_with_the_same_function_alone(
     # Up to the first position of the function the blocks are those of plain requests.
     late = ask(local, prompt, edits=Local(other, 1, positions=slice(70, None)), capture=capture)
     assert late.num_cached_tokens == 64
-    # Rows that a function made are reused with the same function only.
     kept = Capture("all", reuse=True)
     for fn, hit in ((bend, 0), (bend, 96), (other, 0)):
         out = ask(local, prompt, edits=Local(fn, 1), capture=kept)
@@ -158,20 +148,12 @@ def test_kv_is_shared_by_requests_with_the_same_function_alone(
 
 
 def test_a_preempted_request_calls_its_function_again(local: Any, oracle: EditOracle) -> None:
-    prompt = fresh(90)
-    edit = Local(bend, 1)
-    plan = Plan.make(edits=edit, capture=Capture("all"))
-    core = local.llm_engine
-    params = greedy(8, detokenize=False, extra_args={"midstream": plan})
-    core.add_request("a", {"prompt_token_ids": prompt}, params)
-    found = []
-    for nth in range(100):
-        found += core.step()
-        if not core.has_unfinished_requests():
-            break
-        if nth in (1, 5):
-            assert core.reset_prefix_cache(reset_running_requests=True)
-    out = found[-1].outputs[0]
+    prompt, edit, run = fresh(90), Local(bend, 1), Stepped(local)
+    run.add("a", prompt, greedy(8, detokenize=False), edits=edit, capture=Capture("all"))
+    for steps in (2, 4):
+        run.step(steps)
+        assert local.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    out = run.finish()["a"].outputs[0]
     assert_as(oracle, prompt, out, [At(edit)])
     (called,) = out.receipt.called
     assert called.rows > called.expected == 97
@@ -230,7 +212,6 @@ def test_rows_and_kv_of_a_failed_request_are_not_kept(local: Any, oracle: EditOr
     with pytest.raises(ReceiptError, match="returned a int"):
         ask(local, prompt, edits=edit, capture=kept)
     assert ask(local, prompt, edits=edit).num_cached_tokens == 0
-    # There is KV now, and there are no rows.
     out = ask(local, prompt, edits=edit, capture=kept)
     assert out.num_cached_tokens == 0
     assert {one.reused for one in out.receipt.captured} == {0}

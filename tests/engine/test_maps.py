@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from engine.asking import ask
 from support import tiny
 from support.cached_pair import SIZE, WHOLE, Pair, fresh
 from support.edit_cases import Case, Maker, all_problems
 from support.engines import generated, greedy
-from support.oracle_edits import PLACES, At, EditOracle
+from support.oracle_edits import At, EditOracle
 
-from midstream import Affine, Capture, Gate, Scale, SpecError, Steer, TokenIds
+from midstream import Affine, Capture, Gate, Scale, Steer, TokenIds
 
 PROMPTS = [[5, 17, 33, 101, 8, 77, 54, 23, 9], [150, 44, 12, 13, 99, 180, 64, 3, 70, 71, 120]]
 EVEN = list(range(0, tiny.VOCAB, 2))
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 def matrix(seed: int) -> torch.Tensor:
@@ -38,7 +31,6 @@ def vector(seed: int, size: float = 1.0) -> torch.Tensor:
 def test_maps_apply_at_their_tokens_beside_each_other_and_other_edits(
     wide: Any, oracle: EditOracle
 ) -> None:
-    """One batch, more matrices than there is room for at a time."""
     given = []
     for nth, prompt in enumerate(PROMPTS):
         size = len(prompt)
@@ -116,29 +108,3 @@ def test_kv_is_shared_by_requests_with_the_same_matrix_and_by_no_others(
         pair.ask(prompt, WHOLE, edits=edits)
         seen.add(tuple(generated(output)))
     assert len(seen) > 2
-
-
-def test_a_matrix_that_cannot_be_applied_is_refused_by_name(wide: Any, llm: Any) -> None:
-    mapped = Affine(matrix=matrix(0), layer=1)
-    for engine, edits, message in (
-        (llm, mapped, "needs 1 matrices, and there is room for 0; raise midstream's setting maps"),
-        (wide, [Steer(vector(1), 1), mapped], "must be the first edit of a token at a site"),
-        (wide, [mapped, Affine(matrix=matrix(1), layer=1)], "the only one with a matrix"),
-        (
-            wide,
-            Affine(matrix=torch.eye(3), layer=1),
-            rf"edits.matrix: expected {tiny.HIDDEN} numbers a row.*, got 3",
-        ),
-        (
-            wide,
-            [Affine(matrix=matrix(nth), layer=nth % 3, site=site)
-             for nth, site in enumerate(["attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out"])],
-            "needs 5 matrices, and there is room for 4",
-        ),
-    ):  # fmt: skip
-        with pytest.raises(SpecError, match=message):
-            answer(engine, PROMPTS[0], edits)
-    answer(wide, PROMPTS[0], [mapped, Steer(vector(1), 1)])
-    wide.steering.set(base=Steer(vector(1), 1))
-    with pytest.raises(SpecError, match="server-wide edits come before those of a request"):
-        answer(wide, PROMPTS[0], mapped)

@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from engine.asking import ask_all
-from support.engines import greedy, tokens
-from vllm import SamplingParams
+from support.engines import tokens
 
 from midstream import Capture, SpecError, Steer
 
@@ -43,30 +41,3 @@ def test_a_mistake_is_rejected_before_any_work(llm: Any) -> None:
     assert llm.llm_engine.has_unfinished_requests() == before is False
     with pytest.raises(SpecError, match="capture: unsupported in beam_search"):
         llm.beam_search([tokens(PROMPT)], None, capture=READ)
-
-
-@pytest.mark.parametrize("name", ["midstrem", "capture", "edits"])
-def test_a_misspelt_or_misplaced_field_is_rejected(llm: Any, name: str) -> None:
-    params = greedy(1, extra_args={name: {"layers": [1]}})
-    with pytest.raises(SpecError, match=rf"extra_args\['{name}'\]"):
-        ask_all(llm, [PROMPT], params)
-
-
-def test_rows_of_several_completions_are_where_the_error_says(llm: Any) -> None:
-    params = SamplingParams(n=4, seed=0, max_tokens=2, ignore_eos=True, detokenize=False)
-    (output,) = ask_all(llm, [PROMPT], params, capture=READ)
-    with pytest.raises(AttributeError, match=r"read output\.outputs\[i\]\.activations"):
-        _ = output.activations
-    assert [len(each.activations[-1]) for each in output.outputs] == [len(PROMPT) + 1] * 4
-
-
-def test_rows_are_read_by_the_name_that_the_user_has_in_mind(llm: Any) -> None:
-    given = Capture(layers=[0, -1])
-    (output,) = ask_all(llm, [PROMPT], 1, capture=given)
-    found = output.activations
-    last = found.layers[-1]
-    expected = found["resid_post", last]
-    for key in (("resid_post", -1), f"blocks.{last}.hook_resid_post", last, np.int64(last)):
-        torch.testing.assert_close(found[key], expected, rtol=0, atol=0)
-    stacked = torch.stack([found["resid_post", 0], expected])
-    torch.testing.assert_close(found["resid_post"], stacked, rtol=0, atol=0)

@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from support.engines import engine, greedy
 
-from midstream import Probe, Role, SpecError, Text
+from midstream import Probe, Role, Text
 
 TEKKEN = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
 VECTOR = torch.ones(64)
@@ -75,8 +75,3 @@ def test_messages_are_where_the_decoded_tokens_have_them(llm: Any) -> None:
         "answer": CHAT[2]["content"],
         "text": "caf\u00e9",
     }
-
-
-def test_a_role_that_the_chat_lacks_is_refused(llm: Any) -> None:
-    with pytest.raises(SpecError, match="the chat has no message of role 'tool'"):
-        spelt(llm, tool=Role("tool"))

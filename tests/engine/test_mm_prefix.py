@@ -1,7 +1,4 @@
-"""The front end tells the engine core of models whose image tokens attend both ways.
-
-What the engine core makes of it is tested in `tests/unit/runtime/core`.
-"""
+"""The front end tells the engine core of models whose image tokens attend both ways."""
 
 from __future__ import annotations
 

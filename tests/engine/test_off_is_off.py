@@ -14,7 +14,7 @@ from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import Driver, assert_idle_and_clean, rewinding
 from support.engines import engine, greedy
-from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
+from support.oracle_edits import EVERY_SITE, EditOracle
 
 from midstream import Capture, Probe, Scale, Steer
 
@@ -100,13 +100,14 @@ def test_with_nothing_asked_it_is_plain_vllm_to_the_bit(llm: Any, plain: Any) ->
     assert results(llm, 1) == expected
 
 
-def test_after_any_mix_it_is_plain_vllm_to_the_bit(llm: Any, plain: Any, tiny_llama: Path) -> None:
-    hooks = EditOracle(tiny_llama, PLACES["llama"])
+def test_after_any_mix_it_is_plain_vllm_to_the_bit(
+    llm: Any, plain: Any, oracle: EditOracle
+) -> None:
     draw = torch.Generator().manual_seed(4)
     families = tuple(
         tuple(torch.randint(3, tiny.VOCAB, (140,), generator=draw).tolist()) for _ in range(3)
     )
-    choices = catalogue(hooks, families[0][:24], 4)
+    choices = catalogue(oracle, families[0][:24], 4)
     mix = Mix(4, REQUESTS, Shape(families, LONGEST, CHUNK), choices)
     ran = Driver(llm).run(mix.coming, REQUESTS)
     assert sum(bool(ask.parts) for ask in ran.asks) > REQUESTS // 2
@@ -117,7 +118,6 @@ def test_after_any_mix_it_is_plain_vllm_to_the_bit(llm: Any, plain: Any, tiny_ll
 def test_beside_requests_that_are_read_and_edited_plain_ones_are_as_without_them(
     llm: Any, plain: Any
 ) -> None:
-    """The same batch, of which every other request asks for something here, for nothing there."""
     # Without common beginnings: an edited request shares less of them, and batches would differ.
     given = [one for one in prompts(3)[10:] if len(one) > 1][:8]
     params = greedy(12, logprobs=5, detokenize=False)

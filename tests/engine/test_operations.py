@@ -11,12 +11,12 @@ import pytest
 import torch
 from support import tiny
 from support.edit_cases import Case, Maker, all_problems, cases
-from support.engines import engine, generated
+from support.engines import engine
 from support.nightly import NIGHTLY
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle, row_error
 from support.pool import Pool
 
-from midstream import Ablate, Affine, Capture, Clamp, Replace, Scale, Steer
+from midstream import Ablate, Affine, Clamp, Replace, Scale, Steer
 
 TOLERANCE = 1e-4
 TIE = 1e-3
@@ -82,20 +82,10 @@ def served(request: pytest.FixtureRequest, tiny_models: Path, pool: Pool) -> Ite
 
 
 def test_every_operation_at_every_site_does_what_its_formula_says(served: Served) -> None:
-    """All of them in one batch, each with a plan of its own, in steps of 128 tokens."""
     assert len({case.name for case in served.given}) == len(served.given) > 200
     # Of all models but one a third, of which each has another.
     first = list(PLACES).index(served.name)
     served.check(served.given if NIGHTLY or not first else served.given[first % 3 :: 3])
-
-
-@pytest.mark.nightly
-def test_compiled_too(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, oracle, given = load("llama", tiny_models)
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    with engine(model, enforce_eager=False, **ROOM) as llm:
-        assert int(llm.llm_engine.vllm_config.compilation_config.mode) > 0
-        check(llm, oracle, given[::3])
 
 
 @pytest.mark.model
@@ -163,19 +153,3 @@ def test_edits_of_one_site_apply_in_the_order_given_and_it_matters_where_it_shou
             moved = row_error(one.values[tap], other.values[tap])
             assert moved > 5e-3 if matters else moved < 1e-5, f"{name}: {moved}"
     served.check(given)
-
-
-def test_edits_of_different_sites_may_be_listed_in_any_order(served: Served) -> None:
-    draw = torch.Generator().manual_seed(4)
-    plain = served.oracle.run(PROMPTS[2])
-    ats = [At(Maker(tap, plain, draw).steer()) for tap in (*TAPS, *ENDS)]
-    edits = [at.edit for at in ats]
-
-    def ask(given: list[Any]) -> Any:
-        return ask(served.llm, PROMPTS[2], 3, capture=Capture("all", EVERY_SITE), edits=given)
-
-    one, other = ask(edits), ask(edits[::-1])
-    assert generated(one) == generated(other)
-    for tap, value in one.activations.items():
-        assert torch.equal(value, other.activations[tap]), tap
-    served.check([Case("thirteen sites at once", PROMPTS[2], ats)])

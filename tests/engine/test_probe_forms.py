@@ -1,10 +1,7 @@
-"""Probes of several layers, and small MLPs as probes, against transformers' rows and the modules
-that torch and scikit-learn have.
-"""
+"""Probes of several layers, and small MLPs as probes, against transformers' rows."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,11 +25,6 @@ DRAW = torch.Generator().manual_seed(11)
 ROWS = torch.randn(3, WIDTH, generator=DRAW)
 
 
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> Oracle:
-    return Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
-
-
 def network(activation: torch.nn.Module, hidden: int = 12) -> torch.nn.Module:
     torch.manual_seed(5)
     return torch.nn.Sequential(
@@ -40,8 +32,8 @@ def network(activation: torch.nn.Module, hidden: int = 12) -> torch.nn.Module:
     )
 
 
-def sites(oracle: Oracle, ids: list[int], edits: Any = ()) -> Any:
-    return oracle.run(ids[:-1], edits)[1]
+def sites(reference: Oracle, ids: list[int], edits: Any = ()) -> Any:
+    return reference.run(ids[:-1], edits)[1]
 
 
 def ask(llm: Any, prompts: list[list[int]], count: int = 12, **asked: Any) -> Any:
@@ -49,7 +41,7 @@ def ask(llm: Any, prompts: list[list[int]], count: int = 12, **asked: Any) -> An
 
 
 def test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once(
-    llm: Any, oracle: Oracle
+    llm: Any, reference: Oracle
 ) -> None:
     llm.vectors.register("both", {("resid_post", 0): ROWS[0], ("resid_post", 2): ROWS[1]})
     asked = [
@@ -63,7 +55,7 @@ def test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once(
     plain = ask(llm, PROMPTS)
     for prompt, output, again, bare in zip(PROMPTS, cold, warm, plain, strict=True):
         assert generated(output) == generated(again) == generated(bare)
-        seen = sites(oracle, [*prompt, *generated(output)])
+        seen = sites(reference, [*prompt, *generated(output)])
         wanted = {
             "backwards": seen["resid_post", 2] @ ROWS[0] + seen["resid_post", 0] @ ROWS[1] + 0.5,
             "all": sum(seen["resid_mid", nth] @ ROWS[nth] for nth in range(3)) - 1,
@@ -80,7 +72,6 @@ def test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once(
 
 
 def test_a_probe_of_several_layers_shares_the_cache_with_requests_without_it(llm: Any) -> None:
-    """It changes no KV: its blocks are those of a plain request, also where it has scores."""
     prompt = PROMPTS[1]
     ask(llm, [prompt], count=1)
     probe = Probe(ROWS, layers=[0, 1, 2], positions="generated")
@@ -97,7 +88,7 @@ def test_a_probe_of_several_layers_shares_the_cache_with_requests_without_it(llm
     ids=lambda one: type(one).__name__,
 )
 def test_the_scores_of_an_mlp_are_those_of_torchs_module(
-    llm: Any, oracle: Oracle, activation: torch.nn.Module
+    llm: Any, reference: Oracle, activation: torch.nn.Module
 ) -> None:
     module = network(activation)
     edit = Steer(ROWS[2], 1, 0.7)
@@ -106,7 +97,7 @@ def test_the_scores_of_an_mlp_are_those_of_torchs_module(
     for output, prompt in zip(
         ask(llm, PROMPTS, probes=[asked] * 2, edits=edit), PROMPTS, strict=True
     ):
-        rows = sites(oracle, [*prompt, *generated(output)], [hook])["resid_post", 1]
+        rows = sites(reference, [*prompt, *generated(output)], [hook])["resid_post", 1]
         with torch.no_grad():
             assert torch.allclose(output.probes["mlp"], module(rows)[:, 0], atol=1e-4)
         assert torch.allclose(output.probes["beside"], rows @ ROWS[0], atol=1e-4)
@@ -115,11 +106,11 @@ def test_the_scores_of_an_mlp_are_those_of_torchs_module(
 
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
 def test_the_scores_of_sklearns_mlp_are_its_log_odds(
-    llm: Any, oracle: Oracle, activation: str
+    llm: Any, reference: Oracle, activation: str
 ) -> None:
     (output,) = ask(llm, PROMPTS[1:], count=16)
     ids = [*PROMPTS[1], *generated(output)]
-    rows = sites(oracle, ids)["resid_post", 2].numpy()
+    rows = sites(reference, ids)["resid_post", 2].numpy()
     labels = np.array(["no", "yes"])[(rows[:, 0] > np.median(rows[:, 0])).astype(int)]
     classifier = make_pipeline(
         StandardScaler(), MLPClassifier((8,), activation=activation, max_iter=30, random_state=0)
@@ -132,11 +123,11 @@ def test_the_scores_of_sklearns_mlp_are_its_log_odds(
     assert found.probes["yes"].tolist() == pytest.approx(logs[:, 1] - logs[:, 0], abs=2e-3)
 
 
-def test_both_stop_and_switch_where_transformers_scores_say(llm: Any, oracle: Oracle) -> None:
+def test_both_stop_and_switch_where_transformers_scores_say(llm: Any, reference: Oracle) -> None:
     module = network(torch.nn.GELU())
     prompt, size = PROMPTS[0], len(PROMPTS[0])
     (whole,) = ask(llm, [prompt], count=24)
-    seen = sites(oracle, [*prompt, *generated(whole)])
+    seen = sites(reference, [*prompt, *generated(whole)])
     with torch.no_grad():
         of_mlp = module(seen["resid_post", 1])[size:, 0].tolist()
     of_layers = (seen["resid_post", 0] @ ROWS[0] + seen["resid_post", 2] @ ROWS[1])[size:].tolist()
@@ -165,17 +156,16 @@ def test_both_stop_and_switch_where_transformers_scores_say(llm: Any, oracle: Or
         run.add("a", prompt, greedy(24), probes=switch, capture=everything())
         completion = run.finish()["a"].outputs[0]
         assert held(completion.receipt)[0] == (0, size + where + 1 + steps_ahead(llm))
-        check_replay(oracle, prompt, completion, {1: [hook]})
+        check_replay(reference, prompt, completion, {1: [hook]})
     inspect(llm).check_integrity()
 
 
 @pytest.mark.parametrize("at", [[2], [1], [1, 2]], ids=str)
 def test_a_gate_reads_the_sum_of_several_layers_at_the_last_of_them_or_later(
-    llm: Any, oracle: Oracle, at: list[int]
+    llm: Any, reference: Oracle, at: list[int]
 ) -> None:
-    """As a hook in transformers does, which adds where the sum exceeds the threshold."""
     prompt = PROMPTS[0]
-    seen = sites(oracle, [*prompt, 0])
+    seen = sites(reference, [*prompt, 0])
     scores = seen["resid_post", 0] @ ROWS[0] + seen["resid_post", 1] @ ROWS[1] + 0.25
     threshold = float(scores.sort().values[9:11].mean())
     probe = Probe(ROWS[[1, 0]], layers=[1, 0], bias=0.25)
@@ -186,7 +176,7 @@ def test_a_gate_reads_the_sum_of_several_layers_at_the_last_of_them_or_later(
     is_open = [*(scores > threshold).tolist(), *[False] * len(ids)]
     assert 5 < sum(is_open) < 15
     hooks = [HookEdit("resid_post", nth, ROWS[2], 0.8, is_open.__getitem__) for nth in at]
-    rows = sites(oracle, ids, hooks)
+    rows = sites(reference, ids, hooks)
     for tap in output.activations:
         assert torch.allclose(output.activations[tap].float(), rows[tap], atol=1e-4), tap
     assert not output.receipt.problems

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ from engine.asking import ask_all
 from engine.refusals import assert_refused
 from support import tiny
 from support.engine_view import inspect
-from support.engines import HAS_GPU, greedy, tokens
-from support.oracle_edits import PLACES, EditOracle
+from support.engines import HAS_GPU, greedy
+from support.oracle_edits import EditOracle
+from support.updating import Stepped
 from torch import Tensor
 from vllm import SamplingParams
 
@@ -24,11 +24,6 @@ OTHER = [150, 44, 12, 13, 99, 180, 64]
 # Of the model's own rounding; see `tests/unit/runtime/worker/test_reductions.py` for the sums.
 TOLERANCE = 5e-4 if HAS_GPU else 1e-5
 KINDS = ("mean", "max", "moments", "norm")
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 def reduced(rows: Tensor, kind: str) -> Tensor:
@@ -71,7 +66,6 @@ def assert_reduced(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_of_several_steps(llm: Any, oracle: EditOracle, kind: str) -> None:
-    """Twice: the second finds its prefix in the cache, as far as no row of it is selected."""
     inner = slice(70, 140, 3)
     for where, positions in [(range(150), "prompt"), (range(150)[inner], inner)] * 2:
         asked = Capture("all", reduce=kind, positions=positions)
@@ -81,26 +75,22 @@ def test_a_prompt_of_several_steps(llm: Any, oracle: EditOracle, kind: str) -> N
 
 
 def test_sites_of_other_requests_and_whole_rows_beside_them(wide: Any, oracle: EditOracle) -> None:
-    """One mixed batch; a mean of two sites, and at others rows as they are."""
     mean = Capture("all", ["resid_pre", "mlp_out"], "prompt", reduce="mean")
     moments = Capture([0, 2], "attn_out", slice(1, 6), reduce="moments")
     whole = Capture([1], "resid_post")
     steer = Steer(torch.ones(tiny.HIDDEN), 0, positions="generated")
+    probe = Probe(torch.ones(tiny.HIDDEN), 1, name="p")
     plans = [
         {"capture": [mean, whole, moments]},
-        {"capture": Capture("all", "resid_post", reduce="norm"), "probes": probe()},
+        {"capture": Capture("all", "resid_post", reduce="norm"), "probes": probe},
         {"capture": whole},
         {"edits": [steer], "capture": Capture(1, reduce="max", positions="prompt")},
-        {},
     ]
     for _ in range(2):
-        prompts = [SHORT, OTHER, SHORT, OTHER, LONG[:20]]
-        mixed = [
-            wide.llm_engine.add_request(f"m{nth}", tokens(prompt), params(4, plan))
-            for nth, (prompt, plan) in enumerate(zip(prompts, plans, strict=True))
-        ]
-        assert len(mixed) == 5
-        outputs = finished(wide)
+        run = Stepped(wide)
+        for nth, (prompt, plan) in enumerate(zip([SHORT, OTHER] * 2, plans, strict=True)):
+            run.add(f"m{nth}", prompt, greedy(4, detokenize=False), **plan)
+        outputs = run.finish()
         one = outputs["m0"].outputs[0]
         assert_reduced(oracle, SHORT, one, mean, list(range(len(SHORT))))
         assert_reduced(oracle, SHORT, one, moments, list(range(1, 6)))
@@ -112,51 +102,23 @@ def test_sites_of_other_requests_and_whole_rows_beside_them(wide: Any, oracle: E
         largest = outputs["m3"].outputs[0]
         wanted = oracle.run(OTHER).values["resid_post", 1].max(0, keepdim=True).values
         assert error_of(largest.activations["resid_post", 1], wanted.double()) <= TOLERANCE
-        assert outputs["m4"].receipt is None
     assert not inspect(wide).leftovers()
 
 
-def probe() -> list[Probe]:
-    return [Probe(torch.ones(tiny.HIDDEN), 1, name="p")]
-
-
-def params(count: int, plan: dict[str, Any], **more: Any) -> Any:
-    from midstream import Plan
-
-    made = Plan.make(**plan) if plan else None
-    extra = {"midstream": made.to_dict()} if made is not None else None
-    return greedy(count, detokenize=False, extra_args=extra, **more)
-
-
-def finished(llm: Any, each: Any = None) -> dict[str, Any]:
-    outputs = {}
-    for nth in range(200):
-        for output in llm.llm_engine.step():
-            outputs[output.request_id] = output
-        if each is not None:
-            each(nth, outputs)
-        if not llm.llm_engine.has_unfinished_requests():
-            return outputs
-    raise AssertionError("the engine did not end")
-
-
 def test_rows_that_are_computed_again_count_once(llm: Any, oracle: EditOracle) -> None:
-    """Preempted while its prompt comes in chunks, and again after its last row was reduced."""
     asked = [
         Capture(0, reduce="mean", positions="prompt"),
         Capture(1, reduce="moments", positions=slice(3, 120)),
         Capture(2, reduce="max", positions=slice(60, 70)),
     ]
     where = [list(range(150)), list(range(3, 120)), list(range(60, 70))]
-    core = llm.llm_engine
-    core.add_request("a", tokens(LONG), params(8, {"capture": asked}))
-    core.add_request("b", tokens(SHORT), params(8, {"capture": asked[:1]}))
-
-    def preempt(nth: int, _: Any) -> None:
-        if nth in (1, 6) and core.has_unfinished_requests():
-            assert core.reset_prefix_cache(reset_running_requests=True)
-
-    outputs = finished(llm, preempt)
+    run = Stepped(llm)
+    run.add("a", LONG, greedy(8, detokenize=False), capture=asked)
+    run.add("b", SHORT, greedy(8, detokenize=False), capture=asked[:1])
+    for steps in (2, 5):
+        run.step(steps)
+        assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    outputs = run.finish()
     one = outputs["a"].outputs[0]
     seen = oracle.run(LONG).values
     for capture, mine in zip(asked, where, strict=True):
@@ -181,19 +143,18 @@ def test_each_completion_has_its_own_and_an_aborted_request_leaves_nothing(
     assert len(output.outputs) == 3
     for one in output.outputs:
         assert_reduced(oracle, SHORT, one, asked, list(range(len(SHORT))))
-    core = llm.llm_engine
-    core.add_request("gone", tokens(LONG), params(4, {"capture": asked}))
-    core.step()  # 64 rows are counted
-    core.abort_request(["gone"])
-    core.add_request("next", tokens(OTHER), params(4, {"capture": asked}))
-    one = finished(llm)["next"].outputs[0]
+    run = Stepped(llm)
+    run.add("gone", LONG, greedy(4, detokenize=False), capture=asked)
+    run.step()  # 64 rows are counted
+    llm.llm_engine.abort_request(["gone"])
+    run.add("next", OTHER, greedy(4, detokenize=False), capture=asked)
+    one = run.finish()["next"].outputs[0]
     assert_reduced(oracle, OTHER, one, asked, list(range(len(OTHER))))
     assert not inspect(llm).leftovers()
     inspect(llm).check_integrity()
 
 
 def test_requests_wait_for_room_or_are_refused_by_its_setting(llm: Any, oracle: EditOracle) -> None:
-    """Nine vectors of sums each; room for 28 of 40 requests at a time."""
     asked = Capture("all", reduce="moments", positions="prompt")
     prompts = [LONG[nth : nth + 5 + nth] for nth in range(40)]
     outputs = ask_all(llm, prompts, 2, capture=asked)

@@ -1,11 +1,7 @@
-"""Rows of a prefix that the cache serves come from the requests that computed it.
-
-A block of KV is 32 tokens, and steps are of 64: longer prompts come in chunks.
-"""
+"""Rows of a prefix that the cache serves come from the requests that computed it."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -14,9 +10,8 @@ from support import tiny
 from support.cached_pair import fresh
 from support.engines import greedy
 from support.updating import Stepped
-from vllm import SamplingParams
 
-from midstream import Capture, Plan, Probe, SpecError, Steer, Switch
+from midstream import Capture, Probe, SpecError, Steer, Switch
 
 ALL = Capture("all", ["resid_pre", "resid_post"], reuse=True)
 
@@ -58,7 +53,6 @@ def test_a_prompt_that_comes_again_has_its_rows_and_a_hit(llm: Any) -> None:
     assert warm.receipt.status == "ok"
     assert "of 2 " not in str(warm.receipt)
     assert "were reused" in str(warm.receipt)
-    # Rows that nobody kept are computed, as ever.
     again = ask(llm, prompt, capture=Capture("all", ["resid_pre", "resid_post"]))
     assert (reused(again), again.num_cached_tokens) == (0, 0)
 
@@ -82,68 +76,12 @@ def test_rows_of_other_edits_are_never_reused(llm: Any) -> None:
         [Steer(vectors[0], 1, 4.0, positions=slice(70, None))],
     ]
     cold = [ask(llm, prompt, capture=ALL, edits=one) for one in edits]
-    # Up to its first edited token the last one is the plain request.
     assert [reused(one) for one in cold] == [0, 0, 0, 64]
     for one, before in zip(edits, cold, strict=True):
         warm = ask(llm, prompt, capture=ALL, edits=one)
         assert (reused(warm), warm.num_cached_tokens) == (96, 96)
         assert_same(warm, before, 96)
         assert warm.receipt.edited is None or warm.receipt.edited.cached
-
-
-def test_rows_that_nobody_captured_are_computed(llm: Any) -> None:
-    """Other layers, sites, positions and codecs than those of the requests before."""
-    prompt = fresh(100)
-    whole = Capture("all", ["resid_pre", "resid_mid", "resid_post"])
-    known = ask(llm, prompt, capture=whole)
-    ask(llm, prompt, capture=Capture([0, 2], "resid_post", slice(0, 64), reuse=True))
-    for capture, rows in (
-        (Capture(2, "resid_post", slice(3, 40), reuse=True), 37),
-        (Capture([0, 2], "resid_post", reuse=True), 64),
-        (Capture([0, 1], "resid_post", reuse=True), 0),
-        (Capture(0, "resid_pre", reuse=True), 0),
-        (Capture(0, "resid_post", codec="full8", reuse=True), 0),
-        (Capture(0, "resid_post", codec="full8", reuse=True), 96),
-        (Capture(0, "resid_post", slice(90, None), reuse=True), 6),
-    ):
-        out = ask(llm, prompt, capture=capture)
-        assert reused(out) == rows, capture
-        for tap in out.activations:
-            at = out.activations.positions_of(*tap)
-            error = 1e-5 if not capture.codec else 0.1
-            torch.testing.assert_close(
-                out.activations[tap], known.activations[tap][at], rtol=error, atol=error
-            )
-
-
-def test_rows_that_another_capture_or_a_probe_needs_limit_the_hit(llm: Any) -> None:
-    prompt = fresh(100)
-    ask(llm, prompt, capture=ALL)
-    direction = torch.randn(tiny.HIDDEN)
-    probe = Probe(direction, layer=1, positions=slice(40, None), name="p")
-    out = ask(llm, prompt, capture=ALL, probes=[probe])
-    assert (out.num_cached_tokens, reused(out)) == (32, 32)
-    assert len(out.probes["p"]) == 63
-    # A tap of both is computed for the one that asks for it, and so is what comes after.
-    overlapping = [ALL, Capture(1, "resid_post", positions=70)]
-    out = ask(llm, prompt, capture=[overlapping])
-    assert out.num_cached_tokens == 0
-    assert out.receipt.status == "ok"
-
-
-def test_each_completion_has_the_rows_of_the_prompt(llm: Any) -> None:
-    prompt = fresh(100)
-    cold = ask(llm, prompt, capture=ALL)
-    params = SamplingParams(
-        n=3, temperature=1.0, seed=5, max_tokens=4, ignore_eos=True, detokenize=False
-    )
-    given = {"prompt_token_ids": prompt}
-    [out] = llm.generate(given, params, use_tqdm=False, capture=ALL)
-    for one in out.outputs:
-        assert {count.reused for count in one.receipt.captured} == {96}
-        for tap in cold.activations:
-            assert torch.equal(one.activations[tap][:96], cold.activations[tap][:96])
-            assert len(one.activations[tap]) == 103
 
 
 def test_a_reset_of_the_prefix_cache_takes_the_rows_along(llm: Any) -> None:
@@ -166,48 +104,17 @@ def test_rows_are_not_reused_across_cache_salts(llm: Any) -> None:
 
 
 def test_requests_that_are_preempted_have_each_row_once(llm: Any) -> None:
-    """Preempted as they start and as they generate, by resets that make what is kept invalid."""
-    prompts = [fresh(100), fresh(70)]
-    cold = [ask(llm, one, 12, capture=ALL) for one in prompts]
-    core = llm.llm_engine
-    extra = {"midstream": Plan.make(capture=ALL).to_dict()}
-    for name, prompt in zip("ab", prompts, strict=True):
-        params = greedy(12, detokenize=False, extra_args=extra)
-        core.add_request(name, {"prompt_token_ids": prompt}, params)
-    found: dict[str, Any] = {}
-    for nth in range(200):
-        found |= {output.request_id: output for output in core.step()}
-        if not core.has_unfinished_requests():
-            break
-        if nth in (1, 7):
-            assert core.reset_prefix_cache(reset_running_requests=True)
-    for name, before in zip("ab", cold, strict=True):
-        assert found[name].outputs[0].receipt.status == "ok"
-        assert_same(found[name].outputs[0], before.outputs[0], 0)
-
-
-@pytest.mark.parametrize("budget", [0, 60_000, 400_000])
-def test_what_does_not_fit_is_computed(llm: Any, budget: int) -> None:
-    """A storm of prompts with common beginnings, on a store that holds few of their rows."""
-    front = llm.llm_engine.midstream_front_end
-    store = front._row_reuse._store
-    whole, store.budget = store.budget, budget
-    try:
-        draw = random.Random(7)
-        start = fresh(64)
-        known: dict[int, Any] = {}
-        hits = 0
-        for _ in range(24):
-            nth = draw.randrange(6)
-            prompt = [*start[: 32 * (nth % 3)], *[5 + nth] * (20 + 9 * nth)]
-            out = ask(llm, prompt, capture=ALL)
-            assert reused(out) == out.num_cached_tokens
-            hits += reused(out)
-            assert_same(out, known.setdefault(nth, out), 0)
-            assert store.used <= budget
-        assert bool(hits) == bool(budget)
-    finally:
-        store.budget = whole
+    prompts = {"a": fresh(100), "b": fresh(70)}
+    cold = {name: ask(llm, prompt, 12, capture=ALL) for name, prompt in prompts.items()}
+    run = Stepped(llm)
+    for name, prompt in prompts.items():
+        run.add(name, prompt, greedy(12, detokenize=False), capture=ALL)
+    for steps in (2, 6):
+        run.step(steps)
+        assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    for name, output in run.finish().items():
+        assert output.outputs[0].receipt.status == "ok"
+        assert_same(output, cold[name], 0)
 
 
 def test_a_capture_that_cannot_reuse_rows_is_rejected(llm: Any, wide: Any, uncached: Any) -> None:

@@ -1,7 +1,4 @@
-"""`Route` and captured logits in a mixture that chooses two of four experts and whose experts'
-module calls the router itself, against hooks in transformers. `test_inner_sites` has each of its
-forms in a mixed batch, also of a mixture whose block calls the router.
-"""
+"""`Route` and captured logits where the experts' module calls the router itself."""
 
 from __future__ import annotations
 
@@ -67,30 +64,6 @@ def test_captured_logits_put_back_give_the_same_choice_of_experts(served: Served
         # A GPU sums in an order that depends on the batch: the first run was alone.
         assert row_error(again.activations[tap], value) <= (TOLERANCE if HAS_GPU else 0), tap
     assert not torch.equal(plain.activations[END, 2], first.activations[END, 2])
-
-
-def test_a_deactivated_experts_logit_can_be_replaced_and_raised_again(served: Served) -> None:
-    prompt = PROMPTS[2]
-    row = torch.tensor([0.125, 2.5, -0.75, 0.3])
-    route = At(Route(None, [1, 3], layer=1))
-    chains = [
-        [route, At(Replace(row, 1, site="router"))],
-        [route, At(Route([3], layer=1))],
-    ]
-    outputs = served.ask([prompt] * 2, 1, edits=[[at.edit for at in ats] for ats in chains])
-    for ats, output in zip(chains, outputs, strict=True):
-        served.assert_is(prompt, output, *ats)
-    assert (outputs[0].activations["router", 1] - row).abs().max() <= TOLERANCE
-
-
-def test_routes_that_the_model_cannot_follow_are_refused(served: Served) -> None:
-    for edit, told in (
-        (Route([0, 1, 2], layer=1), r"edits\[0\].activate.*at most 2 experts.*got 3"),
-        (Route(None, [0, 1, 2], layer=1), r"edits\[0\].deactivate.*1 of 4 .* left.*chooses 2"),
-        (Route(bias={4: 1.0}, layer="all"), r"edits\[0\].bias.*4 is out of range.*4 experts"),
-    ):
-        with pytest.raises(SpecError, match=told):
-            served.ask([PROMPTS[0]], 1, edits=[edit])
 
 
 @pytest.mark.nightly

@@ -1,18 +1,15 @@
-"""Rows of an edit go to the positions as these are listed, against transformers with hooks that put
-each row at its place by itself.
-"""
+"""Rows of an edit go to the positions as these are listed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.asking import ask_all
 from support.engines import greedy, tokens
-from support.oracle_edits import PLACES, At, EditOracle, row_error
+from support.oracle_edits import At, EditOracle, row_error
 
 from midstream import Capture, Gate, Probe, Reading, Replace, Steer, Window, stack
 
@@ -20,11 +17,6 @@ WIDTH = 64
 PROMPT = [(17 * nth) % 180 + 5 for nth in range(11)]
 LONG = [(13 * nth) % 180 + 5 for nth in range(150)]  # three steps of the engine
 NEW = 4
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
 
 
 def rows_of(count: int, seed: int) -> torch.Tensor:
@@ -64,13 +56,11 @@ def test_the_kth_row_is_at_the_kth_listed_position(
         wanted = oracle.run(whole, one_by_one(kind, rows, listed, 1))
         found = output.activations
         assert max(row_error(found[tap], wanted.values[tap]) for tap in found) < 2e-4
-        # Rows in ascending order would be far off.
         other = oracle.run(whole, one_by_one(kind, rows, sorted(listed), 1))
         assert row_error(found["resid_post", 1], other.values["resid_post", 1]) > 0.1
 
 
 def test_a_shuffled_call_has_shuffled_outputs(llm: Any) -> None:
-    """Prompts, with a plan and sampling parameters each."""
     prompts = [PROMPT, PROMPT[:5], LONG, PROMPT[3:]]
     rows = rows_of(len(prompts), seed=9)
     asked = [

@@ -9,7 +9,7 @@ import torch
 from support import tiny
 from support.engines import finish, greedy, tokens
 
-from midstream import Capture, SpecError, Steer
+from midstream import Capture, Steer
 
 SIZE, COUNT = 100, 4
 WHOLE = 96  # tokens of the prompt's whole blocks
@@ -94,12 +94,3 @@ def test_kept_rows_are_collected_whatever_a_request_captures_itself(
         assert_same(one.activations, expected)
         assert one.generated_token_ids == tuple(first.outputs[0].token_ids)
     assert llm.captures.collect("watch") == ()
-
-
-def test_captures_that_differ_in_codec_are_rejected_when_they_are_set(llm: Any) -> None:
-    llm.captures.set("raw", Capture(1))
-    with pytest.raises(SpecError, match="all captures of a request have one codec"):
-        llm.captures.set("small", Capture(1, codec="full8"))
-    assert [one.name for one in llm.captures.list()] == ["raw"]
-    # A request's own codec is that of all its rows.
-    assert ask(llm, [5, 6, 7], capture=Capture(2, codec="full8")).receipt.status == "ok"

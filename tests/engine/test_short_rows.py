@@ -21,7 +21,11 @@ LENGTHS = (100.0, 1.0, 0.01)
 ROUNDING = {"bfloat16": 2.0**-8, "float32": 2.0**-20}
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+# By day without a GPU in the dtype that rounds.
+NIGHT = () if HAS_GPU else (pytest.mark.nightly,)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=NIGHT)])
 def served(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[tuple[Any, str]]:
     """An engine and its dtype. Without a prefix cache, as rows depend on how much was cached."""
     settings = {"dtype": request.param, "midstream": {"sites": [*ALL_SITES, "attn_in"]}}

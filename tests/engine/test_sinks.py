@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 from engine.refusals import assert_refused
 from support.engine_view import inspect
-from support.engines import ALL_SITES, engine, generated, greedy, stopped_at, tokens
+from support.engines import ALL_SITES, engine, generated, greedy, tokens
 from support.sinking import Keeping
 
 import midstream
@@ -22,12 +21,10 @@ from midstream import Capture, ConfigError, ExistsError, ReceiptError, SpecError
 from midstream.compat.consumers import FilesystemCaptureRequest
 from midstream.results.activations import Activations
 from midstream.sinks import registry as finding
-from midstream.sinks.store_sink import OWN
 from midstream.store import open_store
 
 PROMPTS = [tokens(list(range(3 + n, 8 + 3 * n))) for n in range(12)]
 PARAMS = greedy(5, detokenize=False)
-EVERY = Capture("all", ALL_SITES)
 # More than one of them is more than what this may hold.
 QUEUE_BYTES = 20_000
 HERE = Keeping()  # given to the engine as an object
@@ -149,21 +146,6 @@ def read(found: Any, codec: str) -> Any:
     return full
 
 
-def test_what_the_store_has_of_a_request_says_whose_it_is(llm: Any) -> None:
-    (output,) = run(
-        llm, PROMPTS[0], Capture(1, sink="store", tag="labelled", metadata={"label": "a"})
-    )
-    found = stored(output)
-    assert (found.tag, found.prompt_tokens) == ("labelled", 5)
-    assert found.metadata["label"] == "a"
-    own = found.metadata[OWN]
-    assert own["request_id"] == output.request_id
-    assert own["receipt"]["captured"][0]["actual"] == 9
-    assert own["plan"]["capture"] == [Capture(1, sink="store", tag="labelled").to_dict() | {
-        "metadata": {"label": "a"}
-    }]  # fmt: skip
-
-
 def test_two_sinks_at_once_get_their_own_captures(llm: Any) -> None:
     captures = [Capture(0, sink="store", positions="prompt"), Capture([0, 2], sink="keeping")]
     (output,) = run(llm, [PROMPTS[1]], [captures])
@@ -250,43 +232,6 @@ def test_a_sink_that_fails_is_an_error_of_its_requests_and_of_nobody_else(
     inspect(llm).check_integrity()
 
 
-def test_a_slow_sink_gets_everything_in_order_before_the_call_returns(llm: Any) -> None:
-    slow = sink_of(llm, "keeping")
-    before = len(slow.given)
-    slow.go.clear()
-    timer = threading.Timer(0.5, slow.go.set)
-    timer.start()
-    outputs = run(llm, PROMPTS, Capture("all", ALL_SITES, sink="keeping"))
-    assert slow.go.is_set(), "the call came back before its rows were kept"
-    timer.join()
-    given = slow.given[before:]
-    assert len(given) == 12
-    by_id = {one.request_id: one for one in given}
-    for output in outputs:
-        assert output.capture_results["keeping"].status == "ok"
-        mine = by_id[output.request_id]
-        assert mine.generated_token_ids == tuple(generated(output))
-        size = sum(rows.nbytes for _, rows in mine.activations.items())
-        assert size > QUEUE_BYTES / 2, "they all fitted: nothing was shown"
-
-
-def test_a_call_that_is_given_up_leaves_no_half_of_a_request_and_the_next_is_whole(
-    llm: Any,
-) -> None:
-    keeping = sink_of(llm, "keeping")
-    before = len(keeping.given)
-    with stopped_at(llm, 9), pytest.raises(KeyboardInterrupt):
-        run(llm, PROMPTS, Capture(1, sink="keeping"))
-    assert not inspect(llm).unreported()
-    (output,) = run(llm, [PROMPTS[0]], Capture(1, sink="keeping"))
-    assert output.capture_results["keeping"].status == "ok"
-    given = keeping.given[before:]
-    assert 1 <= len(given) < 12
-    assert all(len(one.generated_token_ids) == 5 for one in given)
-    assert all(one.receipt.status == "ok" for one in given)
-    inspect(llm).check_integrity()
-
-
 def test_the_consumers_request_is_kept_under_its_tag_and_id(llm: Any, folder: Path) -> None:
     params = midstream.SamplingParams(
         max_tokens=16,
@@ -311,15 +256,9 @@ def test_the_consumers_request_is_kept_under_its_tag_and_id(llm: Any, folder: Pa
     with np.load(own / "resid_post.2.npz") as found:
         assert found["positions"].tolist() == [12]
         np.testing.assert_allclose(found["rows"], expected["resid_post", 2], rtol=1e-4, atol=1e-4)
-    # The same id once more would have to overwrite it.
     with pytest.raises(SpecError, match="probe_0001 exists already") as caught:
         llm.generate(PROMPTS[4], params, use_tqdm=False)
     assert caught.value.path.endswith("capture[0].request_id")
-    asked = {"request_id": "probe_0002", "tag": "json", "hooks": {"post_block": [2]}}
-    form = greedy(3, extra_args={"midstream": {"capture": {"filesystem": asked}}}, detokenize=False)
-    (again,) = llm.generate(PROMPTS[4], form, use_tqdm=False)
-    assert again.capture_results["filesystem"].status == "ok"
-    assert (folder / "filesystem" / "json" / "probe_0002" / "manifest.json").exists()
 
 
 def test_an_id_that_the_store_has_is_refused_before_anything_runs(llm: Any, folder: Path) -> None:
@@ -333,7 +272,6 @@ def test_an_id_that_the_store_has_is_refused_before_anything_runs(llm: Any, fold
     several = Capture(2, sink="store", request_id="for_both")
     with pytest.raises(ExistsError, match="a running request .* for each prompt its own"):
         run(llm, PROMPTS[5:7], several)
-    # Nothing of that call is left, and its id is free again.
     (alone,) = run(llm, PROMPTS[5], several)
     assert alone.capture_results["store"].status == "ok"
     store = open_store(folder / "store")

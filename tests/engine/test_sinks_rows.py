@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.asking import preempting
 from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, greedy, reading_stopped, stopped_at, tokens
 from support.sinking import AsTheyCome
@@ -17,7 +18,6 @@ from midstream import Capture, ReceiptError
 from midstream.runtime.frontend.results import row_streamer
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import CollectPartialRows, CollectResults
-from midstream.runtime.worker import result_buffer
 from midstream.sinks import registry as finding
 
 PROMPTS = [tokens(list(range(3 + n, 8 + 3 * n))) for n in range(12)]
@@ -114,23 +114,12 @@ def test_pieces_put_together_are_the_rows_in_memory_bit_by_bit(
 
 
 def test_rows_that_go_nowhere_else_come_once_though_running_requests_are_reset(
-    llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
+    llm: Any, rows: AsTheyCome
 ) -> None:
-    step, steps = llm.llm_engine.step, 0
-    counted: list[bool] = []
-
-    def resetting() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps in (6, 11, 17):
-            counted.append(llm.reset_prefix_cache(reset_running_requests=True))
-        return step()
-
     params = greedy(20, detokenize=False)
-    monkeypatch.setattr(llm.llm_engine, "step", resetting)
-    outputs = run(llm, PROMPTS[:8], [both()] * 4 + [Capture("all", sink="rows")] * 4, params)
-    monkeypatch.undo()
-    assert counted == [True] * 3
+    asked = [both()] * 4 + [Capture("all", sink="rows")] * 4
+    with preempting(llm, 6, 11, 17):
+        outputs = run(llm, PROMPTS[:8], asked, params)
     plain = run(llm, PROMPTS[4:8], Capture("all"), params)
     for output in outputs[:4]:
         assert len(assert_whole(rows, output)) > 5
@@ -196,26 +185,6 @@ def test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it(
         assert len(one.activations.positions) == 0
     assert not inspect(llm).streaming()
     inspect(llm).check_integrity()
-
-
-def test_a_call_that_is_given_up_while_rows_are_fetched_leaves_none_on_the_worker(
-    llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(result_buffer, "LEASED_BYTES", 1)
-    waited = []
-
-    def interrupted(futures: Any) -> None:
-        waited.append(futures)
-        if len(waited) == 1:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("midstream.runtime.frontend.rpc.rpc_client.wait_for", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(llm, PROMPTS[:4], Capture("all", ALL_SITES, sink="rows"))
-    assert len(waited) == 2
-    assert inspect(llm).arena_used()["leases"] == 0
-    assert not inspect(llm).leftovers()
 
 
 def test_a_call_that_is_given_up_while_rows_are_read_leaves_none_on_the_worker(

@@ -32,7 +32,6 @@ def test_sites_that_a_model_lacks_are_refused_by_name(tmp_path: Path) -> None:
         for site in ("attn_out", "mlp_out"):
             with pytest.raises(SpecError, match=rf"{site}.*scaled where it is added"):
                 llm.generate(tokens(PROMPT), greedy(2), capture=Capture(layers=[0], sites=site))
-        # The table and a refusal tell what the model lacks, also of sites that nobody asked for.
         table = llm.sites()
         assert {table["router", layer].reason for layer in (0, 1)} == {"this layer has no experts"}
         for site in ("mlp_act", "z", "embed"):

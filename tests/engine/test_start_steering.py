@@ -20,7 +20,6 @@ PROMPTS = [[9, 41, 7, 150, 66, 12], [3, 5, 8], list(range(20, 120))]
 _DRAW = torch.Generator().manual_seed(12)
 U, V = (torch.randn(tiny.HIDDEN, generator=_DRAW) * size for size in (3.0, 2.0))
 GENERATED = {"op": "scale", "factor": 1.5, "layer": 1}
-# The same as the settings of `folder`, in the order of the tiers.
 EDITS = [Steer(U, 0, 2.0), Steer(V, 1, 2.0), Scale(1.5, 1, phase="generated")]
 
 
@@ -64,16 +63,6 @@ def test_a_plain_engine_gives_what_explicit_edits_give(plain: Any, llm: Any) -> 
         assert numbers(found) == numbers(explicit)
     assert numbers(found) != numbers(llm.generate(prompts, params, use_tqdm=False))
     assert all(one.receipt.edited.applied == one.receipt.edited.expected for one in found)
-
-
-def test_scores_of_given_continuations_are_those_of_explicit_edits(plain: Any, llm: Any) -> None:
-    """As an evaluation harness asks: one token, and the log-probabilities of the prompt's."""
-    params = greedy(1, prompt_logprobs=1, logprobs=1, detokenize=False)
-    prompts = [tokens(prompt) for prompt in PROMPTS]
-    steered = numbers(plain.generate(prompts, params, use_tqdm=False))
-    edits = [edit for edit in EDITS if edit.positions.phase == "all"]
-    assert steered == numbers(llm.generate(prompts, params, edits=[edits] * 3, use_tqdm=False))
-    assert steered != numbers(llm.generate(prompts, params, use_tqdm=False))
 
 
 def test_the_settings_change_no_hash_of_compiled_graphs(plain: Any, tiny_llama: Path) -> None:

@@ -21,7 +21,6 @@ from midstream import (
     Capture,
     LogitDiff,
     LogProb,
-    Named,
     Recovered,
     SpecError,
     Text,
@@ -37,7 +36,6 @@ TOLERANCE = 1e-4
 QUIET: dict[str, Any] = {"use_tqdm": False}
 PLACE = ("resid_post", 1)
 SPARSE = RandomSae("gated", 64, 40, "blocks.1.hook_resid_post")
-# So that a single feature changes what comes next.
 SPARSE.tensors["W_dec"] *= 8
 
 
@@ -108,67 +106,6 @@ def test_every_cell_is_what_a_hook_gives(llm: Any, oracle: PatchOracle) -> None:
     assert found.tokens[:4] == ("f", "J", "p", "n")
 
 
-def test_all_positions_at_the_first_layer_recover_all_and_none_recover_nothing(llm: Any) -> None:
-    found = llm.sweep(
-        CORRUPT,
-        CLEAN,
-        Recovered(LogitDiff(A, B)),
-        groups={"all": "prompt", "where they are the same": [0, 1, 2, 3]},
-        layers=0,
-        **QUIET,
-    )
-    assert found.values[0, 0, 0] == pytest.approx(1, abs=TOLERANCE)
-    assert abs(found.values[0, 0, 1]) < TOLERANCE
-    assert found.coords["position"] == ["all", "where they are the same"]
-    assert found.tokens == (CORRUPT, "The c")
-
-
-def test_kl_is_that_of_the_two_distributions(llm: Any, oracle: PatchOracle) -> None:
-    positions = [14, 16, 32]
-    found = llm.sweep(CORRUPT, CLEAN, KL(), layers=[0, 2], positions=positions, **QUIET)
-    corrupt, clean = ids(llm, CORRUPT), ids(llm, CLEAN)
-    taps = [("resid_pre", 0), ("resid_pre", 2)]
-    rows = oracle.rows(clean, taps)
-    cells = [Patch(tap, put([one], rows[tap][[one]])) for tap, one in product(taps, positions)]
-    p = oracle.logprobs(clean).double()
-    q = oracle.logprobs(corrupt, cells).double()
-    wanted = (p.exp() * (p - q)).sum(-1).numpy()
-    assert wanted.max() > 0.01
-    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
-    assert found.clean == pytest.approx(0, abs=1e-6)
-    unpatched = (p.exp() * (p - oracle.logprobs(corrupt).double())).sum()
-    assert found.corrupt == pytest.approx(float(unpatched), abs=TOLERANCE)
-
-
-def test_zero_ablation_is_what_a_hook_gives(llm: Any, oracle: PatchOracle) -> None:
-    found = llm.sweep(
-        CORRUPT, 0, LogProb(A), sites=["attn_out", "mlp_out"], positions=[15, 32], **QUIET
-    )
-    taps = product(["attn_out", "mlp_out"], range(3))
-    nothing = torch.zeros(1, 64)
-    cells = [Patch(tap, put([one], nothing)) for tap, one in product(taps, [15, 32])]
-    wanted = oracle.logprobs(ids(llm, CORRUPT), cells)[:, A].numpy()
-    assert np.ptp(wanted) > 0.01
-    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
-    assert found.clean is None
-
-
-@pytest.mark.parametrize("by", ["name", "mean", "rows"])
-def test_mean_ablation_is_what_a_hook_gives(llm: Any, oracle: PatchOracle, by: str) -> None:
-    taps = [("mlp_out", layer) for layer in range(3)]
-    rows = oracle.rows(ids(llm, LONGER), taps)
-    means = {tap: each.mean(0, keepdim=True) for tap, each in rows.items()}
-    source: Any = means
-    if by != "rows":
-        llm.vectors.register("average", {tap: mean[0] for tap, mean in means.items()})
-        source = Named("average") if by == "name" else "mean:average"
-    found = llm.sweep(CORRUPT, source, LogProb(A), sites="mlp_out", positions=[15, 32], **QUIET)
-    cells = [Patch(tap, put([one], means[tap])) for tap, one in product(taps, [15, 32])]
-    wanted = oracle.logprobs(ids(llm, CORRUPT), cells)[:, A].numpy()
-    assert np.ptp(wanted) > 0.01
-    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
-
-
 def test_heads_are_patched_one_by_one(llm: Any, oracle: PatchOracle) -> None:
     positions = [15, 32]
     found = llm.sweep(
@@ -206,9 +143,7 @@ def test_features_are_patched_one_by_one(
 ) -> None:
     positions = [15, 30, 32]
     rows = oracle.rows(ids(llm, CLEAN), [PLACE])[PLACE]
-    # Active ones, not in the order of their ids.
     features = SPARSE.encode(rows[positions]).amin(0).topk(4).indices.tolist()
-    # One that is not of this tap too.
     average = {PLACE: 4 * rows.mean(0), ("resid_pre", 1): rows[0]}
     llm.vectors.register("average", average)
     given = {CLEAN: rows, "mean:average": average[PLACE].expand(33, -1)}
@@ -252,22 +187,14 @@ def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(
 def test_alpha_interpolates_and_a_mask_chooses_components(llm: Any, oracle: PatchOracle) -> None:
     tap, place = ("resid_pre", 1), 15
     rows = oracle.rows(ids(llm, CLEAN), [tap])[tap][[place]]
-    weights = torch.linspace(-0.5, 1.5, 64)
     chosen = list(range(5, 40))
 
     def masked(hidden: Tensor) -> None:
         hidden[place, chosen] = rows[0, chosen]
 
-    def weighted(hidden: Tensor) -> None:
-        hidden[place] += 0.5 * weights * (rows[0] - hidden[place])
-
-    changes = {"half": put([place], rows, alpha=0.5), "mask": masked, "weights": weighted}
-    wanted = difference(
-        oracle.logprobs(ids(llm, CORRUPT), [Patch(tap, one) for one in changes.values()])
-    )
-    asked: list[dict[str, Any]] = [
-        {"alpha": 0.5}, {"mask": chosen}, {"mask": weights, "alpha": 0.5}
-    ]  # fmt: skip
+    changes = [Patch(tap, put([place], rows, alpha=0.5)), Patch(tap, masked)]
+    wanted = difference(oracle.logprobs(ids(llm, CORRUPT), changes))
+    asked: list[dict[str, Any]] = [{"alpha": 0.5}, {"mask": chosen}]
     assert np.ptp(wanted) > 0.01
     for more, value in zip(asked, wanted, strict=True):
         found = llm.sweep(
@@ -356,7 +283,6 @@ def test_what_cannot_be_done_is_refused_by_its_argument(llm: Any, sparse: str) -
         assert error.value.path == path
 
 
-# On SmolLM2: the grid of a real question.
 QUESTION = ("The capital of Japan is the city of", "The capital of Italy is the city of")
 STREAM = ["resid_pre", "attn_out", "mlp_out"]
 

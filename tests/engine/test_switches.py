@@ -1,10 +1,7 @@
-"""Probes that switch the edits of their request: against transformers with the edits switched where
-the receipt says.
-"""
+"""Probes that switch edits, against transformers with the edits as the receipt says."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,11 +31,6 @@ FIRST, HOOK = steer(vector(1), 1, 2.0)
 SECOND, LATER = steer(vector(2), 0, 3.0)
 
 
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> Oracle:
-    return Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
-
-
 def probe(act: Any = None, name: str = "mood", phase: str = "generated") -> Probe:
     return Probe(vector(3), READ, name=name, phase=phase, act=act)
 
@@ -63,7 +55,7 @@ def actions(receipt: Any) -> list[tuple[str, str, int]]:
 
 
 def test_other_edits_hold_from_the_position_after_the_one_that_met_the_condition(
-    llm: Any, oracle: Oracle
+    llm: Any, reference: Oracle
 ) -> None:
     (free,) = scores_without(llm, PROMPT, "generated")
     threshold = above(free, 4)
@@ -85,21 +77,20 @@ def test_other_edits_hold_from_the_position_after_the_one_that_met_the_condition
         assert actions(completion.receipt) == [("mood", "switch", where)]
         assert completion.receipt.actions[0].score == pytest.approx(free[where - SIZE], abs=1e-4)
         assert len(completion.probes["mood"]) == 23
-        check_replay(oracle, PROMPT, completion, hooks)
+        check_replay(reference, PROMPT, completion, hooks)
     same, never = outputs["same"].outputs[0], outputs["never"].outputs[0]
     assert list(never.token_ids) == list(same.token_ids)
     for completion in (same, never):
         assert completion.receipt.versions == completion.receipt.actions == ()
-        check_replay(oracle, PROMPT, completion, {0: [HOOK]})
-    check_replay(oracle, PROMPT, outputs["plain"].outputs[0], {})
+        check_replay(reference, PROMPT, completion, {0: [HOOK]})
+    check_replay(reference, PROMPT, outputs["plain"].outputs[0], {})
     assert len({tuple(generated(outputs[name])) for name in ("a", "off", "same")}) == 3
     inspect(llm).check_integrity()
 
 
 def test_several_probes_switch_one_after_the_other_and_a_stop_ends_it(
-    llm: Any, oracle: Oracle
+    llm: Any, reference: Oracle
 ) -> None:
-    """Edits of some positions keep these. A probe that meets its condition twice switches once."""
     late = Steer(vector(2), 0, 3.0, positions=slice(14, None))
     run = Stepped(llm)
     probes = [
@@ -127,13 +118,13 @@ def test_several_probes_switch_one_after_the_other_and_a_stop_ends_it(
                   lambda at, one=one, low=low, high=high: low <= at < high and one.where(at))
         for one, low, high in where
     ]  # fmt: skip
-    _, seen = oracle.run(ids, hooks)
+    _, seen = reference.run(ids, hooks)
     for tap in completion.activations:
         assert torch.allclose(completion.activations[tap], seen[tap], atol=1e-3)
 
 
 def test_a_condition_met_in_a_chunk_of_the_prompt_switches_from_the_next_chunk_on(
-    llm: Any, oracle: Oracle
+    llm: Any, reference: Oracle
 ) -> None:
     prompt = [(7 * n) % 190 + 3 for n in range(150)]
     (free,) = scores_without(llm, prompt, "prompt")
@@ -147,13 +138,12 @@ def test_a_condition_met_in_a_chunk_of_the_prompt_switches_from_the_next_chunk_o
     assert actions(completion.receipt) == [("mood", "switch", where)]
     (position,) = {one.positions[0] for one in completion.receipt.versions[1:]}
     assert where < position == 64 * (1 + steps_ahead(llm))
-    check_replay(oracle, prompt, completion, {0: [HOOK], 1: [LATER]})
+    check_replay(reference, prompt, completion, {0: [HOOK], 1: [LATER]})
 
 
 def test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had(
-    llm: Any, oracle: Oracle
+    llm: Any, reference: Oracle
 ) -> None:
-    """Preempted right after the switch, and again later: it switches once."""
     (free,) = scores_without(llm, PROMPT, "generated")
     threshold = above(free, 4)
     where = SIZE + first_met(free, above=threshold)
@@ -173,10 +163,12 @@ def test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had(
     assert where + 1 <= start == again <= where + 1 + 2 * steps_ahead(llm)
     assert stop == SIZE + 23
     assert actions(completion.receipt) == [("mood", "switch", where)]
-    check_replay(oracle, PROMPT, completion, {0: [HOOK], 1: [LATER]})
+    check_replay(reference, PROMPT, completion, {0: [HOOK], 1: [LATER]})
 
 
-def test_names_are_bound_and_blocks_of_other_edits_are_not_reused(llm: Any, oracle: Oracle) -> None:
+def test_names_are_bound_and_blocks_of_other_edits_are_not_reused(
+    llm: Any, reference: Oracle
+) -> None:
     prompt = [(5 * n) % 180 + 4 for n in range(40)]
     llm.vectors.register("calm", {0: vector(2)})
     run = Stepped(llm)
@@ -185,7 +177,7 @@ def test_names_are_bound_and_blocks_of_other_edits_are_not_reused(llm: Any, orac
     completion = run.finish()["a"].outputs[0]
     start = 80 + steps_ahead(llm)
     assert held(completion.receipt)[1] == (start, 139)
-    check_replay(oracle, prompt, completion, {0: [HOOK], 1: [LATER]})
+    check_replay(reference, prompt, completion, {0: [HOOK], 1: [LATER]})
     whole = [*prompt, *completion.token_ids]
     switched = [Steer(vector(1), 1, 2.0, positions=slice(0, start))]
     switched += [Steer(vector(2), 0, 3.0, positions=slice(start, None))]
@@ -194,7 +186,9 @@ def test_names_are_bound_and_blocks_of_other_edits_are_not_reused(llm: Any, orac
         assert run.finish()[name].num_cached_tokens == cached, name
 
 
-def test_vectors_that_the_workers_lack_are_sent_with_the_request(llm: Any, oracle: Oracle) -> None:
+def test_vectors_that_the_workers_lack_are_sent_with_the_request(
+    llm: Any, reference: Oracle
+) -> None:
     """They are so many that the plans name them. Both of two requests switch to them."""
     pairs = [steer(vector(10 + nth), nth % 3, 0.4) for nth in range(18)]
     act = Switch([edit for edit, _ in pairs], above=-1e6, for_=3)
@@ -206,7 +200,7 @@ def test_vectors_that_the_workers_lack_are_sent_with_the_request(llm: Any, oracl
     for output in run.finish().values():
         completion = output.outputs[0]
         assert held(completion.receipt)[1] == (SIZE + 3 + steps_ahead(llm), SIZE + 7)
-        check_replay(oracle, PROMPT, completion, {0: [HOOK], 1: [hook for _, hook in pairs]})
+        check_replay(reference, PROMPT, completion, {0: [HOOK], 1: [hook for _, hook in pairs]})
     inspect(llm).check_integrity()
 
 

@@ -92,24 +92,6 @@ def ask_without(llm: Any, edits: list[Any]) -> Any:
             llm.steering.set(**given)
 
 
-def test_a_requests_own_edits_come_after_those_of_the_server(llm: Any) -> None:
-    steer, scale = Steer(U, 1), Scale(0.5, 1)
-    llm.steering.set(base=steer)
-    both = ask(llm, edits=[scale])
-    llm.steering.clear()
-    assert_same(both, ask(llm, edits=[steer, scale]))
-    assert differ(both, ask(llm, edits=[scale, steer]))
-    assert both.receipt.edited.applied == 2 * (len(PROMPT) + COUNT - 1)
-
-
-def test_a_request_of_one_token_under_the_generated_tier_is_no_error(llm: Any) -> None:
-    llm.steering.set(generated=Steer(W, 0))
-    output = ask(llm, greedy(1, detokenize=False))
-    assert output.receipt.edited is None or output.receipt.edited.expected == 0
-    llm.steering.clear()
-    assert_same(output, ask(llm, greedy(1, detokenize=False)))
-
-
 def test_named_vectors_are_their_values(llm: Any) -> None:
     llm.vectors.register("up", {("resid_mid", 1): U, ("resid_post", 2): V})
     llm.vectors.register("any", W)
@@ -131,7 +113,6 @@ def test_named_vectors_are_their_values(llm: Any) -> None:
     llm.vectors.remove("up")
     with pytest.raises(SpecError, match=r"edits.*up"):
         ask(llm, edits=[Steer("up")])
-    # A name that a tier stands for is by value there.
     llm.steering.set(base=Steer("any", 0))
     llm.vectors.remove("any")
     assert_same(ask(llm), ask_without(llm, [Steer(W, 0)]))
@@ -230,7 +211,6 @@ def test_sampling_params_say_the_same_as_edits(llm: Any) -> None:
 
 
 def test_named_and_inline_and_server_wide_vectors_add_up_at_one_site(llm: Any) -> None:
-    """At the site itself the sum is there; upstream of it nothing differs."""
     llm.vectors.register("mood", {1: U})
     plain = rows(ask(llm))["resid_post", 1]
     llm.steering.set(base={1: W}, prompt=Steer(V, 1, scale=3.0))

@@ -12,12 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers as hf
 from engine.asking import ask_all
-from support import tiny
 from support.engines import HAS_GPU, engine, greedy
 from support.oracle_edits import PLACES, At, EditOracle
-from support.tokenizers import byte_level
 from vllm import SamplingParams
 
 from midstream import Directions, Logits, SpecError, Steer
@@ -34,28 +31,15 @@ SCALES = (0.0, 1.5, -2.0)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = byte_level()
-    config = hf.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    path = tiny.make("llama-text", tmp_path_factory.mktemp("m"), tiny.Tiny(lambda: config))
-    tokenizer.save_pretrained(path)
-    return path
+def oracle(talking_llama: Path) -> EditOracle:
+    return EditOracle(talking_llama, PLACES["llama"])
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> EditOracle:
-    return EditOracle(folder, PLACES["llama"])
-
-
-@pytest.fixture(scope="module")
-def talking(folder: Path) -> Iterator[Any]:
+def talking(talking_llama: Path) -> Iterator[Any]:
     sites = {"sites": ["resid_pre", "resid_post", "final_norm"]}
     with engine(
-        folder, midstream=sites, max_num_batched_tokens=256, max_num_seqs=32, block_size=32,
+        talking_llama, midstream=sites, max_num_batched_tokens=256, max_num_seqs=32, block_size=32,
         enable_prefix_caching=True,
     ) as llm:  # fmt: skip
         yield llm
@@ -81,7 +65,6 @@ def test_scores_of_texts_are_transformers_log_softmax(talking: Any, oracle: Edit
     texts = ["The cat", "A longer text, of many bytes." * 3, [4, 5, 6]]
     edit = Steer(torch.ones(64), 1, 2.0)
     for edits, theirs in ((None, ()), (edit, [At(edit)])):
-        # The second time the cache has all blocks of the first, plain and steered.
         for _ in range(2):
             found = talking.score(texts, edits=edits)
             for text, score in zip(texts, found, strict=True):

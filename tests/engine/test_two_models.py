@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from engine.asking import ask, ask_all
-from support.engines import engine, finish, generated, greedy, tokens
+from support.engines import engine, generated
 
 import midstream.runtime.worker.taps.taps as taps
-from midstream import Capture, Plan, Probe, Steer
+from midstream import Capture, Probe, Steer
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
 
 PROMPT = [5, 17, 33, 101, 8, 77, 54]
@@ -49,30 +49,6 @@ def test_steps_beyond_the_last_position_with_work_reach_no_tap(llm: Any, fired: 
     steer = Steer(vector, layer=1, positions=range(2))
     ask_all(llm, [PROMPT], 5, steer=[steer])
     assert fired == [len(PROMPT)] * len(llm.info.shape.taps)
-
-
-def test_a_request_without_work_is_the_same_beside_one_that_comes_and_goes(llm: Any) -> None:
-    wish = greedy(24, logprobs=5)
-    alone = ask(llm, PROMPT, wish)
-    inner = llm.llm_engine
-    llm.reset_prefix_cache()
-    inner.add_request("plain", tokens(PROMPT), wish)
-    seen = []
-    for nth in range(30):
-        if nth in (4, 12):
-            vector = torch.full((llm.info.shape.hidden_size,), 3.0)
-            plan = Plan.make(capture=Capture(0), edits=[Steer(vector, layer=n) for n in (0, 1)])
-            asks = greedy(3, extra_args={"midstream": plan.to_dict()})
-            inner.add_request(f"asks {nth}", tokens(OTHER), asks)
-        seen += [out for out in inner.step() if out.finished]
-    seen += finish(llm).values()
-    found = {out.request_id: out for out in seen}
-    assert generated(found["plain"]) == generated(alone)
-    for mine, expected in zip(
-        found["plain"].outputs[0].logprobs, alone.outputs[0].logprobs, strict=True
-    ):
-        for token, logprob in expected.items():
-            assert mine[token].logprob == pytest.approx(logprob.logprob, abs=1e-5)
 
 
 def results(llm: Any) -> dict[str, Any]:

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_view import inspect
 from support.engines import generated, greedy, tokens
 
-from midstream import ReceiptError, Replace, Steer, Vector
-from midstream.runtime.frontend.request import sent_vectors
-from midstream.runtime.protocol.request_payload import payload_of
+from midstream import ReceiptError, Steer, Vector
 from midstream.runtime.protocol.rpc import RPC, UpdateVectors, arguments_of, read_request
 from midstream.runtime.protocol.vector_update import VectorUpdate
 
@@ -26,7 +23,6 @@ class Messages:
     def __init__(self, executor: Any, patch: pytest.MonkeyPatch) -> None:
         self.updates: list[VectorUpdate] = []
         self.steps: list[bytes] = []
-        self.plans: list[bytes] = []
         call, execute = executor.collective_rpc, executor.execute_model
 
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +35,6 @@ class Messages:
         def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             new = [one.sampling_params for one in scheduled.scheduled_new_reqs]
             self.steps.append(pickle.dumps(new))
-            self.plans += [payload.plan for payload in map(payload_of, new) if payload]
             return execute(scheduled, *args, **kwargs)
 
         patch.setattr(executor, "collective_rpc", collective_rpc)
@@ -81,58 +76,12 @@ def test_vectors_are_sent_once_and_no_steps_message_has_their_numbers(llm, messa
     edits = [steer(0), steer(1), None, steer(0)]
     expected = [generated(one) for one in ask(llm, edits)]
     assert added(messages) == [data(0), data(1)]
-    # Again, and with a prompt of another length, whose plans are other bytes.
     assert [generated(one) for one in ask(llm, edits)] == expected
     ask(llm, edits, range(5, 90))
     assert added(messages) == []
     numbers = [data(nth)[at : at + 16] for nth in (0, 1) for at in (0, 100)]
     assert not [1 for step in messages.steps for part in numbers if part in step]
     assert max(len(step) for step in messages.steps) > 1000, "plans were in no message"
-
-
-def test_prompts_of_any_length_have_one_plan_if_it_selects_by_none(llm, messages):
-    for length in (20, 30, 40):
-        ask(llm, [[steer(70)], [Steer(vector(70), 1, positions="prompt")]], range(5, length))
-    assert len(messages.plans) == 6
-    assert len(set(messages.plans[::2])) == 1
-    assert len(set(messages.plans[1::2])) == 3
-
-
-def test_plans_with_the_numbers_and_plans_that_name_them_give_the_same(llm, monkeypatch):
-    rows = torch.stack([vector(nth) for nth in range(3, 6)])
-    edits = [steer(2), None, [steer(2), Replace(rows, positions=slice(2, 5), layer=1)]]
-    named = ask(llm, edits)
-    monkeypatch.setattr(sent_vectors, "MOST_BY_VALUE", 1 << 20)
-    llm.reset_prefix_cache()
-    # Of another length, so that no plan is one that was resolved before.
-    given = [generated(one) for one in ask(llm, edits, max_tokens=5)]
-    assert [generated(one)[:5] for one in named] == given
-    assert given[0] != given[1] != given[2]
-
-
-def test_vectors_that_nobody_uses_are_dropped_and_come_again(llm, messages):
-    first = generated(ask(llm, [steer(20)])[0])
-    kept = sent_vectors.MOST_UNUSED // (4 * HIDDEN)
-    for nth in range(21, 23 + kept):
-        ask(llm, [steer(nth)], max_tokens=1)
-    dropped = {digest for update in messages.updates for digest in update.dropped}
-    assert len(dropped) >= 2
-    inspect(llm).check_integrity()
-    added(messages)
-    llm.reset_prefix_cache()
-    assert generated(ask(llm, [steer(20)])[0]) == first
-    assert added(messages) == [data(20)]
-
-
-def test_named_vectors_and_steering_of_every_request_are_sent_once(llm, messages):
-    llm.vectors.register("mood", vector(50))
-    for length in (20, 30):
-        prompts = [tokens(range(5, length)), tokens(range(6, length + 1))]
-        llm.generate(prompts, greedy(2), steer=Steer("mood", 1), use_tqdm=False)
-    llm.steering.set(base=[Steer(vector(51), 2)])
-    for length in (20, 30):
-        llm.generate(tokens(range(7, length)), greedy(2), use_tqdm=False)
-    assert added(messages) == [data(50), data(51)]
 
 
 def test_a_request_whose_vectors_the_worker_lost_while_it_waited_fails_and_no_other(
@@ -157,7 +106,6 @@ def test_a_request_whose_vectors_the_worker_lost_while_it_waited_fails_and_no_ot
     assert (bad.outputs[0].finish_reason, bad.receipt.status) == ("error", "error")
     assert len(generated(bad)) <= 1
     assert generated(good) == expected[1]
-    # The front end counts on it.
     change(executor, VectorUpdate((), (data(60),)))
     llm.reset_prefix_cache()
     assert [generated(one) for one in ask(llm, edits)] == expected

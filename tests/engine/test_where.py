@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine.asking import ask_all
 from support import tiny
 from support.edit_cases import Case, Maker, all_problems, ask, problems
-from support.engines import generated, greedy, tokens
-from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
+from support.engines import generated, greedy
+from support.oracle_edits import EVERY_SITE, At, EditOracle
 from support.scheduling import chunks
+from support.updating import Stepped
 
 from midstream import (
     Ablate,
     Capture,
     Clamp,
-    Gate,
     Positions,
     Replace,
     Scale,
@@ -40,11 +38,6 @@ EVEN = list(range(0, tiny.VOCAB, 2))
 THIRD = list(range(1, tiny.VOCAB, 3))
 
 
-@pytest.fixture(scope="module")
-def oracle(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
-
-
 @pytest.fixture
 def llm(wide: Any) -> Any:
     return wide
@@ -55,15 +48,11 @@ def by_number(size: int) -> dict[str, tuple[dict[str, Any], set[int]]]:
     prompt, rest = set(range(size)), set(range(size, size + COUNT - 1))
     last = size - 1
     return {
-        "one": ({"positions": 3}, {3}),
-        "the first": ({"positions": 0}, {0}),
         "from the prompt's end": ({"positions": -2}, {size - 2}),
-        "a generated one": ({"positions": size + 3}, {size + 3}),
         "some": ({"positions": [0, -1, size, size + 5]}, {0, last, size, size + 5}),
         "the last of the prompt": ({"positions": "last_prompt"}, {last}),
         "the prompt": ({"phase": "prompt"}, prompt),
         "the generated": ({"positions": "generated"}, rest),
-        "a slice": ({"positions": slice(1, 4)}, {1, 2, 3}),
         "a slice over the end": (
             {"positions": slice(-2, size + 2)},
             {size - 2, last, size, size + 1},
@@ -72,31 +61,20 @@ def by_number(size: int) -> dict[str, tuple[dict[str, Any], set[int]]]:
             {"positions": slice(1, None, 3)},
             {p for p in range(size + COUNT - 1) if p >= 1 and (p - 1) % 3 == 0},
         ),
-        "a slice, generated only": ({"positions": slice(2, None), "phase": "generated"}, rest),
-        "a slice, prompt only": ({"positions": slice(2, None), "phase": "prompt"}, prompt - {0, 1}),
-        "a window before": ({"positions": Window(-3, 0)}, {size - 3, size - 2, last}),
-        "a window after": ({"positions": Window(0, 2)}, {size, size + 1}),
         "a window across": ({"positions": Window(-1, 2)}, {last, size, size + 1}),
-        "a window from here on, with a step": (
-            {"positions": Window(-2, None, 3)},
-            {size - 2, size + 1, size + 4},
-        ),
         "a window that begins before 0": (
             {"positions": Window(-40, -1)},
             set(range(size - 40, size - 1)) & prompt,
         ),
-        "all but some": ({"exclude": [1, -1, size + 1]}, (prompt | rest) - {1, last, size + 1}),
         "all but a window": (
             {"exclude": Window(-2, 3)},
             (prompt | rest) - set(range(size - 2, size + 3)),
         ),
-        "all but the prompt": ({"exclude": "prompt"}, rest),
-        "all but the generated": ({"exclude": "generated"}, prompt),
         "two kinds": (
             {"positions": Positions([slice(0, 2), Window(2, 4)], exclude=[0])},
             {1, size + 2, size + 3},
         ),
-    }  # fmt: skip
+    }
 
 
 def some_edit(nth: int, maker: Maker, where: dict[str, Any]) -> Any:
@@ -132,9 +110,6 @@ def cases_by_number(oracle: EditOracle) -> list[Case]:
 def test_edits_are_at_their_positions_and_nowhere_else(
     llm: Any, oracle: EditOracle, size: int
 ) -> None:
-    """Each selection is a request of one batch; prompts come whole, or in chunks that cut any
-    selection anywhere. The receipts say the same positions.
-    """
     given = cases_by_number(oracle)
     with chunks(llm, size) as seen:
         found = all_problems(llm, oracle, given, TOLERANCE, TIE, count=COUNT)
@@ -155,36 +130,24 @@ def test_a_generated_token_that_is_computed_anew_is_still_a_generated_token(
         where = {"generated": lambda p: p >= end, "prompt": lambda p: p < end}
         at = At(edit, where.get(phase, lambda p: True))
         given.append(Case(f"{phase} {nth}", LONG, [at], tap=(EVERY_SITE[nth], 1)))
-    by_hand = llm.llm_engine
     maker = Maker(("resid_mid", 1), oracle.run(LONG), draw)
     by_id = some_edit(0, maker, {"positions": TokenIds(EVEN), "phase": "generated"})
     given.append(Case("by id", LONG, [At(by_id)], tap=("resid_mid", 1)))
-    everything = Capture("all", EVERY_SITE)
+    run = Stepped(llm)
     for nth, case in enumerate(given):
-        plan = {"capture": everything.to_dict(), "edits": [at.edit.to_dict() for at in case.edits]}
-        params = greedy(COUNT, logprobs=3, extra_args={"midstream": plan}, detokenize=False)
-        by_hand.add_request(f"anew-{nth}", tokens(case.prompt), params)
-    outputs: dict[str, Any] = {}
-
-    def step() -> None:
-        for output in by_hand.step():
-            outputs[output.request_id] = output
-
-    for _ in range(4):
-        step()
-    assert all(len(generated(output)) >= 3 for output in outputs.values())
-    assert by_hand.reset_prefix_cache(reset_running_requests=True)
+        asked = {"capture": Capture("all", EVERY_SITE), "edits": [at.edit for at in case.edits]}
+        run.add(str(nth), case.prompt, greedy(COUNT, logprobs=3, detokenize=False), **asked)
+    run.step(4)
+    assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
     with chunks(llm, 64) as seen:
-        while by_hand.has_unfinished_requests():
-            step()
+        outputs = run.finish()
     assert max(seen) >= end + 3, "nothing was computed anew: the test shows nothing"
-    assert len(outputs) == len(given)
-    ids = [*LONG, *generated(outputs["anew-4"])][:-1]
+    ids = [*LONG, *generated(outputs["4"])][:-1]
     places = frozenset(p for p in range(end, len(ids)) if ids[p] in EVEN)
     assert 0 < len(places) < COUNT - 1
     given[4] = Case("by id", LONG, [At(by_id, places.__contains__)], tap=("resid_mid", 1))
     for nth, case in enumerate(given):
-        found = problems(oracle, case, outputs[f"anew-{nth}"], TOLERANCE, TIE)
+        found = problems(oracle, case, outputs[str(nth)], TOLERANCE, TIE)
         assert not found, found
 
 
@@ -197,26 +160,9 @@ def by_token(size: int) -> dict[str, tuple[dict[str, Any], Callable[[int, int], 
             {"positions": TokenIds(EVEN), "phase": "generated"},
             lambda p, t: p >= size and t in even,
         ),
-        "ids, prompt": (
-            {"positions": TokenIds([5, 33]), "phase": "prompt"},
-            lambda p, t: p < size and t in (5, 33),
-        ),
-        "all but ids": ({"exclude": TokenIds(EVEN)}, lambda p, t: t not in even),
-        "generated but ids": (
-            {"positions": "generated", "exclude": TokenIds(THIRD)},
-            lambda p, t: p >= size and t not in third,
-        ),
         "ids but other ids": (
             {"positions": TokenIds(EVEN), "exclude": TokenIds(THIRD)},
             lambda p, t: t in even and t not in third,
-        ),
-        "a window and ids": (
-            {"positions": [Window(-3, 2), TokenIds(THIRD)]},
-            lambda p, t: size - 3 <= p < size + 2 or t in third,
-        ),
-        "a window without ids": (
-            {"positions": Window(-3, 5), "exclude": TokenIds(EVEN)},
-            lambda p, t: size - 3 <= p < size + 5 and t not in even,
         ),
         "a window, ids, and no others": (
             {"positions": [Window(0, 2), TokenIds(EVEN)], "exclude": [TokenIds(THIRD), 1]},
@@ -235,8 +181,6 @@ def test_tokens_are_selected_by_their_ids_in_the_prompt_and_as_they_are_generate
     for prompt in (LONG, SHORT):
         plain = oracle.run([*prompt, *SHORT])
         for nth, (name, (where, chosen)) in enumerate(by_token(len(prompt)).items()):
-            if prompt is SHORT and name == "ids, prompt":
-                continue
             tap = (EVERY_SITE[(nth + 2) % len(EVERY_SITE)], 1 + nth % 2)
             edit = some_edit(nth, Maker(tap, plain, draw), where)
             case = Case(f"{name}, {len(prompt)}", prompt, [At(edit)], tap=tap)
@@ -259,29 +203,3 @@ def test_tokens_are_selected_by_their_ids_in_the_prompt_and_as_they_are_generate
     assert not found, "\n".join(found[:30])
     assert hits > 30, "too few generated tokens were selected to tell"
     assert misses > 30, "too few generated tokens were left out to tell"
-
-
-def test_two_requests_with_other_ids_at_the_same_time_do_not_mix(
-    llm: Any, oracle: EditOracle
-) -> None:
-    """The same edit with other ids, many at once, gated too."""
-    maker = Maker(("resid_post", 0), oracle.run(LONG), torch.Generator().manual_seed(7))
-    steer = maker.steer()
-    groups = [list(range(k, tiny.VOCAB, 5)) for k in range(5)]
-    given = []
-    for ids in groups:
-        inner = steer.replace(positions=TokenIds(ids))
-        given += [inner, Gate(inner, maker.direction(), maker.middle(maker.direction()))]
-    outputs = ask_all(
-        llm,
-        [SHORT] * len(given),
-        greedy(12, logprobs=3, detokenize=False),
-        capture=Capture("all", EVERY_SITE),
-        edits=[[edit] for edit in given],
-    )
-    for nth, (edit, output) in enumerate(zip(given, outputs, strict=True)):
-        ids = [*SHORT, *generated(output)][:-1]
-        wanted = set(groups[nth // 2])
-        places = frozenset(p for p, token in enumerate(ids) if token in wanted)
-        case = Case(f"{type(edit).__name__} {nth}", SHORT, [At(edit, places.__contains__)])
-        assert not problems(oracle, case, output, TOLERANCE, TIE)

@@ -1,4 +1,4 @@
-"""Edits at the tokens of a text or of a message, on SmolLM2."""
+"""Edits at the tokens of a text or of a message, by SmolLM2's tokenizer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from support import tiny
 from support.chat_templates import DEEPSEEK, QWEN
 from support.edit_cases import Case, problems
 from support.engines import engine, greedy
 from support.marks import between
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
+from transformers import AutoTokenizer
 
 from midstream import Between, Capture, Role, SpecError, Steer, Text
 
@@ -20,19 +23,29 @@ pytestmark = pytest.mark.model
 
 TOLERANCE = 1e-4
 TIE = 1e-3
-SITES = Capture([7, 29], EVERY_SITE)
-VECTOR = torch.randn(576, generator=torch.Generator().manual_seed(1))
+SITES = Capture([1, 2], EVERY_SITE)
+VECTOR = torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(1))
 PROMPT = "The capital of France is Paris. The capital of Italy is Rome, isn't it? The café."
 
 
 @pytest.fixture(scope="module")
-def oracle(smollm2: Path) -> EditOracle:
-    return EditOracle(smollm2, PLACES["llama"])
+def model(smollm2: Path, tiny_models: Path) -> Path:
+    """A tiny Llama with the tokens and the chat template of SmolLM2."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    config = {**tiny._GROUPED, "vocab_size": len(tokenizer)}
+    path = tiny.make("llama-words", tiny_models, tiny.Tiny(lambda: hf.LlamaConfig(**config)))
+    tokenizer.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")
-def llm(smollm2: Path, oracle: EditOracle) -> Iterator[Any]:
-    with engine(smollm2, midstream={"sites": list(EVERY_SITE)}) as found:
+def oracle(model: Path) -> EditOracle:
+    return EditOracle(model, PLACES["llama"])
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path, oracle: EditOracle) -> Iterator[Any]:
+    with engine(model, midstream={"sites": list(EVERY_SITE)}) as found:
         yield found
 
 
@@ -44,12 +57,12 @@ def spelt(llm: Any, text: str, ids: list[int], start: int, stop: int) -> set[int
 
 
 def steer(where: Any, **more: Any) -> Steer:
-    return Steer(VECTOR, 7, scale=3.0, site="resid_mid", positions=where, **more)
+    return Steer(VECTOR, 1, scale=3.0, site="resid_mid", positions=where, **more)
 
 
 def check(oracle: EditOracle, output: Any, edit: Steer, places: set[int]) -> None:
     at = At(edit, frozenset(places).__contains__)
-    case = Case(str(edit.positions.include), output.prompt_token_ids, [at], tap=("resid_mid", 7))
+    case = Case(str(edit.positions.include), output.prompt_token_ids, [at], tap=("resid_mid", 1))
     assert not problems(oracle, case, output, TOLERANCE, TIE)
 
 
@@ -57,10 +70,7 @@ def check(oracle: EditOracle, output: Any, edit: Steer, places: set[int]) -> Non
     ("text", "occurrence", "spelling"),
     [
         ("capital", "all", [" capital", " capital"]),
-        pytest.param("capital", 0, [" capital"], marks=pytest.mark.nightly),
-        pytest.param("capital of", -1, [" capital", " of"], marks=pytest.mark.nightly),
-        pytest.param("Paris", "all", [" Paris"], marks=pytest.mark.nightly),
-        pytest.param("The capital", 1, [" The", " capital"], marks=pytest.mark.nightly),
+        ("capital of", -1, [" capital", " of"]),
         ("isn't it?", "all", [" isn", "'", "t", " it", "?"]),
         ("caf\u00e9", "all", [" caf", "\u00e9"]),
     ],
@@ -81,26 +91,6 @@ def test_a_text_is_where_its_tokens_spell_it(
     check(oracle, output, edit, places)
 
 
-def test_a_text_can_be_left_out(llm: Any, oracle: EditOracle) -> None:
-    edit = steer("prompt", exclude=Text("The capital of"))
-    output = llm.generate(
-        PROMPT, greedy(2, logprobs=3), capture=SITES, edits=[edit], use_tqdm=False
-    )[0]
-    ids = output.prompt_token_ids
-    left = {
-        place
-        for at in (0, PROMPT.index("The capital of", 5))
-        for place in spelt(llm, PROMPT, ids, at, at + len("The capital of"))
-    }
-    assert len(left) == 6
-    check(oracle, output, edit, set(range(len(ids))) - left)
-
-
-def test_a_text_that_is_not_there_is_refused(llm: Any) -> None:
-    with pytest.raises(SpecError, match="edits.*positions.*Berlin"):
-        llm.generate(PROMPT, greedy(2), edits=[steer(Text("Berlin"))], use_tqdm=False)
-
-
 TALK = [
     {"role": "system", "content": "You are terse."},
     {"role": "user", "content": "Is the sky blue?"},
@@ -109,48 +99,7 @@ TALK = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("role", "contents"),
-    [
-        pytest.param(Role("user", -1), [TALK[3]], marks=pytest.mark.nightly),
-        pytest.param(Role("user"), [TALK[3]], marks=pytest.mark.nightly),
-        pytest.param(Role("user", 0), [TALK[1]], marks=pytest.mark.nightly),
-        (Role("user", "all"), [TALK[1], TALK[3]]),
-        (Role("assistant", 0), [TALK[2]]),
-        pytest.param(Role("system"), [TALK[0]], marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_a_role_is_the_content_of_its_messages(
-    llm: Any, oracle: EditOracle, role: Role, contents: list[dict[str, str]]
-) -> None:
-    edit = steer(role)
-    output = llm.chat(TALK, greedy(3, logprobs=3), capture=SITES, edits=[edit], use_tqdm=False)[0]
-    text = llm.get_tokenizer().apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
-    places: set[int] = set()
-    for message in contents:
-        # Each header is there as often as its role has spoken.
-        nth = [each for each in TALK if each["role"] == message["role"]].index(message)
-        header = f"<|im_start|>{message['role']}\n"
-        at = -1
-        for _ in range(nth + 1):
-            at = text.index(header, at + 1)
-        start = at + len(header)
-        assert text.startswith(message["content"] + "<|im_end|>", start)
-        places |= spelt(llm, text, output.prompt_token_ids, start, start + len(message["content"]))
-    decode = llm.get_tokenizer().decode
-    spelling = decode([output.prompt_token_ids[nth] for nth in sorted(places)])
-    assert spelling == "".join(message["content"] for message in contents)
-    check(oracle, output, edit, places)
-
-
-def test_a_message_that_is_not_there_is_refused(llm: Any) -> None:
-    with pytest.raises(SpecError, match="edits.*positions.*tool"):
-        llm.chat(TALK, greedy(2), edits=[steer(Role("tool"))], use_tqdm=False)
-
-
 def test_texts_and_roles_in_one_batch_of_chats(llm: Any, oracle: EditOracle) -> None:
-    """Each conversation has its own positions, though they share one edit."""
     talks = [TALK, TALK[:2], [{"role": "user", "content": "The sky is what? The sky!"}]]
     edit = steer([Role("user"), Text("sky", 0)])
     outputs = llm.chat(talks, greedy(2, logprobs=3), capture=SITES, edits=[edit], use_tqdm=False)

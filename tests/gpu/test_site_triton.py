@@ -24,6 +24,15 @@ from midstream.ops.site_ref import site_ref
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def run_as_reference(case, exact=False):
+    """Run a copy on the GPU, and the case by the reference; return the copy, which is the same."""
+    found = case.copy("cuda")
+    found.run()
+    site_ref(*case.arguments())
+    assert_same(found, case, exact=exact)
+    return found
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 80, 576, 640, 1024, 4096, 5120])
 @pytest.mark.parametrize("residual", [True, False])
@@ -32,21 +41,15 @@ def test_the_kernel_does_what_the_reference_does(dtype, width, residual, max_ste
     case = random_case(
         rows=37, width=width, dtype=dtype, residual=residual, max_steps=max_steps, seed=width
     )
-    found = case.copy("cuda")
-    found.run()
-    site_ref(*case.arguments())
     # Only sums over a row are taken in another order.
-    assert_same(found, case, exact=max_steps == 0)
+    run_as_reference(case, exact=max_steps == 0)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_kernel_does_many_random_programs_as_the_reference_does(seed):
     options = {"rows": 1 + seed % 20, "width": [80, 576, 2048, 4096][seed % 4], "seed": seed}
     case = random_case(dtype=DTYPES[seed % 3], max_steps=12, residual=seed % 2 == 0, **options)
-    found = case.copy("cuda")
-    found.run()
-    site_ref(*case.arguments())
-    assert_same(found, case, exact=False)
+    run_as_reference(case)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -54,10 +57,7 @@ def test_the_kernel_reads_and_captures_vectors_of_several_units_as_the_reference
     options = {"rows": 1 + seed % 20, "width": [80, 640, 1024, 14336][seed % 4], "seed": seed}
     made = random_case(dtype=DTYPES[seed % 3], max_steps=8, residual=seed % 2 == 0, **options)
     made = in_units(made, (2, 5)[seed % 2] if seed % 4 < 2 else (2, 8)[seed % 2])
-    found = made.copy("cuda")
-    found.run()
-    site_ref(*made.arguments())
-    assert_same(found, made, exact=False)
+    run_as_reference(made)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,10 +65,7 @@ def test_the_kernel_reads_and_captures_vectors_of_several_units_as_the_reference
 def test_plain_additions_are_the_references_to_the_last_bit(dtype, width):
     steps = [Step(Op.ADD, write=row, a=0.3 * row - 1) for row in range(6)]
     made = case([steps, steps[:2]], rows=9, width=width, dtype=dtype)
-    found = made.copy("cuda")
-    found.run()
-    site_ref(*made.arguments())
-    assert_same(found, made, exact=True)
+    run_as_reference(made, exact=True)
 
 
 @pytest.mark.parametrize("name", NOOPS_OF_MAPS)
@@ -114,10 +111,7 @@ def test_maps_and_what_comes_after_them_are_those_of_the_reference(dtype, width,
     made = random_case(
         rows=rows, width=width, dtype=dtype, residual=rows != 17, max_steps=3, seed=rows, maps=3
     )
-    found = made.copy("cuda")
-    found.run()
-    site_ref(*made.arguments())
-    assert_same(found, made, exact=False)
+    run_as_reference(made)
 
 
 @pytest.mark.parametrize("rows", [5, 70])
@@ -240,8 +234,4 @@ def test_saes_reconstruct_on_the_device_as_in_the_reference(seed, rows, at_once)
         rows=rows, width=(24, 72, 576)[seed % 3], dtype=DTYPES[seed % 3], residual=seed % 2 == 0,
         seed=seed, at_once=at_once,
     )  # fmt: skip
-    found = made.copy("cuda")
-    found.run()
-    site_ref(*made.arguments())
-    assert_same(found, made, exact=False)
-    assert_decoded(found, made)
+    assert_decoded(run_as_reference(made), made)

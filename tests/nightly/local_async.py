@@ -1,4 +1,4 @@
-"""Functions and reused rows on an async engine, whose worker is another process:
+"""Functions on an async engine, whose worker is another process:
 
 python -m nightly.local_async MODEL OUT
 """
@@ -30,12 +30,10 @@ async def run(model: Path) -> dict[str, Any]:
         dtype="float32",
         max_model_len=256,
         skip_tokenizer_init=True,
-        block_size=32,
-        enable_prefix_caching=True,
         num_gpu_blocks_override=64,
         max_num_batched_tokens=512,
         seed=0,
-        midstream={"hooks": "local", "reuse_bytes": 1 << 22},
+        midstream={"hooks": "local"},
     )
     names = iter(range(100))
 
@@ -61,14 +59,6 @@ async def run(model: Path) -> dict[str, Any]:
     assert isinstance(failed, ReceiptError)
     found["failed"] = str(failed)
     found["beside"] = beside.activations["resid_post", 1]
-    found["reuse"] = []
-    for _ in range(3):
-        out = await ask(capture=Capture([1], reuse=True))
-        (count,) = out.receipt.captured
-        rows = out.activations["resid_post", 1].clone()
-        found["reuse"].append(
-            {"reused": count.reused, "cached": out.num_cached_tokens, "rows": rows}
-        )
     llm.shutdown()
     return found
 

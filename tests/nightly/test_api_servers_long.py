@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,17 +10,13 @@ from pathlib import Path
 import pytest
 from support import serving
 from support.api_servers import (
-    ASKED,
-    EVERYTHING,
     Both,
     Judge,
     command,
-    folder_of,
     load,
     set_and_ask,
     totals,
 )
-from support.left_over import nothing_left
 from support.oracle import Oracle
 from support.serving import Running
 
@@ -59,27 +53,3 @@ def test_a_long_load_is_right_and_counted_once(
             steps = sum(worker["steps"]["active"] for worker in server.status()["workers"])
             assert found["midstream:active_steps"] == steps
             assert found["midstream:requests_running"] == 0
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_however_the_server_is_ended_nothing_is_left(
-    talking_llama: Path, tmp_path: Path, how: signal.Signals
-) -> None:
-    with (
-        nothing_left() as note,
-        # Fresh: a process that is forked beside others does not notice that its parent has ended.
-        serving.running(command(talking_llama), tmp_path, fresh=True) as server,
-        ExitStack() as stack,
-    ):
-        both = Both(server, stack)
-        found = both.clients[0].complete("abc", **ASKED, capture=EVERYTHING, activations="keep")
-        assert both.http[1].get("/v1/midstream/captures").json()["bytes"] > 0
-        assert found.outputs[0].captured.id
-        note(server)
-        folder = folder_of(server)
-        os.kill(server.process.pid, how)
-        assert server.process.wait(60) == (0 if how == signal.SIGTERM else -how)
-    end = time.monotonic() + 30
-    while folder.exists():
-        assert time.monotonic() < end, list(folder.iterdir())
-        time.sleep(0.1)

@@ -1,6 +1,4 @@
-"""SmolLM2 on Ray, with two engines of one core each: whoever is killed, the store is bit for bit
-the one that a single engine writes.
-"""
+"""SmolLM2 on Ray, with engines and jobs killed: the store is that of a single engine."""
 
 from __future__ import annotations
 

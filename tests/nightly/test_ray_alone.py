@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -47,29 +46,6 @@ def alone(folder: Path, out: str) -> subprocess.Popen[str]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-
-
-def test_a_job_that_is_killed_leaves_no_process_and_is_resumed_without_a_doubled_line(tmp_path):
-    write_lines(tmp_path, prompts(600))
-    out = str(tmp_path / "acts")
-    process = alone(tmp_path, out)
-    for _ in range(1200):
-        if len(list((tmp_path / "acts").glob("*.safetensors"))) >= 3:
-            break
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children
-    process.kill()
-    process.communicate()
-    again = alone(tmp_path, out)  # at once: what is left of the first may be writing yet
-    said, err = again.communicate(timeout=200)
-    assert again.returncode == 0, err
-    assert 0 < int(said) < 600
-    check_rows(tmp_path / "acts", texts(600))
-    # Ray's own agents look for their parent some seconds apart.
-    _, alive = psutil.wait_procs(children, timeout=120)
-    assert alive == []
 
 
 def test_a_cluster_that_was_made_for_a_job_ends_with_it(tmp_path, bucket):  # noqa: F811

@@ -1,6 +1,4 @@
-"""Random requests with kept rows on an engine with little KV cache and little room for rows,
-against an engine without a prefix cache.
-"""
+"""Random requests with kept rows in little room, against an engine without a prefix cache."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A server with midstream beside one without: who asks for nothing is answered alike, and a long
-load takes no more memory. By day bodies that do not ask pass the middleware byte by byte
-(`unit/server`), and an engine with nothing to do is plain vLLM to the bit
-(`engine/test_off_is_off.py`).
-"""
+"""A server with midstream beside one without: the same plain answers, and memory."""
 
 from __future__ import annotations
 

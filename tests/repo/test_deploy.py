@@ -1,7 +1,5 @@
 """The files of deploy/ say what the repository and the server have."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import re

@@ -1,7 +1,5 @@
 """What is imported by a name in a string: `midstream.entries`, and what other packages have."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -14,13 +12,9 @@ PACKAGE = Path(midstream.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # They import what is not midstream's: of vLLM and its packages, and what a user names.
 FOREIGN = {
-    "compat/packed_arrays.py",
-    "config/controllers.py",
-    "plan/local_functions.py",
-    "runtime/install.py",
-    "runtime/vllm/seams.py",
-    "sinks/registry.py",
-}
+    "compat/packed_arrays.py", "config/controllers.py", "plan/local_functions.py",
+    "runtime/install.py", "runtime/vllm/seams.py", "sinks/registry.py",
+}  # fmt: skip
 # Its names need transformers, so they are imported when they are used.
 LAZY = "lab/attribution/__init__.py"
 
@@ -38,15 +32,12 @@ def imports_for_types():
                 yield from ((alias.name, str(statement.module)) for alias in statement.names)
 
 
-def test_each_name_of_the_table_is_public_and_each_sub_command_a_function_of_its_module():
+def test_the_names_of_the_table_are_public_functions_that_type_checkers_see_there():
     assert set(entries.PUBLIC) <= set(midstream.__all__)
     for name in entries.PUBLIC:
         assert getattr(midstream, name) is entries.public(name), name
     for name in entries.COMMANDS:
         assert callable(getattr(entries.command(name), name)), name
-
-
-def test_type_checkers_see_the_names_where_the_table_has_them_and_each_module_of_routes_has_some():
     assert dict(imports_for_types()) == entries.PUBLIC
     assert len(entries.routers()) == len(entries.ROUTES)
     assert all(router.routes for router in entries.routers())
@@ -74,7 +65,7 @@ def test_the_core_names_the_lab_in_the_table_alone():
     users = set()
     for path in SOURCES:
         for node in nodes_of(path):
-            named: list[object] = []
+            named = []
             if isinstance(node, ast.ImportFrom):
                 named = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):

@@ -1,7 +1,5 @@
 """The stored notebooks: short, executed as they stand, and free of what differs by machine."""
 
-from __future__ import annotations
-
 import ast
 import re
 
@@ -10,13 +8,9 @@ import pytest
 from support import notebooks
 
 NAMES = [
-    "causal_tracing",
-    "live_probe",
-    "logit_lens",
-    "refusal_direction",
-    "sae_feature",
+    "causal_tracing", "live_probe", "logit_lens", "refusal_direction", "sae_feature",
     "steer_and_tune",
-]
+]  # fmt: skip
 BY_NAME = pytest.mark.parametrize("path", notebooks.PATHS, ids=lambda path: path.stem)
 PAGE = notebooks.ROOT / "docs" / "notebooks.md"
 # Lines of the same tasks by hand, with a release that had no sweeps, fits, lenses or pictures.
@@ -73,12 +67,14 @@ def test_outputs_have_no_paths_errors_or_log_lines(path):
             assert not notebooks.NOISE.search(text), notebooks.NOISE.search(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["see /ho" + "me/someone/x", "Traceback (most recent call last)", "10.5it/s]", "INFO 11-24"],
-)
-def test_noise_is_found(text):
-    assert notebooks.NOISE.search(text)
+def test_noise_is_found():
+    noise = [
+        "see /ho" + "me/someone/x",
+        "Traceback (most recent call last)",
+        "10.5it/s]",
+        "INFO 1-2",
+    ]
+    assert all(map(notebooks.NOISE.search, noise))
     assert not notebooks.NOISE.search("in and/or https://example.org/home/page, ../../home/x")
 
 

@@ -1,7 +1,5 @@
 """No function has more than six parameters, but for those that have a reason of their kind."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -41,9 +39,7 @@ def module_of(path):
 
 
 def public_objects():
-    """Objects that the documentation imports, those of the API reference, and all others of the
-    packages by which it names objects.
-    """
+    """What documents import, what the API reference has, and all else of the packages of these."""
     packages = {midstream.__name__}
     for page in (ROOT / "docs").rglob("*.md"):
         for home, names in re.findall(
@@ -88,9 +84,7 @@ def is_command(path):
 
 
 def is_kernel(path):
-    """Whether a module has a kernel, its launcher or its reference: they take tensors, strides and
-    sizes.
-    """
+    """Whether a module has a kernel, its launcher or its reference, which take many sizes."""
     return path.is_relative_to(PACKAGE / "ops") or "triton.jit" in path.read_text()
 
 

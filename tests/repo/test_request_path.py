@@ -1,7 +1,5 @@
 """A plain plan enters few files: what it does not ask for has no part in its way."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from contextlib import contextmanager
@@ -89,9 +87,7 @@ def test_a_plain_request_and_its_step_enter_few_files_of_the_worker():
 
 @pytest.mark.parametrize(("key", "most"), [("norms", MOST_OF_A_READ_OUT), ("features", 14)])
 def test_a_read_out_is_named_by_few_files_of_the_package(key, most):
-    """Its file, that of its result, the two tables, and the two lists of public names; one that
-    reads registered weights, also what registers these.
-    """
+    """Its two files, two tables and two lists of names; with registered weights, what has these."""
     kind, result = KINDS[key], RESULTS[key]
     files = {path for path in PACKAGE_FILES if _names_any(path, kind, result)}
     ours = {PACKAGE / f"{path}.py" for path in (f"plan/readouts/{key}", f"results/readouts/{key}")}

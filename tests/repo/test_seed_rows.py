@@ -1,7 +1,5 @@
 """The table of promises: each is shown by a test that exists, or named as open with its reason."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,7 +1,5 @@
 """The site of the documents: it builds without a warning, works from files, and is complete."""
 
-from __future__ import annotations
-
 import html.parser
 import json
 import os
@@ -19,21 +17,10 @@ pytestmark = pytest.mark.engine  # builds the site in a process of its own
 ROOT = Path(__file__).resolve().parents[2]
 # What people search for; each must be in the title or a heading of a page.
 TERMS = [
-    "activation patching",
-    "attention",
-    "attribution",
-    "causal tracing",
-    "contrastive pairs",
-    "hook points",
-    "interventions",
-    "logit lens",
-    "overhead",
-    "probe",
-    "refusal direction",
-    "sae features",
-    "steering vector",
-    "throughput",
-]
+    "activation patching", "attention", "attribution", "causal tracing", "contrastive pairs",
+    "hook points", "interventions", "logit lens", "overhead", "probe", "refusal direction",
+    "sae features", "steering vector", "throughput",
+]  # fmt: skip
 
 
 class Links(html.parser.HTMLParser):
@@ -41,9 +28,9 @@ class Links(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.links: list[str] = []
-        self.loads: list[str] = []
-        self.anchors: set[str] = set()
+        self.links = []
+        self.loads = []
+        self.anchors = set()
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):

@@ -1,7 +1,5 @@
 """The structure of the repository: layers, names, sizes, and language."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -22,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_CLASS_LINES = 500, 250
-MOST_LINES = {"core": 67_343, "lab": 19_250}
+MOST_LINES = {"core": 67_450, "lab": 19_850}
 MOST_MODULES = 20
 # English words that end in -ing and are nouns.
 NOUNS = {"string", "steering", "tracing", "listing", "sizing"}
@@ -70,7 +68,7 @@ def test_modules_import_from_their_own_and_lower_layers_alone():
 
 def test_neither_a_part_nor_a_folder_nor_a_class_grows_unseen():
     """A commit that raises a bound says what the lines buy; one that deletes lowers it."""
-    lines: Counter[str] = Counter()
+    lines = Counter()
     for path in SOURCES:
         part = "lab" if path.is_relative_to(PACKAGE / "lab") else "core"
         lines[part] += path.read_text().count("\n")
@@ -119,7 +117,7 @@ def test_each_class_name_occurs_once_and_no_module_is_named_by_a_gerund():
     assert {name for name in found if name.rpartition("_")[2] not in NOUNS} == set()
 
 
-def test_every_module_and_public_class_says_what_it_is():
+def test_every_module_and_public_class_says_what_it_is_in_the_words_of_the_glossary():
     missing = [name_of(path) for path, tree in trees().items() if not ast.get_docstring(tree)]
     missing += [
         f"{file}: {node.name}"
@@ -127,6 +125,12 @@ def test_every_module_and_public_class_says_what_it_is():
         if not node.name.startswith("_") and not ast.get_docstring(node)
     ]
     assert missing == []
+    found = []
+    for path, node in scopes():
+        said = PRIVATE.search(ast.get_docstring(node) or "")
+        if said:
+            found.append(f"{name_of(path)}: {said[0]}")
+    assert found == []
 
 
 # Words of the habits that docs/design.md's glossary replaces.
@@ -136,15 +140,6 @@ PRIVATE = re.compile(
 )
 
 
-def test_no_docstring_uses_the_words_that_the_glossary_replaced():
-    found = []
-    for path, node in scopes():
-        said = PRIVATE.search(ast.get_docstring(node) or "")
-        if said:
-            found.append(f"{name_of(path)}: {said[0]}")
-    assert found == []
-
-
 @pytest.mark.parametrize("script", ["import midstream", "import midstream.plugin"])
 def test_importing_the_package_loads_neither_torch_nor_vllm(script):
     code = f"import sys; {script}; print(sorted({{'torch', 'vllm'}} & set(sys.modules)))"
@@ -152,16 +147,13 @@ def test_importing_the_package_loads_neither_torch_nor_vllm(script):
     assert done.stdout == "[]\n"
 
 
-def test_every_public_name_is_there_once_and_resolves():
+def test_every_public_name_is_there_once_and_resolves_and_the_installed_version_is_the_packages():
     assert len(set(midstream.__all__)) == len(midstream.__all__)
     for name in midstream.__all__:
         assert getattr(midstream, name) is not None, name
     assert set(midstream.__all__) <= set(dir(midstream))
     with pytest.raises(AttributeError, match="module 'midstream' has no attribute 'Llm'"):
         _ = midstream.Llm
-
-
-def test_the_installed_version_is_the_packages():
     from importlib.metadata import version
 
     assert version("midstream") == midstream.__version__
@@ -180,8 +172,8 @@ def exceptions():
 
 def drawn():
     """{name: (its parent in the tree, the builtin that it also is)}, from the docstring."""
-    found: dict[str, tuple[str | None, str | None]] = {}
-    above: list[str] = []
+    found = {}
+    above = []
     for line in errors.__doc__.splitlines():
         match = re.match(r"([│├└─ ]*)(\w+)(?: \((\w+)\))?(?:  |$)", line)
         if match and match[2].endswith("Error"):
@@ -192,22 +184,16 @@ def drawn():
     return found
 
 
-def test_the_tree_drawn_at_the_top_has_every_exception_and_no_other():
+def test_the_tree_drawn_at_the_top_has_every_exception_where_it_is():
     assert set(drawn()) == set(exceptions())
     # Caught within the server, between processes, and within the demo.
     internal = {"HttpError", "MessageError", "ModelError"}
     assert set(exceptions()) - internal <= set(midstream.__all__)
-
-
-def test_each_exception_is_where_the_tree_has_it():
     for name, (parent, builtin) in drawn().items():
         cls = exceptions()[name]
         assert cls.__doc__, name
         assert (exceptions()[parent] if parent else Exception) in cls.__bases__, name
         assert not builtin or issubclass(cls, getattr(__import__("builtins"), builtin)), name
-
-
-def test_no_exception_is_defined_elsewhere():
     defined = {
         f"{name_of(path)}: {node.name}"
         for path, node in scopes()

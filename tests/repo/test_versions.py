@@ -1,7 +1,5 @@
 """The record of test runs by release, and its tables."""
 
-from __future__ import annotations
-
 import pytest
 from support import releases
 
@@ -58,7 +56,7 @@ for nth, counts in enumerate(ENGINE["files"].values()):
 SOURCES = {"date": "2026-01-03", "seams": 7, "differ": []}
 
 
-def test_the_overview_says_what_failed_and_what_was_not_run():
+def test_the_tables_say_what_failed_and_what_was_not_run_on_each_release():
     found = versions_table.overview(
         {
             "9.8.0": {"sources": {**SOURCES, "differ": ["vllm.a", "vllm.b"]}},
@@ -71,9 +69,6 @@ def test_the_overview_says_what_failed_and_what_was_not_run():
         "| 9.9.0 | 7 seams as expected, 2026-01-03 "
         "| 2 passed, 2 failed, 1 skipped in 3 files, 2026-01-02 | – |",
     ]
-
-
-def test_each_file_has_its_outcome_on_each_release():
     files = {"test_c": ENGINE["files"]["test_c"]}
     only = {**ENGINE, "package": "vllm 9.8.0", "files": files}
     found = versions_table.engine_tests(
@@ -86,12 +81,6 @@ def test_each_file_has_its_outcome_on_each_release():
         "| `test_c` | 1 passed | 1 passed |",
     ]
     assert found[-1] == "| commits | abc2 | abc0; abc1; abc2 |"
-
-
-def test_what_only_some_releases_have_is_shown_with_its_releases():
-    assert "| `vllm.config.PassConfig` | `enable_sp` | first | 0.30 |" in (
-        versions_table.differences()
-    )
 
 
 def test_the_package_that_is_recorded_is_the_installed_one():

@@ -96,7 +96,7 @@ def trees():
 
 @functools.cache
 def calls():
-    calls: list[Call] = []
+    calls = []
 
     def add(file, node, functions, is_awaited):
         for child in ast.iter_child_nodes(node):

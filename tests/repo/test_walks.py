@@ -1,7 +1,5 @@
 """CONTRIBUTING.md against the code: its folders, its walks, and the files of its changes."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -16,13 +14,9 @@ PACKAGE = ROOT / "src" / "midstream"
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 WALKS = ["An offline request", "An HTTP request", "One captured row into a store"]
 CHANGES = [
-    "Add an operation",
-    "Add a read-out",
-    "Add a codec",
-    "Add a layer convention",
-    "Add an HTTP route",
-    "Check a new vLLM release",
-]
+    "Add an operation", "Add a read-out", "Add a codec", "Add a layer convention",
+    "Add an HTTP route", "Check a new vLLM release",
+]  # fmt: skip
 MAX_HOPS = 14
 FUNCTION = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 RETURN = "(return)"
@@ -60,7 +54,7 @@ def names_in(file):
 
 def entered_again(folders):
     """The folders that are entered after they were left. A folder is left for one outside it."""
-    left: set[str] = set()
+    left = set()
     found = []
     for before, after in pairwise(folders):
         inside = {after, *map(str, PurePosixPath(after).parents)}
@@ -113,7 +107,9 @@ def test_a_folder_that_is_entered_again_is_found():
     assert entered_again(["a/b", "a", "a/b"]) == ["a/b"]
 
 
-def test_every_folder_is_in_one_that_has_a_line_and_each_that_has_is_there():
+def test_the_guide_is_short_and_its_folders_are_there():
+    assert len(TEXT.split()) <= 2300
+    assert len(TEXT.encode()) <= 15 * 1024
     cells = [row[0] for row in rows_below("## What is where")]
     named = [name.strip("/") for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     assert len(named) == len(set(named))
@@ -126,11 +122,6 @@ def test_every_folder_is_in_one_that_has_a_line_and_each_that_has_is_there():
         if not any(folder.is_relative_to(name) for name in named) and folder.as_posix() not in inner
     ]
     assert lost == []
-
-
-def test_the_guide_is_short():
-    assert len(TEXT.split()) <= 2300
-    assert len(TEXT.encode()) <= 15 * 1024
 
 
 def test_every_file_of_the_package_is_printed_with_what_it_says_of_itself():

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from support.engines import greedy, tokens
 from support.output_results import logprobs, results, scores
+from support.own_process import python
 
 WIDTH = 64
 COUNT = 20
 KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
+
+
+def results_of(module: str, model: Path, folder: Path) -> dict[str, Any]:
+    """What a program saves: `python -m MODULE MODEL FILE`."""
+    out = folder / "found.pt"
+    python("-m", module, model, out, timeout=580)
+    found: dict[str, Any] = torch.load(out, weights_only=False)
+    return found
 
 
 def vector(seed: int) -> torch.Tensor:

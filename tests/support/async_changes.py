@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from support.async_calls import KINDS, ask, params, prompt, refusal, vector
+from support.async_calls import KINDS, ask, params, prompt, vector
 from support.engine_view import inspect
 from support.output_results import results
 
@@ -92,9 +92,6 @@ async def updates(llm: Any, found: dict[str, Any]) -> None:
         "other": other,
         "alone": alone,
         "several": (twice.positions, await task),
-        "ended": await refusal(llm.update("u0", scale=1)),
-        "unknown": await refusal(llm.update("nobody", scale=1)),
-        "nothing": await refusal(llm.update("nobody")),
     }
     await inspect(llm).check_integrity()
 

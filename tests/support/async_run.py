@@ -1,9 +1,4 @@
-"""The same requests on an async and on an offline engine, in a separate process:
-
-    python -m support.async_run MODEL OUT
-
-What came of it is saved to OUT, for tests to look at.
-"""
+"""The same requests on an async and on an offline engine, in a separate process:"""
 
 from __future__ import annotations
 
@@ -17,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from support import async_changes, async_sweeps
+from support import async_changes
 from support.async_calls import COUNT, KINDS, ask, params, prompt, refusal, taken, vector
-from support.async_evaluations import evaluate
 from support.async_lenses import stream_of_lenses
 from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, name_vectors
@@ -68,33 +62,10 @@ def plan(nth: int) -> dict[str, Any]:
 
 
 async def mix(llm: Any, found: dict[str, Any]) -> None:
-    """Twenty requests at once, and what is asked of the workers meanwhile."""
-    batcher = llm._front_end._replicas[0].batcher
-    call, calls, running = batcher._call, [], 0
-
-    async def counted(request: Any) -> Any:
-        nonlocal running
-        running += 1
-        calls.append((type(request).__name__, running))
-        try:
-            return await call(request)
-        finally:
-            running -= 1
-
-    batcher._call = counted
     found["mix"] = await asyncio.gather(
         *(ask(llm, f"r{n}", prompt(n), params(n), **plan(n)) for n in range(COUNT))
     )
-    found["calls"] = list(calls)
-    calls.clear()
-    found["alike"] = await asyncio.gather(
-        *(ask(llm, f"s{n}", prompt(n), params(0, max_tokens=20), **plan(1)) for n in range(8))
-    )
-    found["alike calls"] = list(calls)
-    calls.clear()
     found["plain"] = await ask(llm, "plain", prompt(0), params(0))
-    found["plain calls"] = list(calls)
-    batcher._call = call
     several = params(0, n=2, kind="FINAL_ONLY")
     found["several"] = await ask(llm, "several", prompt(3), several, **plan(3))
     # A call that vLLM rejects before it begins leaves nothing behind: see `check_integrity`.
@@ -105,15 +76,7 @@ async def mix(llm: Any, found: dict[str, Any]) -> None:
 
 async def errors(llm: Any, found: dict[str, Any]) -> None:
     """Requests that are refused or go wrong, among others that do not."""
-    from midstream import Probe, Steer
 
-    ask_badly = {
-        "layer": ask(llm, "e0", prompt(0), params(0), steer=Steer(vector(0), 99)),
-        "width": ask(llm, "e1", prompt(0), params(0), edits=[Steer(vector(0), 0), Steer([1.0], 0)]),
-        "probe": ask(llm, "e2", prompt(0), params(0), probes=[Probe(vector(0), 0), {"nam": 1}]),
-        "n": ask(llm, "e3", prompt(0), params(0, n=2), **plan(1)),
-    }
-    found["refused"] = {name: await refusal(call) for name, call in ask_badly.items()}
     completion = sys.modules["midstream.runtime.frontend.results.delivery"]
     assemble = completion.assemble
 
@@ -174,12 +137,10 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         Capture(1, ALL_SITES),
     ]
 
-    async def watch(
-        nth: int, kind: str, abort_at: int = 0, capture: Any = captures
-    ) -> dict[str, Any]:
-        shown, generated, name = [], 0, f"watch {nth} {kind} {abort_at} {capture is captures}"
+    async def watch(nth: int, kind: str, abort_at: int = 0) -> dict[str, Any]:
+        shown, generated, name = [], 0, f"watch {nth} {kind} {abort_at}"
         sampling = params(0, max_tokens=20, kind=kind)
-        given = {"capture": capture, "probes": Probe(vector(0), 1, name="p")}
+        given = {"capture": captures, "probes": Probe(vector(0), 1, name="p")}
         async for output in llm.generate(prompt(nth), sampling, name, **given):
             count = len(output.outputs[0].token_ids)
             generated = generated + count if kind == "DELTA" else count
@@ -200,16 +161,6 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         )
     )
     found["stream aborted"] = await watch(1, "CUMULATIVE", 2)
-    heads = Capture([0, 2], "z", heads=1, stream=True)
-    found["stream heads"] = [
-        await watch(3, "CUMULATIVE", capture=capture)
-        for capture in (heads, replace(heads, heads=None))
-    ]
-
-    found["stream attention"] = [
-        await stream_of_attention(llm, f"attention {kind}", kind) for kind in KINDS[:2]
-    ]
-
     found["stream lens"] = await stream_of_lenses(llm, prompt(5), params(0, max_tokens=20))
 
     async def inputs() -> Any:
@@ -228,25 +179,6 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         )
     ]
     await inspect(llm).check_integrity()
-
-
-async def stream_of_attention(llm: Any, name: str, kind: str) -> list[Any]:
-    """(positions, weights, keys) on each output of a request."""
-    from midstream import Attention, Entropy, TopKeys
-
-    asked = [
-        Attention(1, heads=1, reduce=TopKeys(3), stream=True),
-        Attention(1, reduce=Entropy(), name="end"),
-    ]
-    sampling, shown = params(0, max_tokens=20, kind=kind), []
-    async for output in llm.generate(prompt(5), sampling, name, capture=asked):
-        attention = output.attention
-        assert output.activations is None
-        if attention is not None:
-            rows = attention[1]
-            shown.append((output.finished, rows.positions, rows.values, rows.keys))
-            assert (("end", 1) in attention) == output.finished
-    return shown
 
 
 async def aborts(llm: Any, found: dict[str, Any]) -> None:
@@ -360,9 +292,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await waiting(llm, found)
         await async_changes.updates(llm, found)
         await async_changes.stops(llm, found)
-        found["sweep"] = await async_sweeps.sweep(llm)
         await server_wide(llm, found)
-        found["evaluated"] = [await evaluate(llm)]
         await inspect(llm).check_integrity()
     finally:
         llm.shutdown()
@@ -379,13 +309,9 @@ def offline(model: Path, found: dict[str, Any]) -> None:
             use_tqdm=False,
             **asked,
         )
-        found["evaluated"].append(asyncio.run(evaluate(llm)))
         found["offline"] = [
             {"generated": list(one.outputs[0].token_ids), **results(one)} for one in outputs
         ]
-        asked = (async_sweeps.PROMPT, async_sweeps.SOURCE, async_sweeps.METRIC)
-        swept = llm.sweep(*asked, use_tqdm=False, **async_sweeps.ASKED)
-        found["offline sweep"] = swept.to_json()
 
 
 def listed(value: Any) -> Any:

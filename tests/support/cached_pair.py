@@ -33,7 +33,6 @@ class Pair:
         count: int = 5,
         alone: dict[str, Any] | None = None,
         salt: str | None = None,
-        params: dict[str, Any] | None = None,
         **asked: Any,
     ) -> Any:
         """The output, which must be that of the engine without a cache.
@@ -44,12 +43,9 @@ class Pair:
             count: tokens generated.
             alone: what the engine without a cache is asked for; None: the same.
             salt: the caller's own.
-            params: more of SamplingParams.
             **asked: captures, edits and probes.
         """
         settings = greedy(count, logprobs=2, detokenize=False)
-        for name, value in (params or {}).items():
-            setattr(settings, name, value)
         given: dict[str, Any] = {"prompt_token_ids": prompt}
         expected = self.plain.generate(
             dict(given), settings, use_tqdm=False, **(asked if alone is None else alone)

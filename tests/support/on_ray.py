@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -12,11 +10,8 @@ import ray
 from lab.jobs.fakes import FakeEngine
 
 RAY = {
-    "num_cpus": 2,
-    "include_dashboard": False,
-    "log_to_driver": False,
-    "logging_level": "ERROR",
-}
+    "num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR",
+}  # fmt: skip
 
 
 class Slow(FakeEngine):
@@ -30,15 +25,6 @@ class Slow(FakeEngine):
     def step(self):
         time.sleep(0.02)
         return super().step()
-
-
-class Deadly(Slow):
-    """An engine whose process is killed when a prompt with the word "kills" ends."""
-
-    def _end(self, record):
-        if "kills" in json.dumps(record.prompt):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super()._end(record)
 
 
 def start_ray() -> None:

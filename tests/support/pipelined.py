@@ -57,11 +57,7 @@ class Asked:
     client: str
 
     def encoded(self, name: str) -> bytes:
-        """Return the bytes to send.
-
-        Args:
-            name: the id that the client gives it.
-        """
+        """Return the bytes to send."""
         head = f"{self.method} {self.path} HTTP/1.1\r\nhost: localhost\r\nx-request-id: {name}\r\n"
         if self.client in KEYS:
             head += f"authorization: Bearer {self.client}\r\n"
@@ -128,11 +124,7 @@ class Connection:
         self.socket.sendall(data)
 
     def read(self, method: str = "POST") -> tuple[int, list[tuple[str, str]], bytes]:
-        """Return status, headers and body of the next answer.
-
-        Args:
-            method: the request's.
-        """
+        """Return status, headers and body of the next answer."""
         answer = http.client.HTTPResponse(self, method=method)  # type: ignore[arg-type]
         answer.begin()
         return answer.status, answer.getheaders(), answer.read()
@@ -223,14 +215,7 @@ class Pipelines:
         return self.alone[asked]
 
     def follow(self, sequence: Sequence[Asked], rng: random.Random | None = None) -> list[str]:
-        """Send requests on one connection, and return what differs from their answers alone.
-
-        Args:
-            sequence: the requests.
-            rng: decides how many are sent before the first is answered, in which pieces, and
-                whether the client breaks off before it has all answers. None: all are sent at once
-                and all answers read.
-        """
+        """Send requests on one connection, and return what differs from their answers alone."""
         expected = [self.answer_alone(asked) for asked in sequence]
         names = [self.name(asked) for asked in sequence]
         sent = [asked.encoded(name) for asked, name in zip(sequence, names, strict=True)]

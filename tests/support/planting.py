@@ -106,10 +106,10 @@ class Package:
         chosen = [path for path in paths if _ends(self._module(path), module)]
         if len(chosen) == 1:
             return chosen[0]
-        addresses = self._addresses(name, chosen or paths)
-        if not addresses:
+        if not paths:
             raise NoPlaceError(f"nothing is named `{name}`")
-        raise NoPlaceError(f"`{where}` is in {len(chosen)} modules; write {' or '.join(addresses)}")
+        addresses = ", ".join(f"`{self._module(path)}:{name}`" for path in chosen or paths)
+        raise NoPlaceError(f"`{where}` is in {len(chosen)} modules; write one of {addresses}")
 
     def _paths_of(self, name: str) -> list[Path]:
         """Return the files that have a name; all for no name, which is a module's whole."""
@@ -117,11 +117,6 @@ class Package:
             return list(self._texts)
         users = [self._users.get(part, set()) for part in name.split(".")]
         return sorted(path for path in set.intersection(*users) if name in self._scopes(path))
-
-    def _addresses(self, name: str, paths: list[Path]) -> list[str]:
-        """Return the shortest address of a name in each of the files that have it."""
-        modules = [self._module(path) for path in self._paths_of(name)]
-        return [f"`{_least_end(self._module(path), modules)}:{name}`" for path in paths]
 
     def _module(self, path: Path) -> str:
         parts = (self._name, *path.with_suffix("").parts)
@@ -165,16 +160,6 @@ def _read(text: str) -> Code:
 
 def _ends(module: str, end: str) -> bool:
     return not end or module == end or module.endswith(f".{end}")
-
-
-def _least_end(module: str, modules: list[str]) -> str:
-    """Return the shortest end of a module's name that no other of these modules has."""
-    parts = module.split(".")
-    for start in reversed(range(len(parts))):
-        end = ".".join(parts[start:])
-        if sum(_ends(other, end) for other in modules) == 1:
-            return end
-    return module
 
 
 def _named(node: ast.AST, outer: str) -> Iterator[tuple[str, ast.AST]]:

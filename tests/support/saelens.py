@@ -1,4 +1,4 @@
-"""SAEs of the package `sae_lens`, random or trained, in its own files: the reference of tests.
+"""Random SAEs of the package `sae_lens`, in its own files: the reference of tests.
 
 Importing it takes seconds, so one file of tests does.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import sae_lens
 import torch
-from sae_lens.saes.sae import SAEMetadata, TrainStepInput
+from sae_lens.saes.sae import SAEMetadata
 from torch import Tensor
 
 from support.end_oracle import EndOracle
@@ -61,32 +61,6 @@ def write_random(kind: str, folder: Path, width: int, features: int, hook: str) 
     return _saved(found, folder)
 
 
-def write_trained(name: str, folder: Path, rows: Tensor, hook: str, **given: Any) -> Path:
-    """Write an SAE that `sae_lens`'s loss trained on some vectors.
-
-    Args:
-        name: a class, such as "JumpReLUTrainingSAE".
-        folder: where to.
-        rows: [T, width].
-        hook: TransformerLens's name of the hook point.
-        given: what its configuration says beyond the sizes.
-    """
-    torch.manual_seed(0)
-    found = _made(name, rows.shape[1], 3 * rows.shape[1], {"hook_name": hook, **given})
-    optimizer = torch.optim.Adam(found.parameters(), 3e-3)
-    weights = {key: getattr(one, "value", one) for key, one in found.get_coefficients().items()}
-    losses = []
-    for step in range(200):
-        batch = rows[torch.randint(len(rows), (64,))]
-        out = found.training_forward_pass(TrainStepInput(batch, weights, None, step, False))
-        optimizer.zero_grad()
-        out.loss.backward()
-        optimizer.step()
-        losses.append(float((out.sae_out - batch).detach().square().sum(-1).mean()))
-    assert losses[-1] < 0.5 * losses[0], losses[::50]
-    return _saved(found, folder)
-
-
 def read(folder: Path) -> Any:
     """Return what `sae_lens` reads of a folder, in float64."""
     return sae_lens.SAE.load_from_disk(folder).to(torch.float64)
@@ -96,26 +70,6 @@ def features(sae: Any, x: Tensor) -> Tensor:
     """Return the activations, float64 [n, features]."""
     with torch.no_grad():
         found: Tensor = sae.encode(x.double())
-    return found
-
-
-def edited(sae: Any, x: Tensor, values: Mapping[int, float], mode: str) -> Tensor:
-    """Return what h becomes if features have other activations, and the error is added again:
-    x̂(a') + (x − x̂(a)), float64 [n, width].
-    """
-    with torch.no_grad():
-        a = sae.encode(x.double())
-        error = x.double() - sae.decode(a)
-        changed = a.clone()
-        for index, value in values.items():
-            match mode:
-                case "set":
-                    changed[:, index] = value
-                case "add":
-                    changed[:, index] += value
-                case "scale":
-                    changed[:, index] *= value
-        found: Tensor = sae.decode(changed) + error
     return found
 
 

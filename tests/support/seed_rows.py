@@ -16,7 +16,6 @@ _SYSTEM, _GPU = "tests/system/", "tests/gpu/"
 OPEN = {
     "size": "real weights of 4B parameters and more",
     "hosts": "ranks on two machines",
-    "gpu": "sessions of streaming input, runner V2",
 }
 # Families of S2.38, by the beginning of their classes' names. Of the last ones no class was built.
 FAMILIES = "Llama Qwen Gemma Mixtral Glm InternLM Olmo Exaone Phi Falcon Cohere StableLm"
@@ -44,6 +43,11 @@ _GRAPHS = (
 _GPU_MIX = _GPU + "test_adversarial.py::every_request_of_a_random_mix_gets_what_it_gets_alone"
 _MIX = _ENGINE + "test_adversarial.py::every_request_of_a_random_mix_gets_what_it_gets_alone"
 _REPO = "tests/repo/"
+# On a GPU too, with the second runner: docs/versions.md.
+_SESSIONS = (
+    _SYSTEM
+    + "test_alongside_async.py::a_session_has_every_row_of_all_its_turns_once_and_each_edit_where_asked"
+)
 
 ROWS: dict[str, tuple[str, str]] = {
     # id: (what must hold, what shows it)
@@ -53,7 +57,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S0.4": ("compressed rows go to npz files", _ACT_ROWS),
     "S0.5": ("rp8: random projection in uint8", _ACT_ROWS),
     "S0.6": ("full8: uint8 with scales", _ACT_ROWS),
-    "S0.7": ("topk8: indices and uint8 values", HERE),
+    "S0.7": ("topk8: indices and uint8 values", _ENGINE + "test_arena.py::what_a_codec_leaves_is_what_it_makes_of_the_rows_in_memory"),
     "S0.8": ("buffers per sequence", _MIX),
     "S0.9": ("files are local to a rank by default", _RANKS + "each_file_of_sharded_rows_is_of_one_rank"),
     "S0.10": ("a worker class installs it, by name or as a class", _ACT_FILES),
@@ -76,7 +80,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S1.4": ("nothing is computed twice", HERE),
     "S1.5": ("no token is left out", HERE),
     "S1.6": ("the cost depends on codec, layers and ranks", _LAB + "jobs/test_estimate.py::positions_codecs_and_dtypes_count_as_in_a_job"),
-    "S1.7": ("sketches of 256 to 512 numbers", HERE),
+    "S1.7": ("sketches of 256 to 512 numbers", _UNIT + "codecs/test_rp8.py::rp8_is_the_page_s_projection_in_the_page_s_full8"),
     "S1.8": ("pip installs it", _UNIT + "test_distribution.py::the_installed_command_shows_its_version_and_its_help"),
     "S1.9": ("LLM(model, worker_cls, tensor_parallel_size)", _ACT_FILES),
     "S1.10": ("defaults of the variables", _ACT_UNIT + "by_default_all_layers_of_every_request_go_to_files_as_sketches_of_512"),
@@ -85,7 +89,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S1.13": ("bytes are tokens times layers times width", HERE),
     "S1.14": ("rows are compressed on the device, then written", _ACT_ROWS),
     "S1.15": ("full8 with a scale per row or per dimension", _UNIT + "results/test_serialization.py::rows_saved_with_a_scale_per_dimension_are_read_to_half_a_step"),
-    "S1.16": ("topk8 of an MLP", HERE),
+    "S1.16": ("topk8 of an MLP", _ENGINE + "test_arena.py::what_a_codec_leaves_is_what_it_makes_of_the_rows_in_memory"),
     "S1.17": ("rp8 of the residual stream", _ACT_ROWS),
     "S1.18": ("notebooks", _REPO + "test_notebooks.py::stored_outputs_are_of_the_stored_code"),
     "S1.19": ("an analysis of performance", HERE),
@@ -95,13 +99,13 @@ ROWS: dict[str, tuple[str, str]] = {
     "S1.23": ("switched off it is plain vLLM", _ACT + "switched_off_it_is_plain_vllm"),
     "S2.1": ("vectors are added to the residual stream", _ENGINE + "test_parity.py::every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers"),
     "S2.2": ("steering by vectors, directions and SAE features", _ENGINE + "test_operations.py::every_operation_at_every_site_does_what_its_formula_says"),
-    "S2.3": ("consumers of rows are plugins", _SYSTEM + "test_sink_example.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows"),
+    "S2.3": ("consumers of rows are plugins", _SYSTEM + "test_example_packages.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows"),
     "S2.4": ("rows go to disk, to a loop, to any plugin, by class path or as an object", _SINKS + "sinks_given_as_an_object_and_by_class_path_have_the_rows"),
     "S2.5": ("a filesystem consumer is built in", _SINKS + "the_consumers_request_is_kept_under_its_tag_and_id"),
     "S2.6": ("pre_attn, post_attn and post_block", HERE),
     "S2.7": ("over a hundred decoder architectures", _REPO + "test_seed_rows.py::over_a_hundred_architectures_were_seen_to_be_right"),
     "S2.8": ("continuous batching", _MIX),
-    "S2.9": ("torch.compile", _ENGINE + "test_operations.py::compiled_too"),
+    "S2.9": ("torch.compile", _ENGINE + "test_inner_sites.py::compiled_too"),
     "S2.10": ("CUDA graphs", _GRAPHS),
     "S2.11": ("tensor and pipeline parallelism", _TP),
     "S2.12": ("steps that capture need no eager mode", _GRAPHS),
@@ -113,7 +117,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S2.18": ("server-wide steering reaches every worker", _SYSTEM + "test_replicas.py::server_wide_edits_by_name_reach_requests_on_each_replica"),
     "S2.19": ("rows of pipeline stages are merged", _PP),
     "S2.20": ("the same across machines", "open: hosts"),
-    "S2.21": ("consumers are found by entry points", _SYSTEM + "test_sink_example.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows"),
+    "S2.21": ("consumers are found by entry points", _SYSTEM + "test_example_packages.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows"),
     "S2.22": ("layouts of files", _UNIT + "sinks/test_files.py::every_layout_has_the_same_arrays"),
     "S2.23": ("a Gemma 3 that takes images is steered; enable_steering is in unit/config", _ENGINE + "test_images.py::an_edit_at_all_images_is_a_hook_at_their_tokens"),
     "S2.24": ("steering_vectors by hook point and layer, with a scale", _ENGINE + "test_tiers.py::sampling_params_say_the_same_as_edits"),
@@ -125,11 +129,11 @@ ROWS: dict[str, tuple[str, str]] = {
     "S2.30": ("a client over HTTP", _SYSTEM + "test_serving_docs.py::the_example_of_a_client_steers_the_server_and_leaves_it_as_it_was"),
     "S2.31": ("a server is started with a consumer", _SERVING + "rows_for_a_store_are_where_the_answer_says"),
     "S2.32": ("FilesystemCaptureRequest", _SINKS + "the_consumers_request_is_kept_under_its_tag_and_id"),
-    "S2.33": ("SamplingParams(capture={consumer: request})", _UNIT + "api/test_sampling_params.py::captures_are_taken_in_every_form"),
+    "S2.33": ("SamplingParams(capture={consumer: request})", _UNIT + "api/test_sampling_params.py::captures_and_probes_are_taken_in_every_form"),
     "S2.34": ("consumers of every request, or by request", _SINKS + "a_capture_of_every_request_is_there_beside_its_own_and_without"),
     "S2.35": ("results on capture_results", HERE),
     "S2.36": ("policies for a full arena", _ENGINE + "test_arena.py::what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong"),
-    "S2.37": ("an example of a plugin", _SYSTEM + "test_sink_example.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows"),
+    "S2.37": ("an example of a plugin", _SYSTEM + "test_example_packages.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows"),
     "S2.38": ("the named model families", _REPO + "test_seed_rows.py::the_families_that_are_named_were_seen_to_be_right"),
     "S2.39": ("real weights of large models", "open: size"),
     "S2.40": ("steering that changes for later requests", HERE),
@@ -146,7 +150,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S3.4": ("saved during generation, or streamed by token", _ASYNC + "each_output_has_the_rows_of_the_tokens_so_far"),
     "S3.5": ("the release of vLLM that is pinned", DESIGN),
     "S3.6": ("one LLM per process", _ENGINE + "test_isolation.py::two_engines_in_one_process_keep_to_themselves"),
-    "S3.7": ("eager mode alone", _ENGINE + "test_operations.py::compiled_too"),
+    "S3.7": ("eager mode alone", _ENGINE + "test_inner_sites.py::compiled_too"),
     "S3.8": ("SamplingParams from the package", HERE),
     "S3.9": ("LLM(model, layers, max_model_len, …)", _ENGINE + "test_front_door.py::default_layers_give_plain_dicts_of_hidden_states"),
     "S3.10": ("SamplingParams(n, temperature, top_p, max_tokens)", _ASYNC + "each_output_has_the_rows_of_the_tokens_so_far"),
@@ -158,7 +162,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S3.16": ("outputs with partial hidden states", _ASYNC + "each_output_has_the_rows_of_the_tokens_so_far"),
     "S3.17": ("the last output has all", _ASYNC + "the_last_output_has_as_many_rows_as_tokens_on_wish"),
     "S3.18": ("a data set to files", _SYSTEM + "test_capture_command.py::rows_are_those_of_the_same_prompts_in_memory"),
-    "S3.19": ("layers as a list or all", _LAYERS + "the_default_captures_layers_may_be_all"),
+    "S3.19": ("layers as a list or all", _ENGINE + "test_front_door.py::default_layers_give_plain_dicts_of_hidden_states"),
     "S3.20": ("the stream after the layer", _PARITY),
     "S3.21": ("include_prefill", _LAYERS + "an_output_has_its_rows_by_layer_as_plain_dicts"),
     "S3.22": ("prefill_hidden", _DEFAULT + "there_are_as_many_rows_as_tokens_with_the_last_tokens_row"),
@@ -195,9 +199,9 @@ ROWS: dict[str, tuple[str, str]] = {
     "S4.25": ("steering on several ranks", _TP),
     "S4.26": ("captures on several ranks", _PP),
     "S4.27": ("preempted requests stay steered and keep their rows", _ENGINE + "test_alongside.py::running_requests_that_are_reset_end_with_every_row_once"),
-    "S4.28": ("sessions of streaming input on the second runner", "open: gpu"),
+    "S4.28": ("sessions of streaming input on the second runner", _SESSIONS),
     "S4.29": ("real weights on a GPU", "open: size"),
-    "S4.30": ("no double registration on the way back in, of the second runner", "open: gpu"),
+    "S4.30": ("no double registration on the way back in, of the second runner", _SESSIONS),
     "S4.31": ("speculative decoding and replicas", _SYSTEM + "test_speculative.py::with_ngrams_all_is_as_without_drafts"),
     "S4.32": ("spill, drop and block", _ENGINE + "test_arena.py::what_has_no_room_lies_on_disk_and_every_row_comes"),
     "S4.33": ("rows are served from a store", _ENGINE + "test_reuse.py::a_turn_of_a_chat_reuses_the_rows_of_all_turns_before"),

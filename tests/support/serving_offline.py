@@ -1,7 +1,4 @@
-"""The offline engine's results for the requests that tests send to a server.
-
-`python -m support.serving_offline MODEL OUT` writes it.
-"""
+"""The offline engine's results for the requests that tests send to a server."""
 
 from __future__ import annotations
 
@@ -186,6 +183,14 @@ SWEEP: dict[str, Any] = {
     "positions": "prompt",
 }
 
+# A fit, as arguments of `fit`.
+FIT: dict[str, Any] = {
+    "positive": ["What a lovely day.", "I feel wonderful."],
+    "negative": ["What an awful day.", "I feel terrible."],
+    "layers": [3, 12],
+    "folds": 2,
+}
+
 
 def ask(client: Client, case: Case, **more: Any) -> ServedOutput:
     """What a server answers to a case."""
@@ -243,7 +248,7 @@ def assert_equal(mine: dict[str, Any], theirs: dict[str, Any], tolerance: float 
 
 
 def main(model: str, out: str) -> None:
-    from midstream import LLM, SamplingParams
+    from midstream import LLM, Directions, SamplingParams
 
     llm = LLM(model, **ENGINE, midstream=settings(Path(out).parent))
     params = SamplingParams(max_tokens=TOKENS, temperature=0)
@@ -254,6 +259,7 @@ def main(model: str, out: str) -> None:
         asked = {key: [one] if isinstance(one, list) else one for key, one in case.asked.items()}
         [output] = ask(case.prompt, params, use_tqdm=False, **asked)
         found[name] = plain(output.outputs[0])
+    found["fit"] = Directions.fit(llm, **FIT).vectors
     found["sweep"] = llm.sweep(**SWEEP, use_tqdm=False).to_json()
     torch.save(found, out)
 

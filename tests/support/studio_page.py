@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
+from support.chromium import sync_api
 from support.studio_server import StudioServer
 
 if TYPE_CHECKING:
@@ -37,6 +38,14 @@ def say(page: Page, text: str) -> None:
 
 def answer(page: Page) -> Any:
     return page.locator("article.assistant").last
+
+
+def answered(page: Page, server: StudioServer, text: str = "abc", **state: Any) -> Any:
+    """Ask on the chat page with this state; return the answer once its eleven tokens are there."""
+    page.goto(link(server, **state))
+    say(page, text)
+    sync_api().expect(answer(page).locator(".t")).to_have_count(11)
+    return answer(page)
 
 
 def with_vector(server: StudioServer, name: str = "mood", layers: tuple[int, ...] = (1, 2)) -> None:

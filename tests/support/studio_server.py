@@ -1,7 +1,4 @@
-"""A server with Studio in a thread: midstream's routes on a fake engine, scripted completions.
-
-What a prompt has in it says how it is answered: see `_answer_to`.
-"""
+"""A server with Studio in a thread: midstream's routes on a fake engine, scripted completions."""
 
 from __future__ import annotations
 

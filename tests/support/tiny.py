@@ -25,16 +25,10 @@ class Tiny:
 
 
 _COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 _GROUPED = {**_COMMON, "num_key_value_heads": 1, "head_dim": 32}
 _SANDWICH = "pre_feedforward_layernorm"
 
@@ -106,7 +100,16 @@ QWEN3_MOE = Tiny(
         **_GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
     )
 )
-# The same beside shared experts, with a correction bias and groups; its attention is latent.
+# Four streams (AltUp); its last layer uses the keys and values of another.
+GEMMA3N = Tiny(
+    lambda: hf.Gemma3nTextConfig(
+        **_GROUPED, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16,
+        altup_num_inputs=4, laurel_rank=8, num_kv_shared_layers=1, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        activation_sparsity_pattern=[0.5, 0.0, 0.0],
+    )
+)  # fmt: skip
+# Its experts beside shared ones, with a correction bias and groups; its attention is latent.
 DEEPSEEK_V3 = Tiny(
     lambda: hf.DeepseekV3Config(
         **_COMMON, num_key_value_heads=2, kv_lora_rank=512, q_lora_rank=None, v_head_dim=16,

@@ -23,18 +23,11 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 _ROPE = {
     "rope_type": "default",
     "mrope_section": [4, 6, 6],
@@ -42,14 +35,9 @@ _ROPE = {
     "rope_theta": 10000.0,
 }
 _SIGLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 56,
-    "patch_size": 14,
-    "vision_use_head": False,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 56, "patch_size": 14, "vision_use_head": False,
+}  # fmt: skip
 
 
 class Parts(NamedTuple):
@@ -230,7 +218,7 @@ class VisionOracle:
         for types in ("token_type_ids", "mm_token_type_ids"):
             if types in inputs:
                 inputs[types] = torch.cat([inputs[types], torch.zeros_like(tail)], 1)
-        if self._vision.token_types is not None:
+        if self._vision.token_types is not None and not torch.cuda.is_available():
             # vLLM's attention on a CPU is causal among the tokens of an image, too.
             inputs[self._vision.token_types] = torch.zeros_like(inputs["input_ids"])
         return inputs

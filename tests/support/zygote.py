@@ -28,17 +28,10 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 # Of a process that forks: libraries start no threads, and vLLM looks for nothing outside.
 SERVER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "MIDSTREAM_TEST_FORKS": "1",
-}
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "MIDSTREAM_TEST_FORKS": "1",
+}  # fmt: skip
 _LENGTH = 8
-
-
-# ---------------------------------------------------------------- the client's side
 
 
 class Child:
@@ -72,10 +65,6 @@ class Child:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended since
                 os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL."""
@@ -207,9 +196,6 @@ def _exactly(link: socket.socket, count: int) -> bytes:
             raise ConnectionError("the zygote has ended")
         data += more
     return data
-
-
-# ---------------------------------------------------------------- the zygote's side
 
 
 def serve(control: socket.socket) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from support.alongside import EVERYTHING, PUSH, push
 from support.async_calls import refusal
+from support.async_run import SETTINGS as USUAL
 from support.engine_view import inspect
 from support.engines import ALL_SITES, greedy, tokens
 from support.output_results import results
@@ -24,12 +25,8 @@ from midstream import Between, Capture, Positions, Probe, Steer, TokenIds
 
 LETTERS = list(range(64, 90))
 SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 256,
-    "enforce_eager": True,
-    "disable_log_stats": True,
-    "num_gpu_blocks_override": 512,
-    "seed": 0,
+    **USUAL,
+    "skip_tokenizer_init": False,
     "block_size": 32,
     "max_num_batched_tokens": 16,
     "max_num_seqs": 6,
@@ -97,64 +94,14 @@ async def requests(llm: Any, found: dict[str, Any]) -> None:
     given = tokens(prompt(0, 21))
     free = await ask(llm, "free", given, params(24, allowed_token_ids=LETTERS), **ASKED)
     stop = {"stop": [free["text"][9:11]], "allowed_token_ids": LETTERS}
-    several = {"n": 3, "temperature": 2.0}
     kinds = ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
-    calls = {
-        **{
-            f"stop {kind}": (prompt(0, 21), params(24, kind, **stop), {"priority": nth})
-            for nth, kind in enumerate(kinds)
-        },
-        "several": (prompt(1, 30), _sampled(6, **several), {}),
-        "several stop": (prompt(2, 9), _sampled(24, **several, stop=["a", "e", "o"]), {}),
-        "one token": (prompt(3, 18), params(1), {"priority": -1}),
-        "one and one": (prompt(4, 1), params(1, "DELTA"), {}),
-        **{
-            f"priority {nth}": (prompt(5 + nth, 8 + 5 * nth), params(5), {"priority": 9 - nth})
-            for nth in range(6)
-        },
-    }
     done = await asyncio.gather(
         *(
-            ask(llm, name, tokens(given), sampling, **more, **ASKED)
-            for name, (given, sampling, more) in calls.items()
+            ask(llm, f"stop {kind}", given, params(24, kind, **stop), priority=nth, **ASKED)
+            for nth, kind in enumerate(kinds)
         )
     )
-    found["requests"] = dict(zip(calls, done, strict=True))
-    await inspect(llm).check_integrity()
-
-
-def _sampled(max_tokens: int, **more: Any) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, **more
-    )
-
-
-async def aborts(llm: Any, found: dict[str, Any]) -> None:
-    others = [
-        asyncio.create_task(
-            ask(llm, f"beside {n}", tokens(prompt(20 + n, 12)), params(30), **ASKED)
-        )
-        for n in range(2)
-    ]
-    calls = [
-        asyncio.create_task(
-            ask(llm, f"aborted {n}", tokens(prompt(30 + n, 60)), params(180), **ASKED)
-        )
-        for n in range(3)
-    ]
-    several = asyncio.create_task(
-        ask(llm, "aborted n", tokens(prompt(33, 40)), _sampled(180, n=3), **ASKED)
-    )
-    for n in range(3):
-        await asyncio.sleep(0.05)
-        await llm.abort(f"aborted {n}")
-    await llm.abort("aborted n")
-    ended = [await each for each in (*calls, several)]
-    found["aborted"] = [(one["reason"], one["receipt"], one["activations"]) for one in ended]
-    found["beside"] = [await each for each in others]
+    found["requests"] = dict(zip(kinds, done, strict=True))
     await inspect(llm).check_integrity()
 
 
@@ -255,6 +202,8 @@ async def session_ends(llm: Any, found: dict[str, Any]) -> None:
     ends["broken"] = await refusal(
         ask(llm, "broken", inputs(parts_of(3), {}, breaks), params(4), **ASKED)
     )
+    given = {"capture": [EVERYTHING, Capture([0], positions="all", phase="generated")]}
+    ends["refused"] = await refusal(ask(llm, "no", inputs(parts_of(3), {}), params(4), **given))
     left = asyncio.create_task(ask(llm, "left", inputs(parts_of(3), {}, long), params(4), **ASKED))
     aborted = asyncio.create_task(
         ask(llm, "gone", inputs(parts_of(3), {}, long), params(4), **ASKED)
@@ -264,39 +213,6 @@ async def session_ends(llm: Any, found: dict[str, Any]) -> None:
     await llm.abort("gone")
     ends["aborted"] = (await aborted)["reason"]
     ends["left"] = type((await asyncio.gather(left, return_exceptions=True))[0]).__name__
-    await inspect(llm).check_integrity()
-
-
-async def session_refusals(llm: Any, found: dict[str, Any]) -> None:
-    def plan_of_its_own() -> Any:
-        sampling = params(4)
-        sampling.extra_args = {"midstream": {"capture": {"layers": [0]}}}
-        return {1: sampling}
-
-    captures = {
-        "phase": Capture([0], positions="all", phase="generated"),
-        "word": Capture([0], positions="last_prompt"),
-        "int": Capture([0], positions=[3, -1]),
-        "span": Capture([0], positions=slice(-4, None)),
-        "text": Capture([0], positions={"text": "a"}),
-    }
-    refused = found["session refused"] = {}
-    for name, capture in captures.items():
-        refused[name] = await refusal(
-            ask(llm, f"r {name}", inputs(parts_of(3), {}), params(4), capture=[EVERYTHING, capture])
-        )
-    refused["edit"] = await refusal(
-        ask(llm, "r e", inputs(parts_of(3), {}), params(4), steer=push(phase="prompt"))
-    )
-    refused["own plan"] = await refusal(
-        ask(llm, "r p", inputs(parts_of(3), plan_of_its_own()), params(4), **ASKED)
-    )
-    refused["own kind"] = await refusal(
-        ask(llm, "r k", inputs(parts_of(3), {1: params(4, "DELTA")}), params(4), **ASKED)
-    )
-    llm.steering.set(generated=Steer(PUSH, 1, 2.0, site="resid_mid"))
-    refused["steering"] = await refusal(ask(llm, "r s", inputs(parts_of(3), {}), params(4)))
-    llm.steering.clear()
     await inspect(llm).check_integrity()
 
 
@@ -330,7 +246,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
     llm = AsyncLLM(model, **SETTINGS)
     try:
         await llm.ready()
-        for work in (requests, aborts, sessions, session_ends, session_refusals, session_room):
+        for work in (requests, sessions, session_ends, session_room):
             await work(llm, found)
     finally:
         llm.shutdown()

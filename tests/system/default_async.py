@@ -8,13 +8,11 @@ import warnings
 from typing import Any
 
 import torch
-from support.async_calls import refusal
 from support.engines import ENVIRONMENT as ENVIRONMENT
 
 LAYERS = [1, -1]
 PROMPT = "The capital of France is"
 LENGTH = 64
-VECTOR = torch.randn(64, generator=torch.Generator().manual_seed(3))
 
 
 def shown(output: Any) -> dict[str, Any]:
@@ -39,10 +37,9 @@ async def ask(llm: Any, *given: Any, prompt: Any = PROMPT, **more: Any) -> list[
 
 async def main(model: str, found: dict[str, Any]) -> None:
     from support.engine_view import inspect
-    from vllm.engine.protocol import StreamingInput
     from vllm.sampling_params import RequestOutputKind
 
-    from midstream import AsyncLLM, SamplingParams, Steer
+    from midstream import AsyncLLM, SamplingParams
     from midstream.api.default_capture import DefaultCapture
 
     llm = AsyncLLM(
@@ -79,15 +76,6 @@ async def main(model: str, found: dict[str, Any]) -> None:
         found["stopped"] = await ask(llm, stopping)
         delta = sampling(output_kind=RequestOutputKind.DELTA)
         found["with last delta"] = await ask(llm, delta)
-        found["steered"] = await ask(llm, sampling(), steer=Steer(VECTOR, 1, 0.5))
-        several = sampling(output_kind=RequestOutputKind.FINAL_ONLY)
-        several.n, several.temperature, several.seed = 2, 1.0, 7
-        async for output in llm.generate(PROMPT, several):
-            prompt = list(output.prompt_token_ids)
-            found["several"] = [
-                {"prompt": prompt, "tokens": list(one.token_ids), "hidden": one.hidden_states}
-                for one in output.outputs
-            ]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found["full"] = await ask(llm, sampling(None))
@@ -95,20 +83,6 @@ async def main(model: str, found: dict[str, Any]) -> None:
             str(one.message) for one in caught if "last_token_row" in str(one.message)
         ]
 
-        async def inputs() -> Any:
-            yield StreamingInput(PROMPT)
-
-        early = Steer(VECTOR, 1, 0.5, positions=[0])
-        found["refused"] = {
-            "edit": await refusal(ask(llm, sampling(), edits=early)),
-            "prompt": await refusal(
-                ask(llm, sampling(), prompt={"prompt": "a", "multi_modal_data": {"image": 1}})
-            ),
-            "session": await refusal(ask(llm, sampling(), prompt=inputs())),
-        }
-        llm.steering.set(generated=Steer(VECTOR, 1, 0.5))
-        found["refused"]["tier"] = await refusal(ask(llm, sampling()))
-        llm.steering.clear()
         llm.remove_hooks()
         last = [output async for output in llm.generate(PROMPT, sampling(4), "mine")][-1]
         found["removed"] = (last.request_id, last.activations, hasattr(last, "hidden"))

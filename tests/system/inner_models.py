@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
-from support import engines, tiny
+from support import tiny
+from support.engines import engine, greedy, tokens
+from support.oracle import relative_error
 from torch import Tensor, nn
 
-from midstream.runtime.models.decoder import find_layers
-from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
+from midstream import Capture, Steer
 
 _FALCON = {
     "vocab_size": tiny.VOCAB,
@@ -42,108 +41,19 @@ MODELS: dict[str, tiny.Tiny] = {
     "cohere": tiny.Tiny(lambda: hf.CohereConfig(**{**tiny._COMMON, "num_key_value_heads": 1})),
     "olmo2": tiny.Tiny(lambda: hf.Olmo2Config(**{**tiny._COMMON, "num_key_value_heads": 1})),
 }
+BACKEND = {"phi", "gpt_neox", "olmo2"}  # on vLLM's Transformers backend from 0.32 on
+UNGATED = {"phi", "gpt_neox", "falcon"}
+TOLERANCE = 1e-4
 PROMPT = [3, 17, 42, 5, 99, 150, 7, 23, 64, 11, 180]
 Rows = dict[str, Tensor]
 
 
-def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """vLLM's `Attention.forward` for one prompt without a cache."""
-    tokens = query.shape[0]
-    shape = tokens, -1, self.head_size
-    q, k, v = (one.reshape(shape).transpose(0, 1) for one in (query, key, value))
-    groups = self.num_heads // self.num_kv_heads
-    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-    scores = q @ k.transpose(1, 2) * self.impl.scale
-    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-    return (weights @ v).transpose(0, 1).reshape(tokens, -1)
-
-
-# ------------------------------------------------------------------------- vLLM
-
-
-def vllm_model(path: Path) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Return a loaded model, and a function that runs it on `PROMPT`."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.forward_context import set_forward_context
-    from vllm.model_executor.model_loader import get_model
-
-    config = EngineArgs(
-        model=str(path),
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        num_gpu_blocks_override=64,
-    ).create_engine_config()
-    with set_current_vllm_config(config):
-        if not torch.distributed.is_initialized():
-            init_distributed_environment(1, 0, f"file://{path}.rendezvous", 0, "gloo")
-            initialize_model_parallel(1, 1)
-        model = get_model(vllm_config=config)
-
-    def run() -> Tensor:
-        ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
-        context = set_forward_context(None, config, num_tokens=len(PROMPT))
-        with torch.no_grad(), set_current_vllm_config(config), context:
-            out = model(input_ids=ids, positions=positions)
-        assert isinstance(out, Tensor)
-        return out.reshape(len(PROMPT), -1).clone()
-
-    return model, run
-
-
-def hooked(layer: nn.Module, place: InnerPlace, act: Callable[[Tensor], None]) -> Any:
-    """Call `act` with the columns of a place, which are no copy; return the hook's handle."""
-    module = layer.get_submodule(place.path)
-
-    def columns(tensor: Any) -> None:
-        whole = tensor[0] if isinstance(tensor, tuple) else tensor
-        assert isinstance(whole, Tensor)
-        flat = whole.view(len(PROMPT), -1)
-        act(flat[:, place.start : place.start + place.width])
-
-    if place.at == "output":
-        return module.register_forward_hook(lambda _, args, out: columns(out))
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = ["query", "key", "value"] if place.argument else [""]
-        name = place.argument or ""
-        columns(kwargs[name] if name in kwargs else args[names.index(name)])
-
-    return module.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def captured(layer: nn.Module, places: dict[str, InnerPlace], run: Callable[[], Any]) -> Rows:
-    rows: Rows = {}
-    handles = [
-        hooked(layer, place, lambda part, site=site: rows.update({site: part.clone()}))  # type: ignore[misc]
-        for site, place in places.items()
-    ]
-    run()
-    for handle in handles:
-        handle.remove()
-    return rows
-
-
-def unmoved(layer: nn.Module, places: dict[str, InnerPlace], run: Callable[[], Tensor]) -> set[str]:
-    """Return the sites where an edit in place does not change what the model returns."""
-    plain = run()
-    still = set()
-    for site, place in places.items():
-        # The same for all keys would cancel.
-        handle = hooked(
-            layer, place, lambda part: part[::2].add_(torch.linspace(-1, 1, part.shape[1]))
-        )
-        if torch.allclose(run(), plain, atol=1e-4):
-            still.add(site)
-        handle.remove()
-    return still
-
-
-# ----------------------------------------------------------------- transformers
+def sites_of(name: str) -> list[str]:
+    """The inner sites that a model is known to have."""
+    found = [] if name in BACKEND else ["q", "k", "v", "z"]
+    found += [] if name in BACKEND | {"falcon"} else ["rot_q", "rot_k"]
+    found += [] if name == "olmo2" else ["mlp_pre", "mlp_act"]
+    return found if name in UNGATED | {"olmo2"} else [*found, "mlp_pre_linear"]
 
 
 def _spy(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -205,41 +115,40 @@ def reference(path: Path, layers: str, index: int) -> Rows:
     return rows
 
 
-def examine(name: str, path: Path, wanted: Rows) -> dict[str, Any]:
-    """Return by site the reason why it is lacking, or how far the place is from transformers."""
-    model, run = vllm_model(path)
-    layer = find_layers(model)[1]
-    found = find_inner_sites(layer)
-    places = {site: place for site, place in found.items() if isinstance(place, InnerPlace)}
-    rows = captured(layer, places, run)
-    still = unmoved(layer, places, run)
-    assert not still, f"{name}: edits of {still} change nothing"
-    result: dict[str, Any] = {}
-    for site, place in found.items():
-        if not isinstance(place, InnerPlace):
-            result[site] = place.reason
-        elif site not in wanted:
-            result[site] = None
-        else:
-            assert rows[site].shape == wanted[site].shape, (name, site, rows[site].shape)
-            error = (rows[site] - wanted[site]).norm() / wanted[site].norm()
-            result[site] = float(error)
-    return result
+def check(llm: Any, sites: list[str], wanted: Rows) -> None:
+    """Rows are transformers', and an edit at each site changes what the model goes on with."""
+    last = "resid_post", tiny.LAYERS - 1
+
+    def run(edit: Any = None) -> Any:
+        captures = [Capture(1, sites), Capture(last[1])]
+        params = greedy(1, detokenize=False)
+        [output] = llm.generate(
+            tokens(PROMPT), params, capture=[captures], edits=edit, use_tqdm=False
+        )
+        return output.activations
+
+    plain = run()
+    for site in sites:
+        rows = plain[site, 1].flatten(1)
+        assert rows.shape == wanted[site].shape, site
+        assert relative_error(rows, wanted[site]) < TOLERANCE, site
+        # The same for all keys would cancel.
+        push = torch.linspace(-1, 1, rows.shape[1])
+        moved = run(Steer(push, 1, site=site, positions=slice(0, None, 2)))
+        assert not torch.allclose(moved[last], plain[last], atol=1e-4), site
 
 
 def main(folder: Path) -> None:
-    from vllm.model_executor.layers.attention import Attention
-
-    engines.prepare_vllm()
     tiny.MODELS.update(MODELS)
-    torch.accelerator.empty_cache = lambda: None
-    # Looked up by the class: the rules compare with what it has.
-    Attention.forward = attend  # type: ignore[method-assign]
     paths = {name: tiny.make(name, folder) for name in MODELS}
     # First of all: vLLM's Transformers backend changes the classes of transformers.
     wanted = {name: reference(path, MODELS[name].layers, 1) for name, path in paths.items()}
-    found = {name: examine(name, path, wanted[name]) for name, path in paths.items()}
-    sys.stdout.write(json.dumps(found))
+    for name, path in paths.items():
+        sites = sites_of(name)
+        if sites:
+            with engine(path, midstream={"sites": [*sites, "resid_post"]}) as llm:
+                check(llm, sites, wanted[name])
+        sys.stdout.write(f"{name}: {len(sites)} sites\n")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncGenerator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from support.async_calls import ask, refusal, taken, vector
+from support.async_calls import ask, taken, vector
 from support.async_run import SETTINGS as SINGLE
 from support.async_run import listed
 from support.engine_view import inspect
@@ -21,15 +20,13 @@ from support.output_results import results
 from midstream.runtime.frontend.rpc.replicas import busy
 
 REPLICAS = 2
-COUNT = 48
-SEVERAL = 6
-BANK_ROWS = 24
-MIDSTREAM = {"sites": ALL_SITES, "bank_rows": BANK_ROWS, "sinks": {"rows": {}}}
+COUNT = 50
+SEVERAL = 4
+MIDSTREAM = {"sites": ALL_SITES, "bank_rows": 24}
 SETTINGS: dict[str, Any] = {
     # vLLM's CPU backend cannot sample with a seed where a prompt comes in chunks.
     **SINGLE, "max_num_batched_tokens": 512, "midstream": MIDSTREAM, "max_num_seqs": 16,
 }  # fmt: skip
-STREAMED = [("resid_mid", 0), ("resid_mid", 2)]
 
 
 def prompt(nth: int) -> dict[str, list[int]]:
@@ -37,46 +34,21 @@ def prompt(nth: int) -> dict[str, list[int]]:
 
 
 def plan(nth: int) -> dict[str, Any]:
-    """What request `nth` asks for: each kind of edit, captures, probes, nothing."""
-    from midstream import (
-        Ablate,
-        Affine,
-        Capture,
-        Clamp,
-        Feature,
-        Gate,
-        LoReFT,
-        Probe,
-        Replace,
-        Scale,
-        Steer,
-    )
+    """What request `nth` asks for; five kinds, each met with every output kind."""
+    from midstream import Ablate, Capture, Gate, Probe, Steer
 
     # Not the same vectors each time: replicas hold different ones.
-    one, two, three = (vector(50 + nth % 5 + 7 * n) for n in range(3))
-    pair = torch.stack([one, two])
-    last = Capture(2, positions=["last_prompt", "generated"])
-    every = Capture("all", ALL_SITES)
+    one, two, three = (vector(50 + nth + 7 * n) for n in range(3))
+    gate = Gate(Steer(two, 2, 0.6), {"direction": one, "layer": 0})
     return [
-        {"capture": every},
-        {"steer": Steer(one, 1, 0.5, norm="match"), "capture": last},
-        {"steer": Steer(one, 0, 0.7, norm="keep", phase="generated"), "capture": last},
-        {"edits": Ablate(pair, 1), "probes": Probe(three, 2, name="after")},
-        {"edits": Clamp(one, value=0.8, layer=0), "capture": last},
-        {"edits": Affine(pair, pair.flip(0), bias=[0.1, 0.2], scale=0.3, layer=1), "capture": last},
+        {"capture": Capture("all", ALL_SITES)},
         {
-            "edits": LoReFT(torch.linalg.qr(pair.T).Q.T.contiguous(), pair.flip(0), [0, 1], 1),
-            "capture": last,
-        },
-        {"edits": Feature(one, two, mode="add", value=0.6, bias=0.1, layer=1), "capture": last},
-        {
-            "edits": [Replace(two, positions=[1, -1], layer=0), Scale(1.3, 1, site="resid_mid")],
-            "capture": every,
+            "steer": [Steer(one, 1, 0.5, norm="match"), Steer(two, 0, 0.7, phase="generated")],
+            "capture": Capture(2, positions=["last_prompt", "generated"]),
         },
         {
-            "edits": Gate(Steer(two, 2, 0.6), {"direction": one, "layer": 0}),
-            "probes": Probe(one, 0, name="own"),
-            "capture": last,
+            "edits": [Ablate(torch.stack([one, two]), 1), gate],
+            "probes": Probe(three, 2, name="after"),
         },
         {
             "probes": [
@@ -85,7 +57,7 @@ def plan(nth: int) -> dict[str, Any]:
             ]
         },
         {},
-    ][nth % 12]
+    ][nth % 5]
 
 
 def params(nth: int, **more: Any) -> Any:
@@ -100,14 +72,8 @@ def sampled(nth: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        n=3,
-        seed=nth,
-        max_tokens=8,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    given = {"n": 3, "seed": nth, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 class Spy:
@@ -167,77 +133,6 @@ async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     await inspect(llm).check_integrity()
 
 
-async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
-    """16 vectors each, of 24 that a replica has room for."""
-    from midstream import Steer
-
-    order: list[str] = []
-    view = inspect(llm)
-
-    async def run(name: str, max_tokens: int, first: int, **more: Any) -> Any:
-        steers = [Steer(vector(first + n), n % 3, 0.01) for n in range(16)]
-        sampling = params(0, max_tokens=max_tokens)
-        out = await ask(llm, name, prompt(2), sampling, steer=steers, **more)
-        order.append(name)
-        return out["receipt"]["status"]
-
-    async def begun(count: int) -> None:
-        while len(llm.output_processor.request_states) < count:
-            await asyncio.sleep(0.001)
-
-    tasks = [asyncio.create_task(run("on1", 120, 100, data_parallel_rank=1))]
-    await begun(1)
-    tasks.append(asyncio.create_task(run("behind", 3, 200, data_parallel_rank=1)))
-    await begun(2)
-    found["pinned waits"] = view.waiting()
-    # The other replica is free, and no request waits for it.
-    tasks.append(asyncio.create_task(run("any", 40, 300)))
-    await begun(3)
-    tasks.append(asyncio.create_task(run("late", 3, 400)))
-    found["rooms"] = await asyncio.gather(*tasks)
-    found["rooms order"] = order
-    found["rooms sent"] = {name: spy.of(name) for name in order}
-    one = {"data_parallel_rank": REPLICAS}
-    found["no such replica"] = await refusal(ask(llm, "no", prompt(0), params(0), **one, **plan(0)))
-    await inspect(llm).check_integrity()
-
-
-async def streams(llm: Any, found: dict[str, Any]) -> None:
-    from midstream import Capture, Probe
-
-    async def watch(nth: int) -> dict[str, Any]:
-        shown, generated = [], 0
-        captures = [
-            Capture([0, 2], ["resid_mid"], stream=True),
-            Capture("all", ALL_SITES, sink="rows"),
-        ]
-        kind = ("CUMULATIVE", "DELTA")[nth % 2]
-        sampling = params(0, max_tokens=24, kind=kind)
-        given = {"capture": captures, "probes": Probe(vector(0), 1, name="p")}
-        name = f"stream{nth}"
-        async for output in llm.generate(prompt(nth), sampling, name, **given):
-            count = len(output.outputs[0].token_ids)
-            generated = generated + count if kind == "DELTA" else count
-            if output.activations is not None:
-                scores = output.probes["p"].clone()
-                shown.append((generated, output.finished, taken(output.activations), scores))
-        return {"shown": shown, **results(output)}
-
-    found["streams"] = await asyncio.gather(*(watch(nth) for nth in range(8)))
-    sink = inspect(llm).sink("rows")
-    pieces = []
-    for nth in range(8):
-        name = next(
-            one.request_id for one in sink.given if one.request_id.startswith(f"stream{nth}")
-        )
-        rows, parts = sink.whole(name)
-        pieces.append(
-            (len(parts), {tap: each[0].view(torch.float32) for tap, each in rows.items()})
-        )
-    found["pieces"] = pieces
-    await inspect(llm).check_integrity()
-
-
 async def sessions(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     from vllm.engine.protocol import StreamingInput
 
@@ -280,7 +175,7 @@ async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
 
     async def abort(nth: int) -> Any:
         outputs: list[Any] = []
-        async for output in llm.generate(prompt(nth), long, f"abort{nth}", **plan(3)):
+        async for output in llm.generate(prompt(nth), long, f"abort{nth}", **plan(2)):
             outputs.append(output)
             if len(outputs) == 3:
                 await llm.abort(f"abort{nth}")
@@ -314,14 +209,8 @@ async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
 async def main(model: str, found: dict[str, Any]) -> None:
     from midstream import AsyncLLM
     from midstream.config.config import Config
-    from midstream.runtime.frontend.results import row_streamer
-    from midstream.sinks import registry as finding
     from midstream.transport.sizing import arena_settings
 
-    entry = EntryPoint("rows", "support.sinking:AsTheyCome", finding.GROUP)
-    finding.entry_points = lambda group: [entry]  # type: ignore[assignment,misc]
-    # Otherwise a request may end between two checks, and its sink gets no piece before.
-    row_streamer.CHECK_SECONDS = 0.0
     found["memory"] = arena_settings(Config(), 1).budget
     name_vectors()
     llm = AsyncLLM(model, data_parallel_size=REPLICAS, **SETTINGS)
@@ -330,8 +219,6 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await llm.ready()
         found["workers"] = [(one.replica, one.arena.pid) for one in llm.info.workers]
         await mix(llm, spy, found)
-        await rooms(llm, spy, found)
-        await streams(llm, found)
         await sessions(llm, spy, found)
         await ends(llm, spy, found)
     finally:
@@ -339,10 +226,9 @@ async def main(model: str, found: dict[str, Any]) -> None:
 
 
 def single(model: Path, found: dict[str, Any]) -> None:
-    from midstream import Capture, Probe
+    from midstream import Capture
 
-    own = {**SETTINGS, "midstream": {**MIDSTREAM, "sinks": {}}}
-    with engine(model, **own) as llm:
+    with engine(model, **SETTINGS) as llm:
 
         def run(prompts: list[Any], sampling: list[Any], plans: list[dict[str, Any]]) -> Any:
             asked = {
@@ -365,13 +251,6 @@ def single(model: Path, found: dict[str, Any]) -> None:
             [plan(n) for n in range(SEVERAL)],
         )
         found["single several"] = [[results(child) for child in one.outputs] for one in outputs]
-        streamed = {"capture": Capture("all", ALL_SITES), "probes": Probe(vector(0), 1, name="p")}
-        outputs = run(
-            [prompt(n) for n in range(8)],
-            [params(0, max_tokens=24, kind="FINAL_ONLY")] * 8,
-            [streamed] * 8,
-        )
-        found["single streams"] = [results(one) for one in outputs]
         # What a session computed on, as one prompt.
         said = [one["rows"]["resid_pre", 0][2].tolist() for one in found["sessions"]]
         outputs = run(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.engines import HAS_GPU
 from support.serving import NAME, Running
-from support.serving_offline import ASKED, CASES, SWEEP, ask, assert_equal, plain
+from support.serving_offline import ASKED, CASES, FIT, SWEEP, ask, assert_equal, plain
 
 from midstream import Capture, Client, Sweep
 from midstream.client import ServerError
@@ -20,6 +20,8 @@ TOLERANCE = 1e-3 if HAS_GPU else 1e-5
 
 def check(client: Client, server: Running, offline: dict[str, Any]) -> None:
     _check_values(client, Sweep.from_json(offline["sweep"]))
+    fitted, wanted = client.fit(**FIT).vectors, offline["fit"]
+    assert np.abs(fitted - wanted).max() <= TOLERANCE * np.abs(wanted).max()
     _check_others(client, server, offline["everything"])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import AsyncGenerator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from support.async_calls import taken
+from support.async_run import SETTINGS
 from support.engine_view import inspect
 from support.engines import greedy, tokens
 
@@ -83,21 +83,12 @@ async def at_once(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def problems(llm: Any, found: dict[str, Any]) -> None:
-    from midstream import Capture, ReceiptError, SpecError
+    from midstream import Capture
 
     async def told(name: str, capture: Any) -> tuple[str, Any]:
-        try:
-            output = await ask(llm, name, prompt(1), params(0), capture)
-        except (ReceiptError, SpecError) as error:
-            outputs = getattr(error, "outputs", [])
-            return type(error).__name__, [str(error), [kept(one) for one in outputs]]
+        output = await ask(llm, name, prompt(1), params(0), capture)
         return output.receipt.status, kept(output)
 
-    found["failed"] = await asyncio.gather(
-        told("bad", Capture(1, sink="failing", tag="write")),
-        told("well", Capture(1, sink="store")),
-        told("unknown", Capture(1, sink="nowhere")),
-    )
     keeping = inspect(llm).sink("keeping")
     keeping.go.clear()
     slow = asyncio.create_task(told("slow", Capture("all", sink="keeping")))
@@ -114,7 +105,6 @@ async def problems(llm: Any, found: dict[str, Any]) -> None:
 async def named(llm: Any, found: dict[str, Any]) -> None:
     from midstream import Capture
     from midstream.errors import ExistsError
-    from midstream.store import open_store
 
     capture = Capture(1, sink="store", request_id="mine")
 
@@ -138,98 +128,6 @@ async def named(llm: Any, found: dict[str, Any]) -> None:
     found["named by one that runs"] = await told("beside", leaving)
     await stream.aclose()
     found["named by one that left"] = await told("after", leaving)
-    tensors = await ask(llm, "rows", prompt(1), params(0), Capture(1))
-    store = open_store(inspect(llm).sink("store")._root)
-    found["named rows"] = [
-        taken(tensors.activations),
-        *(taken(store.get(name)) for name in ("mine", "left")),
-    ]
-    await inspect(llm).check_integrity()
-
-
-def wait_for_end(sink: Any, name: str) -> None:
-    until = time.monotonic() + 30
-    while not any(one.request_id == name and one.is_last for one in sink.given):
-        assert time.monotonic() < until, f"{name} has no end"
-        time.sleep(0.01)
-
-
-async def several(llm: Any, found: dict[str, Any]) -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    from midstream import Capture
-
-    captures = [Capture(1), Capture(1, sink="rows")]
-    sampling = SamplingParams(
-        n=2, seed=3, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
-    )
-    sampling.detokenize = False
-    output = await ask(llm, "several", prompt(5), sampling, captures)
-    rows = inspect(llm).sink("rows")
-    found["several"] = []
-    for nth, completion in enumerate(output.outputs):
-        put_together, pieces = rows.whole("several", nth)
-        mine = taken(completion.activations)
-        found["several"].append((mine, as_rows(put_together), len(pieces)))
-    rows.go.clear()
-    slow = asyncio.create_task(ask(llm, "slow rows", prompt(5), params(0, max_tokens=30), captures))
-    quick = await ask(llm, "quick", prompt(5), params(0, max_tokens=30), Capture(1))
-    found["slow rows is done"] = (quick.receipt.status, slow.done())
-    rows.go.set()
-    output = await slow
-    found["slow rows"] = (taken(output.activations), as_rows(rows.whole("slow rows")[0]))
-    await inspect(llm).check_integrity()
-
-
-async def aborts(llm: Any, found: dict[str, Any]) -> None:
-    from midstream import Capture
-    from midstream.store import open_store
-
-    long = params(0, max_tokens=100)
-    ended = [Capture(1, sink=sink, tag="ended") for sink in ("store", "rows")]
-
-    rows = inspect(llm).sink("rows")
-
-    def has_piece(name: str) -> bool:
-        """Whether the sink that gets pieces has one: without any it gets no end either."""
-        return any(one.request_id == name for one in rows.given)
-
-    async def abort() -> Any:
-        last, is_aborted = None, False
-        async for output in llm.generate(prompt(2), long, "aborted", capture=ended):
-            last = output
-            if not is_aborted and has_piece("aborted"):
-                is_aborted = True
-                await llm.abort("aborted")
-        return last
-
-    async def leave() -> None:
-        stream = llm.generate(prompt(2), long, "left", capture=ended)
-        async for _ in stream:
-            if has_piece("left"):
-                break
-        await stream.aclose()
-
-    aborted, _ = await asyncio.gather(abort(), leave())
-    whole = await ask(llm, "whole", prompt(2), long, ended)
-    found["aborted"] = (aborted.outputs[0].finish_reason, aborted.capture_results)
-    place = whole.capture_results["store"].manifest
-    store = open_store(place["store"])
-    found["ended"] = [
-        (one.metadata["midstream"]["request_id"], len(one.activations().positions))
-        for one in store.requests
-        if one.tag == "ended"
-    ]
-    await inspect(llm).check_integrity()
-    found["ended pieces"] = {}
-    for name in ("aborted", "left", "whole"):
-        await asyncio.to_thread(wait_for_end, rows, name)
-        _, pieces = rows.whole(name)
-        found["ended pieces"][name] = [
-            (one.finish_reason, one.receipt.status, len(one.activations.positions))
-            for one in pieces
-        ]
     await inspect(llm).check_integrity()
 
 
@@ -259,27 +157,12 @@ async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
     sinks = {
         "store": {"root": str(folder / "store"), "group_seconds": 0.2},
         "keeping": {"queue_bytes": 20_000},
-        "failing": {},
         "rows": {"queue_bytes": 20_000},
     }
-    llm = AsyncLLM(
-        model,
-        dtype="float32",
-        max_model_len=256,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        num_gpu_blocks_override=512,
-        seed=0,
-        max_num_batched_tokens=64,
-        max_num_seqs=8,
-        midstream={"sinks": sinks},
-    )
+    llm = AsyncLLM(model, **{**SETTINGS, "midstream": {"sinks": sinks}})
     try:
         await at_once(llm, found)
         await problems(llm, found)
-        await several(llm, found)
-        await aborts(llm, found)
         await session(llm, found)
         await named(llm, found)
         keeping = inspect(llm).sink("keeping")
@@ -293,7 +176,7 @@ if __name__ == "__main__":
     from midstream.sinks import registry as finding
 
     row_streamer.CHECK_SECONDS = 0.0
-    offered = {"keeping": "Keeping", "failing": "Failing", "rows": "AsTheyCome"}
+    offered = {"keeping": "Keeping", "rows": "AsTheyCome"}
     finding.entry_points = lambda group: [  # type: ignore[assignment]
         EntryPoint(name, f"support.sinking:{cls}", group) for name, cls in offered.items()
     ]

@@ -47,7 +47,7 @@ if __name__ == "__main__":
             assert one.activations.token_ids[: len(prompt)].tolist() == prompt
         print("DONE")
 """
-# Holds 100 MiB of rows; then ends itself, or its worker and then reads them.
+# Holds 30 MiB of rows; then ends itself, or its worker and then reads them.
 HOLDING = """
 import os, signal, sys, time
 from pathlib import Path
@@ -60,7 +60,7 @@ if __name__ == "__main__":
     with engine(Path(sys.argv[1]), max_model_len=512, max_num_batched_tokens=4096, block_size=32,
             midstream=settings) as llm:
         everything = Capture(layers="all", sites=ALL_SITES)
-        held = llm.generate([tokens([9 + n % 90] * 500) for n in range(100)],
+        held = llm.generate([tokens([9 + n % 90] * 500) for n in range(30)],
             greedy(1, detokenize=False), use_tqdm=False, capture=everything)
         rows = [output.activations["resid_post", 1] for output in held]
         view = inspect(llm)

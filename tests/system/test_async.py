@@ -5,21 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.async_calls import COUNT, KINDS, assert_alike, assert_close, prompt, vector
+from support.async_calls import COUNT, KINDS, assert_alike, assert_close, prompt, results_of, vector
 from support.async_run import ALL_SITES, TAPPED, plan
 from support.oracle import HookEdit, Oracle, relative_error
-from support.own_process import python
 
 
 @pytest.fixture(scope="module")
 def found(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("async") / "found.pt"
-    python("-m", "support.async_run", tiny_llama, out, timeout=580)
-    loaded: dict[str, Any] = torch.load(out)
-    return loaded
+    return results_of("support.async_run", tiny_llama, tmp_path_factory.mktemp("async"))
 
 
 def rows(nth: int) -> int:
@@ -29,12 +24,6 @@ def rows(nth: int) -> int:
 @pytest.mark.parametrize("nth", range(COUNT))
 def test_each_of_twenty_at_once_gets_what_the_offline_engine_gives(found, nth):
     assert_alike(found["mix"][nth], found["offline"][nth], bool(plan(nth)))
-
-
-def test_scores_come_while_requests_go_on(found):
-    # Of any one there may be none: vLLM merges outputs that nobody has fetched yet.
-    partial = [scores for mine in found["mix"] for _, scores, *_ in mine["partial"]]
-    assert any(scores is not None for scores in partial)
 
 
 @pytest.mark.parametrize("nth", range(COUNT))
@@ -67,31 +56,6 @@ def test_several_completions_have_a_receipt_and_results_each(found):
     assert first["receipt"]["status"] == second["receipt"]["status"] == "ok"
     assert first["activations"].keys() == {("resid_post", 2)}
     assert found["several"]["receipt"] is None
-
-
-def test_one_call_to_the_workers_at_a_time_serves_all_requests_of_a_step(found):
-    for calls in (found["calls"], found["alike calls"]):
-        assert {running for _, running in calls} == {1}
-    peeks = [op for op, _ in found["alike calls"] if op == "ReadScores"]
-    partial = sum(len(one["partial"]) for one in found["alike"])
-    assert 0 < len(peeks) <= 2 * 20 < partial
-
-
-def test_a_request_that_asks_for_nothing_calls_nobody(found):
-    assert found["plain calls"] == []
-    assert found["plain"]["receipt"] is None
-    assert found["plain"]["probes"] is None
-    assert len(found["plain"]["partial"]) > 1
-
-
-def test_what_is_wrong_is_refused_by_the_name_that_the_caller_gave_it(found):
-    refused = found["refused"]
-    assert {kind for kind, _ in refused.values()} == {"SpecError"}
-    assert refused["layer"][1].startswith("steer.layer")
-    assert refused["width"][1].startswith("edits[1]")
-    assert refused["probe"][1].startswith("probes[1]")
-    assert "output_kind=CUMULATIVE with n=2" in refused["n"][1]
-    assert not any("(prompt" in message for _, message in refused.values())
 
 
 def test_a_receipt_with_problems_is_raised_from_its_own_request_only(found):
@@ -133,7 +97,9 @@ def test_a_request_without_room_waits_and_others_pass(found):
 def test_server_wide_edits_reach_requests_without_a_plan(found):
     edited = found["steered"]["receipt"]["edited"]
     assert edited["applied"] == edited["expected"] == rows(0) + 6 - 1
-    assert found["unsteered"]["receipt"] is None
+    for name in ("unsteered", "plain"):
+        assert found[name]["receipt"] is None
+        assert found[name]["probes"] is None
     assert found["unsteered"]["generated"] == found["plain"]["generated"]
     kind, message = found["bare"]
     assert kind == "SpecError"
@@ -173,8 +139,10 @@ def test_an_output_shows_the_rows_of_the_tokens_before_its_last_and_the_last_sho
         begin = stop if is_delta else 0
 
 
-def test_most_streams_show_rows_before_their_last_output(found):
-    """Not all: vLLM merges the outputs of a stream that is read too slowly."""
+def test_most_streams_show_rows_and_scores_before_their_last_output(found):
+    # Not all: vLLM merges the outputs of a stream that is read too slowly.
+    partial = [scores for mine in found["mix"] for _, scores, *_ in mine["partial"]]
+    assert any(scores is not None for scores in partial)
     assert sum(len(one["shown"]) > 1 for one in found["streams"]) > 12
 
 
@@ -195,23 +163,6 @@ def test_rows_on_the_way_are_refused_where_no_output_would_show_them(found):
     assert session[1].startswith("capture[1].stream: rows of a session of streaming input")
 
 
-def test_rows_of_heads_on_the_way_are_by_head(found):
-    mine, whole = (
-        {
-            (generated, tap): values
-            for generated, _, shown in one["shown"]
-            for tap, (values, *_) in shown.items()
-        }
-        for one in found["stream heads"]
-    )
-    last = max(generated for generated, _ in whole)
-    assert len(mine) > 2
-    for (_, tap), values in mine.items():
-        every = whole[last, tap]
-        assert every.shape[1:] == (2, 32)
-        torch.testing.assert_close(values, every[: len(values), [1]], rtol=1e-4, atol=1e-4)
-
-
 def test_streamed_lenses_and_features_come_with_their_tokens_through_registered_maps_too(found):
     *partial, (finished, last) = found["stream lens"]
     assert finished
@@ -229,59 +180,6 @@ def test_streamed_lenses_and_features_come_with_their_tokens_through_registered_
             some, part = shown[name]
             assert torch.equal(some, positions[: len(some)])
             assert torch.equal(part, values[: len(some)])
-
-
-def test_streamed_attention_comes_with_its_tokens_and_ends_whole(found):
-    for kind, shown in zip(KINDS, found["stream attention"], strict=False):
-        *partial, (finished, positions, values, keys) = shown
-        assert finished
-        assert positions.tolist() == list(range(rows(5) + 20 - 1))
-        assert values.shape == keys.shape == (len(positions), 1, 3)
-        assert len(partial) > 2
-        came = 0
-        for is_last, some, part, named in partial:
-            assert not is_last
-            expected = slice(came if kind == "DELTA" else 0, int(some[-1]) + 1)
-            assert torch.equal(some, positions[expected])
-            assert torch.equal(part, values[expected])
-            assert torch.equal(named, keys[expected])
-            came = expected.stop
-
-
-def test_fits_scores_of_texts_and_tried_strengths_are_those_of_the_offline_engine(found):
-    mine, theirs = found["evaluated"]
-    assert mine["best"] == theirs["best"]
-    assert len(mine["scores"][1]) == 49
-    assert len(mine["fitted"]) == 4
-    for name in ("fitted", "scores", "effect", "perplexity"):
-        for one, other in zip(mine[name], theirs[name], strict=True):
-            assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
-
-
-def test_a_sweep_is_what_the_offline_engine_gives(found):
-    from midstream import Sweep
-
-    mine, theirs = (
-        Sweep.from_json(one) for one in (found["sweep"]["sweep"], found["offline sweep"])
-    )
-    assert mine.coords == theirs.coords
-    assert np.ptp(theirs.values) > 0.1
-    assert np.abs(mine.values - theirs.values).max() < 1e-4
-    assert (mine.receipts.status, mine.receipts.expected) == ("ok", theirs.receipts.expected)
-
-
-def test_each_cell_of_a_sweep_is_told_as_it_comes(found):
-    from midstream import Sweep
-
-    mine = Sweep.from_json(found["sweep"]["sweep"])
-    cells = found["sweep"]["cells"]
-    assert len({index for index, _ in cells}) == len(cells) == mine.values.size
-    assert all(mine.values[index] == np.float32(value) for index, value in cells)
-
-
-def test_a_cancelled_sweep_leaves_nothing_and_one_without_alignment_is_refused(found):
-    assert found["sweep"]["cancelled"] == "CancelledError"
-    assert found["sweep"]["refused"] == "align"
 
 
 def test_edits_of_running_requests_change_where_their_receipts_say(
@@ -366,14 +264,6 @@ def _replay(oracle: Oracle, one: dict[str, Any], edits: list[tuple[Any, int, flo
     assert logits[len(whole) - 1 :].argmax(-1).tolist() == one["generated"]
     for tap, (rows_, positions) in one["activations"].items():
         assert relative_error(rows_, seen[tap][positions]) < 1e-4
-
-
-def test_requests_that_do_not_run_cannot_change(found: dict[str, Any]) -> None:
-    for name, request in (("ended", "u0"), ("unknown", "nobody")):
-        kind, problem = found["updates"][name]
-        assert kind == "SpecError"
-        assert problem.startswith(f"request_id: request {request!r} is not running")
-    assert found["updates"]["nothing"] == ("SpecError", "give `edits`, `scale` or both")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,19 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.oracle import HookEdit, Oracle
-from support.own_process import python
-from system.default_async import VECTOR
+from support.async_calls import results_of
+from support.oracle import Oracle
 
 LAYERS = (1, 2)
 
 
 @pytest.fixture(scope="module")
 def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("default") / "found.pt"
-    python("-m", "system.default_async", talking_llama, out, timeout=300)
-    loaded: dict[str, Any] = torch.load(out)
-    return loaded
+    return results_of("system.default_async", talking_llama, tmp_path_factory.mktemp("default"))
 
 
 def generated(outputs: list[dict[str, Any]], is_delta: bool) -> list[int]:
@@ -28,11 +24,9 @@ def generated(outputs: list[dict[str, Any]], is_delta: bool) -> list[int]:
     return outputs[-1]["tokens"]
 
 
-def assert_rows(
-    oracle: Oracle, rows: Any, tokens: list[int], positions: slice, *edits: HookEdit
-) -> None:
+def assert_rows(oracle: Oracle, rows: Any, tokens: list[int], positions: slice) -> None:
     """The rows of each layer are transformers' at these positions."""
-    _, theirs = oracle.run(tokens, edits)
+    _, theirs = oracle.run(tokens)
     assert set(rows) == set(LAYERS)
     for layer in LAYERS:
         expected = theirs["resid_post", layer][positions]
@@ -86,52 +80,11 @@ def test_the_last_output_has_as_many_rows_as_tokens_on_wish(found, talking_oracl
         assert all(len(rows) < len(tokens) for rows in one["hidden"].values())
 
 
-def test_the_last_tokens_row_changes_nothing_of_the_completion(found):
-    [mine], [last] = found["final"], found["with last"][-1:]
-    for field in ("tokens", "text", "reason"):
-        assert mine[field] == last[field]
-    assert found["stopped"][-1]["reason"] == "stop"
-    assert len(found["one token"][-1]["tokens"]) == 1
-
-
-def test_the_last_tokens_row_has_the_edits_of_its_request(found, talking_oracle):
-    last = found["steered"][-1]
-    every = [*last["prompt"], *last["tokens"]]
-    edit = HookEdit("resid_post", 1, VECTOR, 0.5, lambda _: True)
-    assert_rows(talking_oracle, last["hidden"], every, slice(len(last["prompt"]), None), edit)
-
-
-def test_each_completion_has_the_row_of_its_own_last_token(found, talking_oracle):
-    first, second = found["several"]
-    assert first["tokens"] != second["tokens"]
-    for one in found["several"]:
-        every = [*one["prompt"], *one["tokens"]]
-        assert_rows(talking_oracle, one["hidden"], every, slice(len(one["prompt"]), None))
-
-
 def test_a_request_that_fills_the_context_has_one_row_less_and_a_warning(found):
     last = found["full"][-1]
     assert {len(rows) for rows in last["hidden"].values()} == {len(last["tokens"]) - 1}
     assert len(found["warned"]) == 1
     assert "give a smaller max_tokens" in found["warned"][0]
-
-
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("edit", ("SpecError", "edits.positions: with last_token_row, the last token is computed")),
-        (
-            "prompt",
-            ("SpecError", "prompts[0]: with last_token_row, a prompt must be text or token"),
-        ),
-        ("session", ("SpecError", "prompt: a session of streaming input cannot capture for")),
-        ("tier", ("UnsupportedError", "a server-wide edit selects positions or phases: with last")),
-    ],
-)
-def test_what_would_not_be_exact_is_rejected_by_name(found, name, error):
-    kind, message = found["refused"][name]
-    assert kind == error[0]
-    assert message.startswith(error[1])
 
 
 def test_remove_hooks_ends_the_default_capture(found):

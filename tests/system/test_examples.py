@@ -58,33 +58,27 @@ def test_every_example_is_run_here_and_listed_in_the_readme():
     assert [name for name in NAMES if f"]({name}.py)" not in readme] == []
 
 
+def by_hand(name: str, model: Path) -> str:
+    """What an example prints in a process of its own."""
+    command = [sys.executable, str(EXAMPLES / name), "--model", str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.nightly
 def test_an_example_run_by_hand_prints_its_tables_and_nothing_else(smollm2: Path):
-    script = EXAMPLES / "contrastive_steering.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--model", str(smollm2)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Generated texts")
-    assert "steering_module_ref=('cheerful', 1.0)" in done.stdout
-    assert [word for word in ("INFO", "WARNING", "Triton", "it/s") if word in done.stdout] == []
+    printed = by_hand("contrastive_steering.py", smollm2)
+    assert printed.startswith("Generated texts")
+    assert "steering_module_ref=('cheerful', 1.0)" in printed
+    assert [word for word in ("INFO", "WARNING", "Triton", "it/s") if word in printed] == []
 
 
 @pytest.mark.nightly
 def test_the_last_layer_of_the_live_table_says_what_the_model_writes(smollm2: Path):
-    script = EXAMPLES / "live_lens.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--model", str(smollm2)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "The capital of France is" in done.stdout
-    assert "\n 29 " in done.stdout
+    printed = by_hand("live_lens.py", smollm2)
+    assert "The capital of France is" in printed
+    assert "\n 29 " in printed
 
 
 @pytest.mark.nightly

@@ -23,6 +23,7 @@ from midstream import Client, Named, Probe, Steer
 from midstream.results.serialization import unpack
 
 U = torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(3)) * 4
+NOWHERE = "http://127.0.0.1:9/v1"
 QUESTIONS = ["How are you?", "Seven and two?"]
 EDIT = {"op": "steer", "vector": {"name": "happy"}, "layer": 1, "scale": 2.0}
 PROBE = {"direction": {"name": "happy"}, "layer": 1, "name": "mood"}
@@ -115,21 +116,18 @@ def test_the_configuration_of_a_call_replaces_the_plan_of_the_model(
     assert "mood" in log.samples[0].output.metadata["midstream"]["probes"]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_a_wrong_argument_is_an_error_of_the_model() -> None:
+    from inspect_ai._util.error import PrerequisiteError
+
+    for given, message in (
         ({"edits": [{**EDIT, "vector": U.tolist()}]}, "a vector by value, which would be in the"),
         ({"edits": [{**EDIT, "skale": 1}]}, "skale"),
         ({"capture": {"layers": [1]}, "activations": "inline"}, "rows in the answer would be in"),
         ({"settings": {"sites": ["resid_post"]}}, "settings: a running server is used"),
         ({"enforce_eager": True}, "enforce_eager: a running server is used"),
-    ],
-)
-def test_a_wrong_argument_is_an_error_of_the_model(given: dict[str, Any], message: str) -> None:
-    from inspect_ai._util.error import PrerequisiteError
-
-    with pytest.raises(PrerequisiteError, match=message):
-        get_model("midstream/x", base_url="http://127.0.0.1:9/v1", memoize=False, **given)
+    ):
+        with pytest.raises(PrerequisiteError, match=message):
+            get_model("midstream/x", base_url=NOWHERE, memoize=False, **given)
 
 
 def test_a_plan_that_the_server_rejects_fails_the_evaluation_with_its_words(
@@ -141,52 +139,43 @@ def test_a_plan_that_the_server_rejects_fails_the_evaluation_with_its_words(
     assert "layer 99 is out of range" in log.error.message
 
 
-def test_a_server_without_midstream_fails_the_evaluation(tmp_path: Path, monkeypatch) -> None:
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests of models whose server knows nothing of midstream."""
     from inspect_ai.model import ModelOutput
     from inspect_ai.model._model_call import ModelCall
     from inspect_ai.model._providers.vllm import VLLMAPI
 
-    async def generate(*_: Any) -> Any:
-        answer = {"choices": [{"index": 0, "message": {"content": "unsteered"}}]}
-        return ModelOutput.from_content("x", "unsteered"), ModelCall.create({}, answer)
+    found: list[Any] = []
+
+    async def generate(api: Any, *asked: Any) -> Any:
+        found.append(api.completion_params(asked[-1], tools=False))
+        answer = {"choices": [{"index": 0, "message": {"content": "plain"}}]}
+        return ModelOutput.from_content("x", "plain"), ModelCall.create({}, answer)
 
     monkeypatch.setattr(VLLMAPI, "generate", generate)
-    model = get_model("midstream/x", base_url="http://127.0.0.1:9/v1", memoize=False, edits=[EDIT])
-    [log] = eval(Task(dataset=[Sample(input="x")]), model=model, log_dir=str(tmp_path),
-                 display="none")  # fmt: skip
+    return found
+
+
+def test_a_server_without_midstream_fails_the_evaluation(sent: list[Any], tmp_path: Path) -> None:
+    model = get_model("midstream/x", base_url=NOWHERE, memoize=False, edits=[EDIT])
+    task = Task(dataset=[Sample(input="x")])
+    [log] = eval(task, model=model, log_dir=str(tmp_path), display="none")
     assert log.status == "error"
     assert log.error is not None
     assert "the server has ignored the plan" in log.error.message
 
 
-@pytest.mark.parametrize(
-    ("given", "body"),
-    [
+def test_a_call_whose_arguments_ask_for_nothing_has_no_plan(sent: list[Any]) -> None:
+    for given, body in (
         ({"edits": None}, None),
         ({}, {"midstream": None}),
         ({"edits": [EDIT]}, {"midstream": {"edits": None}}),
-    ],
-)
-def test_a_call_whose_arguments_ask_for_nothing_has_no_plan(
-    given: dict[str, Any], body: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from inspect_ai.model import ModelOutput
-    from inspect_ai.model._model_call import ModelCall
-    from inspect_ai.model._providers.vllm import VLLMAPI
-
-    sent = []
-
-    async def generate(api: Any, *asked: Any) -> Any:
-        sent.append(api.completion_params(asked[-1], tools=False))
-        answer = {"choices": [{"index": 0, "message": {"content": "plain"}}]}
-        return ModelOutput.from_content("x", "plain"), ModelCall.create({}, answer)
-
-    monkeypatch.setattr(VLLMAPI, "generate", generate)
-    config = GenerateConfig(extra_body=body)
-    url = "http://127.0.0.1:9/v1"
-    model = get_model("midstream/x", base_url=url, memoize=False, config=config, **given)
-    assert asyncio.run(model.generate("hi")).completion == "plain"
-    assert "midstream" not in sent[0].get("extra_body", {})
+    ):
+        config = GenerateConfig(extra_body=body)
+        model = get_model("midstream/x", base_url=NOWHERE, memoize=False, config=config, **given)
+        assert asyncio.run(model.generate("hi")).completion == "plain"
+        assert "midstream" not in sent[-1].get("extra_body", {})
 
 
 @pytest.mark.nightly

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from support.own_process import python
+from support.stale_check import check_no_stale_graph
 
 SCRIPT = """
-import json, sys, torch
+import sys, torch
 from support.engines import ALL_SITES, engine, greedy, tokens, generated
 from support.forging import forged
 from midstream import Capture, ReceiptError, Steer
@@ -35,10 +35,9 @@ def in_pieces(llm, outputs):
     return counts
 
 if __name__ == "__main__":
-    args = json.loads(sys.argv[2])
     prompts = [tokens(list(range(3 + n, 40 + 2 * n))) for n in range(12)]
     steers = [[Steer([0.5 * n] * 64, layer=n % 3)] if n % 2 else None for n in range(12)]
-    args |= {"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32}
+    args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32}
     args["midstream"] = {"sites": ALL_SITES, "sinks": {"rows": {}}}
     row_streamer.CHECK_SECONDS = 0
     entry = EntryPoint("rows", "support.sinking:AsTheyCome", registry.GROUP)
@@ -55,7 +54,6 @@ if __name__ == "__main__":
         except ValueError as error:
             refused = str(error)
         again = llm.generate(prompts[0], greedy(6, detokenize=False), use_tqdm=False)[0]
-        workers = llm.info.workers
         steered = [
             llm.generate(tokens([7] * 200), greedy(4, detokenize=False), use_tqdm=False,
                 steer=[Steer([0.5] * 64, layer=1)])[0]
@@ -80,41 +78,36 @@ if __name__ == "__main__":
         "long": long.activations["resid_post", 2].shape[0],
         "refused": refused,
         "again": generated(again),
-        "ranks": [(w.stage, w.tensor_rank) for w in workers],
         "steered": [generated(o) for o in steered],
         "cached": [(o.receipt.edited.cached, o.receipt.edited.expected) for o in steered],
         "failed": failed,
         "complaint": complaint,
         "parameters": parameters,
         "after": generated(after),
-    }, sys.argv[3])
+    }, sys.argv[2])
 """
 
 
-def run(model: Path, out: Path, args: dict[str, object], **env: str) -> dict[str, object]:
+def test_a_separate_engine_process_gives_what_the_same_process_gives(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
     import torch
 
-    script = out.with_suffix(".py")
+    script = tmp_path / "program.py"
     script.write_text(SCRIPT)
-    python(script, model, json.dumps(args), out, timeout=540, **env)
-    return torch.load(out)
-
-
-@pytest.fixture(scope="module")
-def in_process(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    out = tmp_path_factory.mktemp("processes") / "in-process.pt"
-    return run(tiny_llama, out, {}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-
-
-def assert_same(found: dict[str, object], expected: dict[str, object]) -> None:
-    import torch
-
+    results = []
+    for is_separate in "01":  # started by `spawn`, as vLLM does on a CPU always
+        out = tmp_path / f"{is_separate}.pt"
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": is_separate}
+        python(script, tiny_llama, out, timeout=540, **environment)
+        results.append(torch.load(out))
+    expected, found = results
     assert found["status"] == ["ok"] * 12
     assert sum(found["pieces"]) > 24, "rows did not come before the end"
     assert found["tokens"] == expected["tokens"]
     assert found["again"] == found["tokens"][0]
     assert found["long"] == 201
-    # The second of two alike is served the edited blocks of the first, on every rank.
+    # The second of two alike is served the edited blocks of the first.
     assert found["cached"] == [(0, 203), (192, 203)]
     assert found["steered"][0] == found["steered"][1] == expected["steered"][0]
     assert found["failed"] == [("length", "ok"), ("error", "error"), ("length", "ok")]
@@ -130,40 +123,8 @@ def assert_same(found: dict[str, object], expected: dict[str, object]) -> None:
             torch.testing.assert_close(mine[tap], value, rtol=1e-4, atol=1e-4)
 
 
-def test_a_separate_engine_process_gives_what_the_same_process_gives(
-    tiny_llama: Path, tmp_path: Path, in_process: dict[str, object]
+@pytest.mark.nightly
+def test_a_graph_compiled_under_other_settings_is_never_used(
+    tiny_llama: Path, tmp_path: Path
 ) -> None:
-    # Started by `spawn`, as vLLM does wherever it has to, and on a CPU always.
-    found = run(tiny_llama, tmp_path / "own.pt", {}, VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    assert_same(found, in_process)
-
-
-@pytest.mark.parametrize(
-    ("args", "ranks"),
-    [
-        # By day `test_ranks.py` has such ranks.
-        pytest.param({"tensor_parallel_size": 2}, [(0, 0), (0, 1)], marks=pytest.mark.nightly),
-        pytest.param(
-            {"pipeline_parallel_size": 2, "enforce_eager": False, "async_scheduling": False},
-            [(0, 0), (1, 0)],
-            marks=pytest.mark.nightly,
-        ),
-    ],
-    ids=["tensor", "pipeline"],
-)
-def test_two_workers_give_what_one_gives(
-    tiny_llama: Path,
-    tmp_path: Path,
-    in_process: dict[str, object],
-    args: dict[str, object],
-    ranks: list[tuple[int, int]],
-) -> None:
-    found = run(
-        tiny_llama,
-        tmp_path / "two.pt",
-        args,
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
-        VLLM_CPU_OMP_THREADS_BIND="0|1",
-    )
-    assert found["ranks"] == ranks
-    assert_same(found, in_process)
+    check_no_stale_graph(tmp_path, tiny_llama, {})

@@ -19,24 +19,21 @@ from support.adversary import Bench, Totals
 from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import assert_idle_and_clean
-from support.conditions import first_met
 from support.engines import GPU_MEMORY, engine, greedy, tokens
 from support.inner_oracle import INNER, InnerOracle
 from support.nightly import rounds
 from support.oracle import Oracle
 from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
-from support.updating import check_replay, check_versions, steer, vector
+from support.updating import check_versions, steer, vector
 
 from midstream import (
     Capture,
     Controller,
     Gate,
     Probe,
-    SamplingParams,
     SpecError,
     Steer,
-    Switch,
     Threshold,
 )
 from midstream.plan.operations import KINDS_BY_OP
@@ -264,57 +261,6 @@ def test_shards_of_captures_that_differ_by_position_come_together(
         assert MEASURE.error(here.activations[tap], rows) < MEASURE.rows
 
 
-def test_each_of_several_completions_gets_its_own_shards(model: Model, tensor: Any) -> None:
-    asked = {
-        "capture": Capture("all", ["resid_mid", "resid_post"], return_="sharded"),
-        "steer": [Steer(torch.full((tiny.HIDDEN,), 0.5), layer=0, phase="generated")],
-    }
-    params = SamplingParams(
-        n=3, temperature=1.0, seed=5, max_tokens=4, ignore_eos=True, detokenize=False
-    )
-    prompt = tokens(model.families[1][:11])
-    found, expected = (
-        llm.generate(prompt, params, use_tqdm=False, **asked)[0].outputs
-        for llm in (tensor, model.single)
-    )
-    assert len({tuple(each.token_ids) for each in expected}) == 3
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.receipt.status == "ok"
-        if mine.token_ids != theirs.token_ids and MEASURE.splits and GPUS:
-            continue  # as likely, and sums differ by the batch
-        assert mine.token_ids == theirs.token_ids
-        for tap, rows in theirs.activations.items():
-            assert MEASURE.error(mine.activations[tap], rows) < MEASURE.rows
-
-
-def test_probes_switch_edits_on_both_ranks_before_the_same_step(model: Model, tensor: Any) -> None:
-    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
-    module = torch.nn.Sequential(
-        torch.nn.Linear(tiny.HIDDEN, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)
-    )
-    rows = torch.stack([vector(3), vector(4)])
-    probes = {
-        "layers": Probe(rows, layer=[0, 2], name="layers", phase="generated"),
-        "mlp": Probe.from_torch(module, layer=1, name="mlp", phase="generated"),
-    }
-    prompt = list(model.families[0][30:50])
-    oracle = Oracle(model.path, "model.layers", "post_attention_layernorm")
-    asked = {"edits": [first], "capture": Capture("all"), "use_tqdm": False}
-    for name, probe in probes.items():
-        params = greedy(16, detokenize=False)
-        free = model.single.generate(tokens(prompt), params, probes=probe, **asked)[0]
-        scores = free.probes[name].tolist()
-        place = max(range(3, 12), key=scores.__getitem__)
-        threshold = scores[place] - 1e-2 * abs(scores[place])
-        switch = probe.replace(act=Switch([second], above=threshold))
-        (found,) = tensor.generate(tokens(prompt), params, probes=switch, **asked)[0].outputs
-        (action,) = found.receipt.actions
-        assert action.position == len(prompt) + first_met(scores, above=threshold)
-        assert [one.number for one in found.receipt.versions] == [0, 1]
-        check_replay(oracle, prompt, found, {0: [hook], 1: [later]}, is_greedy=not GPUS)
-        assert_idle_and_clean(tensor)
-
-
 def test_controllers_change_edits_on_both_ranks_before_the_same_step(
     model: Model, tensor: Any
 ) -> None:
@@ -357,6 +303,11 @@ def check_controllers(llm: Any, model: Model) -> None:
     ]  # fmt: skip
     assert plain.receipt.versions == ()
     assert plain.token_ids == free.outputs[0].token_ids or GPUS
+
+
+def test_parameters_are_put_together_from_those_of_the_ranks(tensor: Any, model: Model) -> None:
+    for name in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        assert torch.equal(tensor.parameter(name), model.single.parameter(name))
 
 
 def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> None:

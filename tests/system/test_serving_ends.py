@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support import own_process, serving
+from support import serving
 from support.left_over import nothing_left
 from support.serving import NAME, Running
 
@@ -51,26 +51,12 @@ def start(model: Path, folder: Path, **settings: object) -> AbstractContextManag
     return serving.running(serving.command(model, *options), folder)
 
 
-def test_a_killed_server_takes_its_engine_and_all_memory_with_it(talking_llama, tmp_path):
+@pytest.mark.parametrize("victim", ["server", "engine"])
+def test_a_killed_server_and_a_killed_engine_take_all_with_them(talking_llama, tmp_path, victim):
     with nothing_left() as note, start(talking_llama, tmp_path) as server:
         note(server)
         with holding_a_stream(server) as events:
-            os.kill(server.process.pid, signal.SIGKILL)
-            assert b'"receipt"' not in rest_of(events), "the stream ended as if all were well"
-
-
-@pytest.mark.nightly
-def test_a_server_that_is_killed_before_its_first_request_leaves_no_engine(talking_llama, tmp_path):
-    with nothing_left() as note, start(talking_llama, tmp_path) as server:
-        note(server)
-        os.kill(server.process.pid, signal.SIGKILL)
-
-
-def test_a_killed_engine_ends_its_requests_and_the_server(talking_llama, tmp_path):
-    with nothing_left() as note, start(talking_llama, tmp_path) as server:
-        note(server)
-        with holding_a_stream(server) as events:
-            os.kill(server.engine, signal.SIGKILL)
+            os.kill(server.engine if victim == "engine" else server.process.pid, signal.SIGKILL)
             assert b'"receipt"' not in rest_of(events), "the stream ended as if all were well"
         server.process.wait(60)
 
@@ -131,17 +117,3 @@ def test_a_server_that_drains_lets_those_who_asked_end_and_a_long_wait_is_503(
         assert answer.status_code == 200, answer.text
         assert answer.json()["midstream"]["receipt"]["status"] == "ok"
         assert server.stop() == 0, server.log[-3000:]
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ('--settings={"http": {"inline_bites": 1}}', "http: unknown field 'inline_bites'"),
-        ("--sites=resid_past", "resid_past"),
-    ],
-)
-def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path, option, said):
-    command = serving.command(tmp_path / "no-model", option)
-    code, _, error = own_process.run(*command, timeout=120, env=serving.environment())
-    assert code == 2
-    assert said in error

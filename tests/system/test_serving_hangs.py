@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -12,9 +13,18 @@ from support import serving
 from support.left_over import nothing_left
 from support.serving import NAME
 
+from midstream.sinks import Sink
+
 SHORT = {"model": NAME, "prompt": "abcdefgh", "max_tokens": 3}
 FOREVER = 120
-SINK = {"class": "system.hanging_sink:HangingSink", "call_seconds": 1}
+SINK = {"class": "system.test_serving_hangs:HangingSink", "call_seconds": 1}
+
+
+class HangingSink(Sink):
+    """One that never returns, as one on a network disk that does not answer."""
+
+    def write(self, delivery):
+        threading.Event().wait()
 
 
 def post(server, path, body, **given):

@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 import transformers as hf
 from support import serving, vision
-from support.serving import NAME, Running
+from support.serving import Running
 
-from midstream import Capture, Client, Image
+from midstream import Capture, Client, Image, Probe
+from midstream.client import ServerError
 
 VECTOR = torch.randn(vision.HIDDEN, generator=torch.Generator().manual_seed(3))
 LAYER = 2
+SHORT = {"max_tokens": 1, "temperature": 0}
 LONG = "the " * 1100  # a plan for so many tokens is prepared before the engine has the request
 
 
@@ -51,36 +52,24 @@ def chat(system: str) -> list[dict[str, Any]]:
     ]
 
 
-def ask(server: Running, system: str, **positions: Any) -> httpx.Response:
-    probes = [
-        {"direction": VECTOR.tolist(), "layer": LAYER, "name": name, "positions": where}
-        for name, where in positions.items()
-    ]
-    body = {
-        "model": NAME,
-        "messages": chat(system),
-        "max_tokens": 1,
-        "temperature": 0,
-        "midstream": {"probes": probes},
-    }
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
-
-
 @pytest.mark.parametrize("system", ["be terse", LONG])
 def test_images_and_messages_with_images_are_selected(
     server: Running, path: Path, system: str
 ) -> None:
-    answer = ask(
-        server,
-        system,
-        first={"image": 0},
-        every={"image": "all"},
-        said={"role": "assistant", "message": 0},
-        asked={"role": "user", "message": -1},
-        text={"text": "and there?"},
-    )
-    assert answer.status_code == 200, answer.text
-    scores = answer.json()["midstream"]["probes"]
+    selected = {
+        "first": {"image": 0},
+        "every": {"image": "all"},
+        "said": {"role": "assistant", "message": 0},
+        "asked": {"role": "user", "message": -1},
+        "text": {"text": "and there?"},
+    }
+    probes = [Probe(VECTOR, LAYER, name=name, positions=one) for name, one in selected.items()]
+    with Client(server.url) as client:
+        output = client.chat(
+            chat(system), **SHORT, probes=probes, capture=Capture([LAYER], positions=Image(1))
+        )
+    scores = output.probes
+    positions = {name: scores.positions_of(name).tolist() for name in selected}
     oracle = vision.VisionOracle("qwen3vl", path)
     image = vision.MODELS["qwen3vl"].mark
     text = (
@@ -92,37 +81,34 @@ def test_images_and_messages_with_images_are_selected(
     places = oracle.image_tokens(inputs)
     rows, _ = oracle.run(inputs)
     wanted = rows["resid_post", LAYER][places] @ VECTOR
-    assert scores["every"]["positions"] == places
-    assert torch.allclose(torch.tensor(scores["every"]["scores"]), wanted, atol=1e-3, rtol=1e-3)
-    count = len(scores["first"]["positions"])
-    assert scores["first"]["positions"] == places[:count]
+    assert positions["every"] == places
+    torch.testing.assert_close(scores["every"], wanted, atol=1e-3, rtol=1e-3)
+    count = len(positions["first"])
+    assert positions["first"] == places[:count]
     assert 0 < count < len(places)
     ids = inputs["input_ids"][0].tolist()
     # The second image, with the marks of its ends, and the text after it.
     tail = hf.AutoTokenizer.from_pretrained(path)("<|im_end|>\n<|im_start|>assistant\n")
     begin, end = places[count] - 1, len(ids) - len(tail["input_ids"])
-    assert scores["asked"]["positions"] == list(range(begin, end))
-    assert scores["text"]["positions"] == list(range(places[-1] + 2, end))
-    assert len(scores["said"]["positions"]) == len("an owl") - 1
-    assert max(scores["said"]["positions"]) < begin
-
-
-def test_a_client_gets_rows_of_an_image_and_where_it_is(server: Running, path: Path) -> None:
-    capture = Capture([LAYER], positions=Image(1))
-    with Client(server.url) as client:
-        output = client.chat(chat("be terse"), max_tokens=1, temperature=0, capture=capture)
-    assert output.activations is not None
-    places = output.activations.positions.tolist()
+    assert positions["asked"] == list(range(begin, end))
+    assert positions["text"] == list(range(places[-1] + 2, end))
+    assert len(positions["said"]) == len("an owl") - 1
+    assert max(positions["said"]) < begin
+    # The client is told where the images are whose rows it got.
     first, second = output.activations.positions_of_media
     assert (first.kind, first.index, second.kind, second.index) == ("image", 0, "image", 1)
-    assert places == list(range(second.first, second.first + second.length))
+    assert output.activations.positions.tolist() == places[count:]
+    assert (second.first, second.length) == (places[count], len(places) - count)
     assert first.first + first.length < second.first
 
 
 def test_an_image_that_the_request_lacks_is_refused(server: Running) -> None:
-    answer = ask(server, "be terse", third={"image": 2})
-    assert answer.status_code == 400
-    assert "image 2 is out of range: the prompt has 2 of this kind" in answer.text
-    answer = ask(server, "be terse", sound={"audio": 0})
-    assert answer.status_code == 400
-    assert "the prompt has no audio; it has image" in answer.text
+    with Client(server.url) as client:
+        for where, problem in (
+            ({"image": 2}, "image 2 is out of range: the prompt has 2 of this kind"),
+            ({"audio": 0}, "the prompt has no audio; it has image"),
+        ):
+            capture = Capture([LAYER], positions=where)
+            with pytest.raises(ServerError, match=problem) as caught:
+                client.chat(chat("be terse"), **SHORT, capture=capture)
+            assert caught.value.status == 400

@@ -46,52 +46,14 @@ def test_rows_come_in_pieces_while_requests_run(found):
     assert sum(mine["pieces"] for mine in found["many"]) > 2 * COUNT
 
 
-def test_each_of_several_completions_comes_in_its_own_pieces(found):
-    for memory, rows, pieces in found["several"]:
-        assert pieces > 1
-        assert_same(rows, memory)
-
-
-def test_a_sink_that_is_slow_to_take_pieces_keeps_its_own_requests_waiting(found):
-    assert found["slow rows is done"] == ("ok", False)
-    memory, rows = found["slow rows"]
-    assert_same(rows, memory)
-
-
-def test_what_was_begun_for_a_sink_is_ended_though_its_request_was_not(found):
-    for name in ("aborted", "left"):
-        *before, last = found["ended pieces"][name]
-        assert last == ("abort", "error", 0)
-        assert before
-        assert all(status == "ok" and count for _, status, count in before)
-    assert found["ended pieces"]["whole"][-1][:2] == ("length", "ok")
-    assert sum(count for *_, count in found["ended pieces"]["whole"]) == 7 + 100 - 1
-
-
 def test_requests_that_end_together_share_a_shard(found):
     assert 1 <= found["shards"] <= COUNT / 3
-
-
-def test_a_sink_that_fails_is_its_own_requests_error(found):
-    bad, well, unknown = found["failed"]
-    kind, (message, outputs) = bad
-    assert kind == "ReceiptError"
-    assert "sink failing: OSError: [Errno 28] No space left on device" in message
-    assert outputs == [{"failing": ("error", "OSError: [Errno 28] No space left on device")}]
-    assert well == ("ok", {"store": ("ok", "")})
-    assert unknown[0] == "SpecError"
-    assert unknown[1][0].startswith("capture.sink: this engine has no sink 'nowhere'")
 
 
 def test_a_slow_sink_keeps_its_own_requests_waiting_and_no_others(found):
     assert found["passing"] == ("ok", {"store": ("ok", "")})
     assert not found["slow is done"]
     assert found["slow"] == ("ok", {"keeping": ("ok", "")})
-
-
-def test_of_a_request_that_did_not_end_nothing_is_kept(found):
-    assert found["aborted"] == ("abort", None)
-    assert found["ended"] == [("whole", 7 + 100 - 1)]
 
 
 def test_a_session_of_streaming_input_is_kept_whole_at_its_end(found):
@@ -121,9 +83,3 @@ def test_of_eight_requests_that_give_their_rows_one_id_one_runs_and_the_others_a
 def test_an_id_is_free_again_when_the_caller_of_its_request_has_left(found):
     assert "a running request" in found["named by one that runs"]
     assert found["named by one that left"] == "ok"
-
-
-def test_rows_are_found_by_the_id_that_their_caller_gave(found):
-    memory, *stored = found["named rows"]
-    for rows in stored:
-        assert_same(rows, memory)

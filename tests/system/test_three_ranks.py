@@ -24,6 +24,7 @@ SETTINGS = {
     "max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 48,
     "enable_prefix_caching": False, **GPU_MEMORY,
 }  # fmt: skip
+Engines = tuple[Any, Any, tuple[int, int]]
 draw = torch.Generator().manual_seed(11)
 PROMPT = torch.randint(3, VOCAB, (70,), generator=draw).tolist()
 pytestmark = [
@@ -32,19 +33,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(6, 3), (3, 1)],
-    ids=["a head of keys each", "one head of keys for all"],
-)
-def heads(request: pytest.FixtureRequest) -> tuple[int, int]:
-    found: tuple[int, int] = request.param
-    return found
-
-
-@pytest.fixture(scope="module")
-def both(heads: tuple[int, int], tiny_models: Path) -> Iterator[tuple[Any, Any]]:
-    queries, keys = heads
+@pytest.fixture(scope="module", params=[(6, 3), (3, 1)], ids=["a head of keys each", "one for all"])
+def both(request: Any, tiny_models: Path) -> Iterator[Engines]:
+    """An engine of one rank, one of three, and their heads of queries and of keys."""
+    queries, keys = request.param
     more = {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": HEAD}
     more |= {"hidden_size": 96}
     spec = tiny.Tiny(lambda: hf.LlamaConfig(**{**tiny._COMMON, "vocab_size": VOCAB, **more}))
@@ -59,7 +51,7 @@ def both(heads: tuple[int, int], tiny_models: Path) -> Iterator[tuple[Any, Any]]
             **SETTINGS,
         ) as three,
     ):
-        yield alone, three
+        yield alone, three, request.param
 
 
 def vector(size: int) -> list[float]:
@@ -87,9 +79,9 @@ def edits(queries: int, keys: int) -> list[Any]:
 
 
 def test_rows_and_edits_of_three_ranks_are_those_of_one(
-    both: tuple[Any, Any], heads: tuple[int, int]
+    both: Engines,
 ) -> None:
-    alone, three = both
+    alone, three, heads = both
     assert [worker.tensor_rank for worker in three.info.workers] == [0, 1, 2]
     assert three.info.shape.num_heads(("z", 1)) == heads[0]
     assert three.info.shape.num_heads(("k", 1)) == heads[1]
@@ -99,6 +91,8 @@ def test_rows_and_edits_of_three_ranks_are_those_of_one(
     prompts, params = [tokens(PROMPT)] * len(given), greedy(3, detokenize=False)
     one, other = (llm.generate(prompts, params, **asked) for llm in (alone, three))
     assert_same(other, one)
+    capture = Capture("all", [*SITES, "resid_post"], return_="sharded")
+    assert_same(three.generate(prompts[:1], params, capture=capture, use_tqdm=False), one[:1])
     plain = one[0].activations
     for edit, output in zip(given[1:], one[1:], strict=True):
         assert edit is not None
@@ -109,15 +103,3 @@ def test_rows_and_edits_of_three_ranks_are_those_of_one(
         if edit[0].op == "steer" and edit[0].heads:
             change = (output.activations[tap] - plain[tap])[:70].abs().amax((0, 2))
             assert change.nonzero().flatten().tolist() == list(edit[0].heads)
-
-
-def test_rows_that_each_rank_transfers_of_its_own_are_the_same(both: tuple[Any, Any]) -> None:
-    found = []
-    for way in ("gathered", "sharded"):
-        capture = Capture("all", [*SITES, "resid_post"], return_=way)
-        found.append(
-            both[1].generate(
-                [tokens(PROMPT)], greedy(3, detokenize=False), capture=capture, use_tqdm=False
-            )
-        )
-    assert_same(*found)

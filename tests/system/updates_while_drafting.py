@@ -10,24 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import controlling
-from support.conditions import first_met
 from support.engines import engine, greedy
-from support.oracle import HookEdit, Oracle
+from support.oracle import Oracle
 from support.updating import (
-    PROMPT,
     Stepped,
     check_replay,
     check_versions,
     everything,
-    held,
     steer,
     vector,
 )
 
-from midstream import Controller, Gate, Probe, Steer, Switch, Threshold
-from midstream.errors import SpecError
+from midstream import Controller, Probe, Threshold
 
 
 @pytest.fixture(scope="module")
@@ -42,44 +37,9 @@ def drafting(tiny_llama: Path) -> Iterator[Any]:
         tiny_llama,
         disable_log_stats=False,
         speculative_config={**drafts, "prompt_lookup_min": 1},
-        midstream={"gate_states": 4, "controllers": controlling.DECLARED},
+        midstream={"controllers": controlling.DECLARED},
     ) as found:
         yield found
-
-
-def test_a_gate_with_memory_remembers_across_a_change_of_its_strength(
-    drafting: Any, oracle: Oracle
-) -> None:
-    llm = drafting
-    run = Stepped(llm)
-    push = vector(2)
-    _, plain = oracle.run(PROMPT)
-    read = plain["resid_post", 0][4]  # the fifth token opens it
-    others = max(float(plain["resid_post", 0][at] @ read) for at in range(4))
-    gate = Gate(
-        Steer(push, 1, 2.0),
-        {"direction": read, "layer": 0},
-        threshold=(others + float(read @ read)) / 2,
-        hold="rest",
-    )
-    run.add("a", PROMPT, greedy(16), edits=[gate], capture=everything())
-    run.add("b", PROMPT, greedy(16), edits=[Steer(push, 1)], capture=everything())
-    run.step(4)
-    off = llm.update("a", scale=0).positions[0]
-    run.step(4)
-    half = llm.update("a", scale=0.5).positions[0]
-    for name, edits in (("a", [Steer(push, 1)]), ("a", []), ("b", [gate])):
-        with pytest.raises(SpecError, match="gates with memory") as caught:
-            llm.update(name, edits=edits)
-        assert caught.value.path == "edits"
-    outputs = run.finish()
-    hooks = {
-        0: [HookEdit("resid_post", 1, push, 2.0, lambda at: at >= 4)],
-        2: [HookEdit("resid_post", 1, push, 1.0, lambda _: True)],
-    }
-    found = outputs["a"].outputs[0]
-    assert [each[0] for each in held(found.receipt)] == [0, off, half]
-    check_replay(oracle, PROMPT, found, hooks)
 
 
 def test_with_drafts_a_position_has_the_version_that_held_when_it_was_scheduled(
@@ -106,44 +66,6 @@ def test_with_drafts_a_position_has_the_version_that_held_when_it_was_scheduled(
     counts = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
     drafted = counts["vllm:spec_decode_num_draft_tokens"]
     assert drafted > counts["vllm:spec_decode_num_accepted_tokens"] > 0
-
-
-def test_with_drafts_a_probe_switches_after_the_token_that_met_its_condition(
-    drafting: Any, oracle: Oracle
-) -> None:
-    """Scores of drafts count once these are accepted; edits hold where the receipt says."""
-    prompt = [5, 17, 33, 5, 17, 33, 5, 17]
-    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
-    asked = {"edits": [first], "capture": everything()}
-
-    def probe(act: Any = None) -> Probe:
-        return Probe(torch.stack([vector(3), vector(4)]), [0, 1], name="p", act=act,
-                     phase="generated")  # fmt: skip
-
-    run = Stepped(drafting)
-    for nth in range(4):
-        run.add(f"r{nth}", prompt[nth:], greedy(40), probes=probe(), **asked)
-    free = {name: one.probes["p"].tolist() for name, one in run.finish().items()}
-    drafting.reset_prefix_cache()
-    run = Stepped(drafting)
-    wanted = {}
-    for nth, scores in enumerate(free.values()):
-        # Repeated tokens are drafted: what they read is about as high each time.
-        threshold = sorted(scores[:-4])[-8] - 1e-3
-        wanted[nth] = len(prompt) - nth + first_met(scores, above=threshold)
-        act = Switch([second], above=threshold)
-        run.add(f"r{nth}", prompt[nth:], greedy(40), probes=probe(act), **asked)
-    outputs = run.finish()
-    for nth, place in wanted.items():
-        found = outputs[f"r{nth}"].outputs[0]
-        (action,) = found.receipt.actions
-        assert (action.kind, action.position) == ("switch", place)
-        start = held(found.receipt)[1][0]
-        # The step that computed it may have accepted drafts beyond it, three at most.
-        assert place < start <= place + 4
-        check_replay(oracle, prompt[nth:], found, {0: [hook], 1: [later]})
-    counts = {one.name: getattr(one, "value", 0) for one in drafting.get_metrics()}
-    assert counts["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
 def test_with_drafts_controllers_change_what_is_not_scheduled_and_stop_at_an_accepted_token(

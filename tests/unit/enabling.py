@@ -74,7 +74,7 @@ def ours() -> list[str]:
     return sorted(name for name in sys.modules if name.split(".")[0] == "midstream")
 
 
-def in_fork(scenario: Callable[[], None], modules: list[ModuleType], fresh: bool = True) -> Any:
+def in_fork(scenario: Callable[[], None], modules: list[ModuleType]) -> Any:
     """What a scenario changes, seen in a process of its own."""
     import vllm.plugins
 
@@ -82,8 +82,7 @@ def in_fork(scenario: Callable[[], None], modules: list[ModuleType], fresh: bool
     child = os.fork()
     if child == 0:
         before = snapshot(modules)
-        if fresh:
-            vllm.plugins.plugins_loaded = False
+        vllm.plugins.plugins_loaded = False
         try:
             scenario()
             error = ""
@@ -126,11 +125,15 @@ def engine_args(
 FILES = tempfile.TemporaryDirectory()
 
 
-def options(text: str) -> str:
-    """The path of a file of vLLM's options."""
+def command_line(*words: str) -> Callable[[], None]:
+    return engine_args(command_line=words)
+
+
+def options(text: str) -> Callable[[], None]:
+    """As `engine_args`, with a file of vLLM's options."""
     path = Path(FILES.name) / f"{uuid.uuid4().hex}.yaml"
     path.write_text(text)
-    return str(path)
+    return command_line("--config", str(path))
 
 
 class Stop(Exception):
@@ -215,63 +218,49 @@ def main() -> None:
     found["after_engine_args"] = changed(before, snapshot(modules))
     found["ours"] = ours()
     found["environment_kept"] = environment == dict(os.environ)
-    scenarios = {
+    enabled = {
         "args": engine_args(ENABLED),
         "args, with settings": engine_args({"midstream": {"layers": [1]}, **OTHERS}),
         "args, in the environment": engine_args(environment="1"),
         "args, in the environment as JSON": engine_args(environment='{"layers": [1]}'),
-        "args, on the command line": engine_args(command_line=(OPTION, json.dumps(ENABLED))),
-        "args, on the command line in one word": engine_args(
-            command_line=(f"{OPTION.replace('-', '_')}={json.dumps(ENABLED)}",)
+        "args, on the command line": command_line(OPTION, json.dumps(ENABLED)),
+        "args, on the command line in one word": command_line(
+            f"{OPTION.replace('-', '_')}={json.dumps(ENABLED)}"
         ),
-        "args, on the command line by its parts": engine_args(
-            command_line=(f"{OPTION}.midstream.layers", "[1]")
-        ),
-        "args, in a file of options": engine_args(
-            command_line=("--config", options("additional-config:\n  midstream: {}\n"))
-        ),
-        "args, in a file of options as JSON": engine_args(
-            command_line=("--config", options("additional_config: '{\"midstream\": {}}'\n"))
-        ),
-        "args, a worker class in a file of options": engine_args(
-            command_line=("--config", options(f"port: 1\nworker-cls: {WORKER}\n"))
-        ),
+        "args, on the command line by its parts": command_line(f"{OPTION}.midstream.layers", "[1]"),
+        "args, in a file of options": options("additional-config:\n  midstream: {}\n"),
+        "args, in a file of options as JSON": options("additional_config: '{\"midstream\": {}}'\n"),
+        "args, a worker class in a file of options": options(f"port: 1\nworker-cls: {WORKER}\n"),
         "args, a worker class": engine_args(worker_class=WORKER),
-        "args, a worker class on the command line": engine_args(
-            command_line=("--worker-cls", WORKER)
-        ),
+        "args, a worker class on the command line": command_line("--worker-cls", WORKER),
         "core": engine_core(ENABLED),
         "worker": worker(ENABLED),
         "twice": twice,
+    }
+    idle = {
         "args, plain": engine_args(),
         "args, of others": engine_args(OTHERS),
         "args, false": engine_args({"midstream": False}),
         "args, none": engine_args({"midstream": None}),
         "args, 0 in the environment": engine_args(environment="0"),
         "args, empty in the environment": engine_args(environment=""),
-        "args, of others on the command line": engine_args(
-            command_line=("--model", "midstream", OPTION, '{"other": 1}')
+        "args, of others on the command line": command_line(
+            "--model", "midstream", OPTION, '{"other": 1}'
         ),
-        "args, of others on the command line by its parts": engine_args(
-            command_line=(f"{OPTION}.other.midstream", "1")
+        "args, of others by its parts": command_line(f"{OPTION}.other.midstream", "1"),
+        "args, of others in a file of options": options(
+            "additional-config:\n  other: 1\n# as for\nmodel: midstream\n"
         ),
-        "args, of others in a file of options": engine_args(
-            command_line=(
-                "--config",
-                options("additional-config:\n  other: 1\n# as for\nmodel: midstream\n"),
-            )
-        ),
-        "args, a file of options that is missing": engine_args(
-            command_line=("--config", "/missing/midstream.yaml")
-        ),
+        "args, a missing file of options": command_line("--config", "/missing/midstream.yaml"),
         "args, another worker class": engine_args(worker_class="somebody.CaptureWorker"),
         "core, plain": engine_core({}),
         "core, of others": engine_core(OTHERS),
         "worker, plain": worker({}),
         "worker, of others": worker(OTHERS),
     }
-    found["scenarios"] = {name: in_fork(run, modules) for name, run in scenarios.items()}
-    found["scenarios"]["plain, then enabled"] = in_fork(plain_then_enabled, modules, fresh=True)
+    for kind, scenarios in (("enabled", enabled), ("idle", idle)):
+        found[kind] = {name: in_fork(run, modules) for name, run in scenarios.items()}
+    found["plain, then enabled"] = in_fork(plain_then_enabled, modules)
     sys.stdout.write(f"\nRESULT {json.dumps(found)}\n")
 
 

@@ -21,9 +21,6 @@ async def turns(count):
         await asyncio.sleep(0)
 
 
-# ------------------------------------------------------------------ within
-
-
 def test_what_is_awaited_gives_its_result_or_its_error():
     async def fail():
         await turns(1)
@@ -124,9 +121,6 @@ def test_whoever_is_cancelled_at_any_await_ends_as_cancelled_and_leaves_no_lock_
     assert not any(lock.locked() for lock in locks)
 
 
-# ------------------------------------------------------------------ end_tasks
-
-
 def test_a_task_that_loses_its_first_cancellation_ends_all_the_same(monkeypatch):
     monkeypatch.setattr("midstream.deadlines._AGAIN_SECONDS", 0.01)
     losses = []
@@ -183,9 +177,6 @@ def test_the_end_of_tasks_drops_their_errors_and_waits_for_no_task_that_has_ende
 
     bounded(main())
     assert "never retrieved" not in caplog.text
-
-
-# ------------------------------------------------------------------ all_of
 
 
 def test_when_one_fails_the_others_have_ended_before_its_error_is_raised():

@@ -55,9 +55,6 @@ def ended(call):
     return made.result(0)
 
 
-# ------------------------------------------------------------------ pipes
-
-
 @pytest.mark.parametrize(
     ("name", "read"),
     [
@@ -99,9 +96,6 @@ def test_options_that_come_through_a_pipe_are_left_to_vllm(tmp_path):
     path = tmp_path / "options.yaml"
     os.mkfifo(path)
     assert ended(lambda: plugin._file_enables(str(path))) is False
-
-
-# ------------------------------------------------------------------ sinks
 
 
 class Deaf(Noting):
@@ -208,9 +202,6 @@ def test_a_sink_that_is_stalled_refuses_requests_before_they_are_computed():
     ended(sinks.close)
 
 
-# ------------------------------------------------------------------ processes that are stopped
-
-
 @contextmanager
 def stopped(script, *args):
     """A process that has run a script up to its line `ready`, and gets no time any more."""
@@ -295,9 +286,6 @@ def test_a_stopped_process_that_holds_the_lock_of_a_job_is_an_error(tmp_path, mo
             ended(lambda: directory_lock.join_writers(asked, "mark"))
         with pytest.raises(StoreError, match="still write into it"):
             ended(lambda: directory_lock._wait_for_writers(str(tmp_path)))
-
-
-# ------------------------------------------------------------------ engines
 
 
 class SilentClient:

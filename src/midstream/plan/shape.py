@@ -6,17 +6,23 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from midstream.sites import Tap
+from midstream.sites import OUTER, Tap
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+def unit_of(site: str) -> str:
+    """Return what the parts of a site's vectors are called, of which `heads` is the number."""
+    return "streams" if site in OUTER else "heads"
 
 
 class VectorSize(int):
     """The number of components of the vectors at a tap.
 
     Attributes:
-        heads: number of attention heads, one after the other, that these are of; 0: of none.
+        heads: number of attention heads, one after the other, that these are of, or of streams of a
+            model with several; 0: of none.
         routing: number of experts that are chosen by the largest components; or why the choice is
             not the largest ones; 0: they are not of experts.
     """
@@ -87,7 +93,7 @@ class ModelShape:
         routing = dict(self.routing).get(tap, 0)
         if tap not in self._width_of and not heads:
             return VectorSize(width, routing=routing)
-        of_heads = f", {heads} heads of {width // heads}" if heads else ""
+        of_heads = f", {heads} {unit_of(tap[0])} of {width // heads}" if heads else ""
         return VectorSize(width, f"the width of {tap[0]}{of_heads}", heads, routing)
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from midstream import sites
 from midstream.console import format_ranges
-from midstream.plan.shape import ModelShape
+from midstream.plan.shape import ModelShape, unit_of
 
 _ELSE = "not tapped; add it to midstream's settings `sites` and `layers`"
 
@@ -33,7 +33,7 @@ class SiteState:
     def shape(self) -> str:
         """The width for display, such as `576` or `9 heads of 64`; empty if it is not tapped."""
         if self.heads:
-            return f"{self.heads} heads of {self.width // self.heads}"
+            return f"{self.heads} {unit_of(self.site)} of {self.width // self.heads}"
         return str(self.width or "")
 
 

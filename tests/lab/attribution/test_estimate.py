@@ -1,7 +1,5 @@
 """Estimates of patches, against plain autograd, and against real patches."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -140,7 +138,7 @@ def test_heads_groups_masks_and_alpha_divide_the_same_sums(twin, oracle):
 @torch.no_grad()
 def outputs_of(model, module, tokens):
     """What a module returns in one pass."""
-    found: list[torch.Tensor] = []
+    found = []
     handle = module.register_forward_hook(lambda _m, _a, out: found.append(out.clone()))
     model(torch.tensor([tokens]), use_cache=False)
     handle.remove()

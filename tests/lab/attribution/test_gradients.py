@@ -1,7 +1,5 @@
 """A twin's gradients are those that `retain_grad` gives in a plain transformers model."""
 
-from __future__ import annotations
-
 import pytest
 from support import tiny
 from support.gradient_oracle import GradientOracle, difference

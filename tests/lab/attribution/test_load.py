@@ -1,7 +1,5 @@
 """What a twin is loaded from, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Token ids of a twin's prompts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,4 @@
-"""`midstream capture`: its options, what it says, and its exit status, with an engine that computes
-nothing.
-"""
-
-from __future__ import annotations
+"""`midstream capture`: its options, its words and its exit status, with an engine that is none."""
 
 import contextlib
 import json
@@ -140,23 +136,6 @@ def test_malformed_options_are_refused(run, tmp_path, arguments):
     assert (result.exit_code, started) == (2, [])
 
 
-def test_a_directory_that_has_something_is_refused_and_resumed(run, tmp_path):
-    write_lines(tmp_path, prompts(3))
-    assert run()[0].exit_code == 0
-    again, _ = run()
-    assert again.exit_code == 2
-    assert "acts: it is not empty" in again.stderr
-    write_lines(tmp_path, prompts(5))
-    resumed, _ = run("--resume")
-    assert resumed.exit_code == 0
-    assert "acts: 5 of 5 lines are stored; 4 rows" in resumed.stdout
-    assert "3 of them were stored before this run" in resumed.stdout
-    other, started = run("--resume", "--max-tokens", "2")
-    assert other.exit_code == 2
-    assert "max_tokens 1, but this job has 2" in other.stderr
-    assert len(started) == 2
-
-
 def test_an_engine_that_cannot_start_is_a_refusal_and_one_that_breaks_is_not(
     run, tmp_path, monkeypatch
 ):
@@ -207,19 +186,19 @@ def command(folder, *arguments, start=Slow):
     return process
 
 
-def wait_for_a_shard(folder):
+def wait_for(folder, pattern):
     for _ in range(600):
-        if list((folder / "acts").glob("*.safetensors")):
+        if list(folder.glob(pattern)):
             return
         time.sleep(0.05)
-    raise AssertionError("nothing was written")
+    raise AssertionError(f"{pattern} was not written")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_in_good_order_and_resume_goes_on(tmp_path, number, status):
     write_lines(tmp_path, prompts(400))
     process = command(tmp_path, "--json")
-    wait_for_a_shard(tmp_path)
+    wait_for(tmp_path, "acts/*.safetensors")
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == status, (tmp_path / "err").read_text()
@@ -240,10 +219,7 @@ def test_a_signal_is_heard_although_the_start_of_the_engine_loses_interrupts(
 ):
     write_lines(tmp_path, prompts(400))
     process = command(tmp_path, "--json", start=Deaf)
-    for _ in range(600):
-        if (tmp_path / "starting").exists():
-            break
-        time.sleep(0.05)
+    wait_for(tmp_path, "starting")
     os.kill(process.pid, number)
     process.join(20)
     assert process.exitcode == status, (tmp_path / "err").read_text()

@@ -1,7 +1,5 @@
 """`midstream report`: its options, and what it says of wrong ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ Run = Callable[..., Any]
 @pytest.fixture
 def called(monkeypatch):
     """The options of each call; no report is made."""
-    options: list[command.ReportOptions] = []
+    options = []
     monkeypatch.setattr(command, "show", lambda given: options.append(given) or 0)
     return options
 
@@ -95,7 +93,7 @@ def test_a_name_of_a_model_is_passed_on_and_a_folder_is_checked(run, called, tmp
 
     from midstream.errors import ModelError
 
-    stages: Any = lambda _words: nullcontext()  # noqa: E731
+    stages = lambda _words: nullcontext()  # noqa: E731
     run("--model", "org/name", "--pairs", "pairs.jsonl")
     assert called[0].find_model(stages) == "org/name"
     assert not called[0].is_offline

@@ -1,7 +1,5 @@
 """`midstream sweep`: what it asks an engine or a server, and what it writes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -30,8 +28,8 @@ DIFF = ["--metric", "logit-diff:x:z", "--sites", "resid_post"]
 class StubLLM:
     """An engine that begins at once, whose tokens are characters."""
 
-    made: list[dict] = []
-    asked: list[dict] = []
+    made = []
+    asked = []
 
     def __init__(self, **settings):
         self.made.append(settings)

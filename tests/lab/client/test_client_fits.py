@@ -1,7 +1,5 @@
 """Both clients return the directions that the server fitted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from lab.server.routes.test_fit import NEGATIVE, POSITIVE, expected, script

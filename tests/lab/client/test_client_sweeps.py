@@ -1,7 +1,5 @@
 """Both clients return the sweep that the server computed."""
 
-from __future__ import annotations
-
 import json
 
 import httpx
@@ -46,14 +44,6 @@ def test_a_sweep_is_what_the_engine_computes_and_cells_come_one_by_one(both, tmp
     again = Sweep.load(found.save(tmp_path / "sweep.json"))
     assert np.array_equal(again.values, found.values)
     assert again.receipts == found.receipts
-
-
-def test_a_cell_without_a_source_position_is_nan(both):
-    found = both.call(
-        "sweep", "abcd", "gh", LogProb("x"), layers=1, sites="resid_post", align="suffix", repeats=0
-    )
-    assert np.isnan(found.values[0, 0]).tolist() == [True, True, False, False]
-    assert np.isnan(found.noise_floor)
 
 
 def test_sources_of_every_form_reach_the_server(both, site):

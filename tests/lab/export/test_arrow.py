@@ -1,7 +1,5 @@
 """Parquet and Arrow files of a store, read by pyarrow and by Hugging Face's datasets."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -70,15 +68,6 @@ def test_a_parquet_file_has_every_row_with_what_it_is_of(tmp_path, dtype):
     assert said["codec"] == "raw"
     assert said["dtype"] == dtype
     assert said["model"] == "acme/tiny"
-
-
-@pytest.mark.parametrize("codec", ["cast:dtype=float16", "full8", "rp8:k=16,seed=1", "topk8:k=3"])
-def test_rows_of_a_codec_are_decoded(tmp_path, codec):
-    selection = selected(tmp_path, header(codec=codec), layer=0)
-    table = record_batches(selection).read_all()
-    width = 16 if codec.startswith("rp8") else 8
-    assert table.schema.field("vector").type == pa.list_(pa.float32(), width)
-    assert holds(table.to_pydict(), expected(selection))
 
 
 def test_an_arrow_stream_and_a_file_of_many_groups_have_the_same_rows(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """npz files of a store: NumPy alone reads them."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.sinks.test_files import values_of
 from unit.store.making import TAPS, entry, header, vectors, write
 
 from midstream import StoreError, open_store
@@ -65,12 +64,7 @@ def test_what_a_codec_reduced_is_there_as_it_wrote_it_with_its_scales(tmp_path, 
     (folder,) = exported(tmp_path, [entry("a", rows=4, head=head)], head)
     batch = open_store(tmp_path / "store").select(site="resid_pre").take(range(4))
     with np.load(folder / "resid_pre.0.npz", allow_pickle=False) as found:
-        values = found["zero"][:, None] + found["scale"][:, None] * found["q"].astype(np.float32)
-        if codec.startswith("topk8"):
-            full = np.zeros((4, 24), np.float32)
-            np.put_along_axis(full, found["indices"], values, axis=1)
-            values = full
-        np.testing.assert_array_equal(values, batch.values.numpy())
+        np.testing.assert_array_equal(values_of(found, 24), batch.values.numpy())
         said = manifest(folder)
         (file,) = (each for each in said["files"] if each["path"] == "resid_pre.0.npz")
         assert said["codec"] == codec
@@ -90,10 +84,7 @@ def test_taps_of_two_widths_are_exported_together(tmp_path, codec):
     assert "widths" not in said
     for nth, tap in enumerate((wide, TAPS[1])):
         with np.load(folder / f"{tap[0]}.{tap[1]}.npz") as found:
-            if codec == "full8":
-                values = found["zero"][:, None] + found["scale"][:, None] * found["q"]
-            else:
-                values = found["rows"]
+            values = values_of(found)
             expected = vectors(nth, 3, head, tap).numpy()
             assert values.shape == expected.shape
             assert np.abs(values - expected).max() <= (0 if codec == "raw" else 0.02)

@@ -1,7 +1,5 @@
 """Batches on an `AsyncLLM` mean what they do on an `LLM`."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Files of directions: what is written is read, by others too; what is forged is rejected."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """Directions and their scores, on rows whose direction is known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

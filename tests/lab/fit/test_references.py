@@ -1,8 +1,4 @@
-"""Every method against scikit-learn, from rows, from moments and from a store; scores against a
-cross-validation that is written out.
-"""
-
-from __future__ import annotations
+"""Methods against scikit-learn, and scores against a cross-validation that is written out."""
 
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Logs of evaluations have no tensors, and nothing that was asked for is left out silently."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

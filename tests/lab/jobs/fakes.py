@@ -77,12 +77,7 @@ WIDE_ORIGIN = replace(ORIGIN, widths={("resid_post", 2): 12})
 
 
 class FakeEngine:
-    """Ends some of what it has at each step, in an order by chance.
-
-    Attributes:
-        added: lines in the order in which they came.
-        most: how many it had at once.
-    """
+    """Ends some of what it has at each step, at random; notes lines that came, and most at once."""
 
     origin = ORIGIN
 

@@ -51,12 +51,7 @@ def run(folder: Path, told: Connection) -> None:
 
 
 class Killed:
-    """A data set that is captured by jobs that are killed.
-
-    Attributes:
-        texts: the prompt of each line.
-        acknowledged: so many lines were.
-    """
+    """A data set captured by jobs that are killed: `texts` by line; so many are `acknowledged`."""
 
     def __init__(self, folder: Path) -> None:
         self.texts = {number: each["text"] for number, each in enumerate(prompts(LINES), 1)}

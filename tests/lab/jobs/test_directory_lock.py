@@ -1,7 +1,5 @@
 """Where a job captures into, other than an empty directory."""
 
-from __future__ import annotations
-
 import multiprocessing
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`midstream capture --estimate`: exact numbers from a configuration and a tokenizer alone."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A job's fields, and the ids that are made of them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

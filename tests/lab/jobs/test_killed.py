@@ -1,7 +1,5 @@
 """A job that is killed at any instant loses nothing that it had, and does nothing twice."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """How fast a job is, when it will have ended, and how that is shown."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """What a line of data may be."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

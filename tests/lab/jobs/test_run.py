@@ -1,7 +1,5 @@
 """A dataset capture against an engine that computes nothing: what is stored, and what is not."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import json
@@ -24,8 +22,8 @@ class Seen:
     """What a job tells."""
 
     def __init__(self):
-        self.reasons: dict[int, str] = {}
-        self.done: list[int] = []
+        self.reasons = {}
+        self.done = []
 
     def moved(self, counts):
         self.done.append(counts.done)
@@ -46,6 +44,17 @@ def test_every_line_is_stored_once_with_its_own_rows(tmp_path):
     assert seen.done[-1] == 100
     check_rows(tmp_path / "acts", {n + 1: each["text"] for n, each in enumerate(prompts(100))})
     assert not (tmp_path / "acts" / "errors.jsonl").exists()
+
+
+def stopping(stop, at=0, **options):
+    """Starts an engine that sets an event when it has had so many lines."""
+
+    def start(job):
+        engine = FakeEngine(job, **options)
+        engine.stops, engine.stops_at = stop, at
+        return engine
+
+    return start
 
 
 class WideEngine(FakeEngine):
@@ -88,11 +97,7 @@ def test_lines_are_read_as_the_engine_takes_them(tmp_path):
 
     write_lines(tmp_path, [])
     stop = threading.Event()
-
-    def start(job):
-        engine = FakeEngine(job, window=5)
-        engine.stops, engine.stops_at = stop, 50
-        return engine
+    start = stopping(stop, 50, window=5)
 
     with CaptureRun(job(tmp_path)) as capturing:
         capturing._source = Endless()
@@ -187,24 +192,22 @@ def test_the_list_of_failures_may_be_elsewhere_and_is_refused_where_it_cannot_be
         capture_dataset(job(tmp_path, out=str(tmp_path / "b"), errors="/nowhere/e"), FakeEngine)
 
 
-@pytest.mark.parametrize("there", [b'{"text": "a prompt"}\n', b"\0", b'{"line": 1, "text": "a"}\n'])
-def test_what_is_no_list_of_failures_is_never_replaced_by_one(tmp_path, there):
-    write_lines(tmp_path, [b"?"])
-    path = tmp_path / "mine"
-    path.write_bytes(there)
-    with pytest.raises(SpecError, match="errors: .*mine exists and is not a list of failed lines"):
-        capture_dataset(job(tmp_path, errors=str(path)), FakeEngine)
-    assert path.read_bytes() == there
-
-
-def test_the_data_and_devices_are_never_replaced_by_a_list_of_failures(tmp_path):
-    write_lines(tmp_path, prompts(2))
+def test_what_is_no_list_of_failures_is_never_replaced_by_one(tmp_path):
+    data = write_lines(tmp_path, [b"?"])
     (tmp_path / "link").symlink_to("/dev/null")
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "prompts.jsonl", tmp_path / "link", tmp_path / "pipe"):
-        with pytest.raises(SpecError, match="is not a list of failed lines"):
-            capture_dataset(job(tmp_path, errors=str(path)), FakeEngine)
-        assert os.path.lexists(path)
+    files = {
+        "text": b'{"text": "a prompt"}\n',
+        "zero": b"\0",
+        "line": b'{"line": 1, "text": "a"}\n',
+    }
+    for name, there in files.items():
+        (tmp_path / name).write_bytes(there)
+    for name in (data.name, "link", "pipe", *files):
+        with pytest.raises(SpecError, match=f"errors: .*{name} .*is not a list of failed lines"):
+            capture_dataset(job(tmp_path, errors=str(tmp_path / name)), FakeEngine)
+        assert os.path.lexists(tmp_path / name)
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
 
 
 @pytest.mark.parametrize("length", [0, 1, 8, 9, 12, 18, 20, 28, 31, 32, 40])
@@ -231,11 +234,7 @@ def test_failures_that_cannot_be_listed_end_the_job_and_name_the_file(tmp_path, 
 def test_a_job_that_was_stopped_goes_on_where_it_was(tmp_path):
     write_lines(tmp_path, prompts(100))
     stop = threading.Event()
-
-    def start(job):
-        engine = FakeEngine(job)
-        engine.stops, engine.stops_at = stop, 40
-        return engine
+    start = stopping(stop, 40)
 
     first = capture_dataset(job(tmp_path), start, stop=stop)
     assert first.interrupted
@@ -268,11 +267,7 @@ def test_what_had_come_is_stored_when_the_engine_breaks(tmp_path):
 def test_an_error_while_it_stops_is_that_of_an_engine_that_was_stopped_as_well(tmp_path):
     write_lines(tmp_path, [*prompts(10), {"text": "it dies"}])
     stop = threading.Event()
-
-    def start(job):
-        engine = FakeEngine(job, window=20, seed=3)
-        engine.stops = stop
-        return engine
+    start = stopping(stop, window=20, seed=3)
 
     summary = capture_dataset(job(tmp_path), start, stop=stop)
     assert summary.interrupted
@@ -286,10 +281,7 @@ def test_rows_that_cannot_be_written_are_an_error_while_it_stops_as_well(tmp_pat
         if stop.is_set():
             raise StoreError("the disk is full")
 
-    def start(job):
-        engine = FakeEngine(job, window=20)
-        engine.stops = stop
-        return engine
+    start = stopping(stop, window=20)
 
     monkeypatch.setattr("midstream.lab.jobs.store_writer.StoreWriter.check", check)
     monkeypatch.setattr("midstream.lab.jobs.store_writer.StoreWriter.close", lambda keeper: None)

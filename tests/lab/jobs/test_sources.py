@@ -1,7 +1,5 @@
 """Where prompts come from."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

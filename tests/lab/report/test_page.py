@@ -1,7 +1,5 @@
 """The report stands alone, is well-formed, escapes everything, and says what the result says."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import dataclasses

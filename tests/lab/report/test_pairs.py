@@ -1,7 +1,5 @@
 """Files of pairs and questions: what is wrong in them is named by file and line."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

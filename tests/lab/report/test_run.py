@@ -1,7 +1,5 @@
 """The main job, on an engine whose stream is known."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 

@@ -1,7 +1,5 @@
 """The body of a sweep: any JSON is read or refused, and what is read is what was meant."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import given

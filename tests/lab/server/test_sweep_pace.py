@@ -1,8 +1,7 @@
 """Ordinary requests go before the runs of sweeps."""
 
-from __future__ import annotations
-
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from lab.server.routes import test_fit
@@ -24,10 +23,21 @@ def cells(engine):
     return [name for name in engine.states if name.startswith(RUN_ID)]
 
 
+def watched(engine):
+    """How many runs of sweeps are under way at most, and their priorities, from now on."""
+    seen = SimpleNamespace(most=0, priorities=set())
+
+    async def pause():
+        seen.most = max(seen.most, len(cells(engine)))
+        seen.priorities.add(engine.vllm_args["priority"])
+        await asyncio.sleep(0.001)
+
+    engine.pause = pause
+    return seen
+
+
 async def before_first_token(client, site, body):
-    """How many runs of a sweep start between an ordinary request and its first token, and how many
-    outputs of runs the engine makes in that time.
-    """
+    """(runs that start between an ordinary request and its first token, outputs of runs then)."""
     engine, ordinary = site.engine, []
     engine.log.clear()
 
@@ -70,16 +80,9 @@ async def test_runs_take_a_part_of_the_seats_and_none_while_requests_take_all_or
         engine = site.engine
         engine.limit_seats(8)
         site.server.sweeps.wait_seconds = FOREVER
-        most = 0
-
-        async def pause():
-            nonlocal most
-            most = max(most, len(cells(engine)))
-            await asyncio.sleep(0.001)
-
-        engine.pause = pause
+        seen = watched(engine)
         assert (await client.post(PATH, json=BODY)).status_code == 200
-        assert most == 2
+        assert seen.most == 2
         # While as many requests run as there are seats, or one waits for capacity, none starts.
         for states, waiting in (({f"cmpl-{n}": True for n in range(8)}, 0), ({}, 1)):
             engine.states.update(states)
@@ -99,16 +102,9 @@ async def test_a_scheduler_with_priorities_gets_more_runs_behind_all_others():
         engine.vllm_config.scheduler_config.policy = "priority"
         site.server.sweeps.wait_seconds = FOREVER
         engine.states["cmpl-1"] = False
-        most = 0
-
-        async def pause():
-            nonlocal most
-            most = max(most, len(cells(engine)))
-            await asyncio.sleep(0.001)
-
-        engine.pause = pause
+        seen = watched(engine)
         assert (await client.post(PATH, json=BODY)).status_code == 200
-        assert most == 7  # and the ordinary request
+        assert seen.most == 7  # and the ordinary request
         assert engine.vllm_args["priority"] == sweep_pace.PRIORITY > 0
 
 
@@ -120,24 +116,16 @@ async def test_traffic_that_never_ends_leaves_one_run_at_a_time_to_sweeps_and_fi
         engine.traffic = lambda: BUSY
         engine.vllm_config.scheduler_config.policy = policy
         site.server.sweeps.wait_seconds = 0.01
-        most, priorities = 0, set()
-
-        async def pause():
-            nonlocal most
-            most = max(most, len(cells(engine)))
-            priorities.add(engine.vllm_args["priority"])
-            await asyncio.sleep(0.001)
-
-        engine.pause = pause
+        seen = watched(engine)
         if kind == "sweep":
             answer = await within(30, client.post(PATH, json={**BODY, "layers": [1]}))
         else:
             engine.script = test_fit.script
             answer = await within(30, client.post(test_fit.PATH, json=test_fit.BODY))
         assert answer.status_code == 200
-        assert most == 1
+        assert seen.most == 1
         # As an ordinary request: behind all others it would never be computed.
-        assert priorities == {0}
+        assert seen.priorities == {0}
 
 
 async def test_a_run_waits_its_time_for_ordinary_requests_before_it_takes_a_seat():

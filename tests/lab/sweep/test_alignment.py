@@ -1,7 +1,5 @@
 """Alignment of two prompts."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +35,11 @@ def test_a_mapping_is_what_it_says_from_either_end(data, target, source):
     assert read_align(emit_align(align)) == align
 
 
-def test_lengths_that_differ_are_refused_with_both_counts():
+def test_lengths_that_differ_and_pairs_that_the_prompts_lack_are_refused():
+    for pairs in ({4: 0}, {0: 6}, {-5: 0}, {0: -7}, {3: 0, -1: 1}):
+        with pytest.raises(SpecError) as error:
+            align_positions(read_align(pairs), 4, 6)
+        assert error.value.path.startswith("align[")
     with pytest.raises(SpecError, match=r"9 tokens and the source has 12.*suffix") as error:
         align_positions("exact", 9, 12)
     assert error.value.path == "align"
@@ -52,10 +54,3 @@ def test_malformed_alignments_are_refused_by_their_path(value, path):
     with pytest.raises(SpecError) as error:
         read_align(value)
     assert error.value.path == path
-
-
-@pytest.mark.parametrize("pairs", [{4: 0}, {0: 6}, {-5: 0}, {0: -7}, {3: 0, -1: 1}])
-def test_pairs_that_the_prompts_lack_are_refused(pairs):
-    with pytest.raises(SpecError) as error:
-        align_positions(read_align(pairs), 4, 6)
-    assert error.value.path.startswith("align[")

@@ -1,7 +1,5 @@
 """The cells of a grid: each once, in an order that the prefix cache serves."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

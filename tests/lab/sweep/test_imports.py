@@ -1,7 +1,5 @@
 """Sweeps are read, shown and asked for without torch and vLLM."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The runs of a sweep: what each edits, and where the unpatched ones are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,6 @@ from midstream.lab.sweep.job import SweepContext, SweepJob, SweepPrompt
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.shape import ModelShape
 from midstream.plan.vectors.vector import Vector
-from midstream.sites import Tap
 
 SHAPE = ModelShape(3, 4, [("resid_pre", layer) for layer in range(3)])
 
@@ -23,7 +20,7 @@ def prompt(length):
 class EarlierRows:
     """Rows of layers 0 and 1, whose numbers tell layer and position."""
 
-    taps: tuple[Tap, ...] = (("resid_pre", 0), ("resid_pre", 1))
+    taps = (("resid_pre", 0), ("resid_pre", 1))
 
     def positions(self, tap):
         return (1, 2, 4)

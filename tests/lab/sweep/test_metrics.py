@@ -1,7 +1,5 @@
 """Metrics: their values against formulas, their JSON forms, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

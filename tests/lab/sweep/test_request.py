@@ -1,7 +1,5 @@
 """`SweepRequest`: its JSON form, its defaults, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

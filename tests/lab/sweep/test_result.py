@@ -1,10 +1,7 @@
 """`Sweep`: its files, tables and pictures."""
 
-from __future__ import annotations
-
 import json
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from midstream.lab.sweep import SweepReceipts
 from midstream.results.receipt import Edited, Receipt
 
 DIMS = ("site", "layer", "position")
-COORDS: dict[str, list[Any]] = {
+COORDS = {
     "site": ["resid_pre", "z"], "layer": [0, 7], "position": [3, 4, "end"]
 }  # fmt: skip
 TOKENS = (" the", "<b>", " of it")
@@ -25,7 +22,7 @@ def made(**more):
         [[[0.0, 1.0, 0.5], [np.nan, -3.0, 0.25]], [[0.1, 0.2, 0.3], [2.0, 0.0, 0.0]]], np.float32
     )
     receipts = SweepReceipts((Receipt("1", 9, 1, (), Edited(3, 2, 2, 1)),), 90, 64)
-    given: dict[str, Any] = {
+    given = {
         "values": values, "dims": DIMS, "coords": COORDS, "metric": Recovered(LogProb(" a")),
         "corrupt": -5.0, "clean": -1.0, "noise_floor": 1e-6, "tokens": TOKENS, "receipts": receipts,
     }  # fmt: skip
@@ -121,7 +118,9 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, package, extra, 
         use(made())
 
 
-def test_pictures_have_a_panel_for_each_site(tmp_path):
+def test_pictures_have_a_panel_for_each_site_and_heads_as_columns_where_there_is_one_position(
+    tmp_path,
+):
     html = made()._repr_html_()
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
@@ -133,9 +132,6 @@ def test_pictures_have_a_panel_for_each_site(tmp_path):
     assert "Recovered(LogProb(' a')), resid_pre" in text
     assert "\N{MINUS SIGN}3.00" in text
     assert "\N{MINUS SIGN}3.00" in made().picture().save(tmp_path / "sweep.html").read_text()
-
-
-def test_heads_are_columns_where_there_is_one_position():
     values = np.arange(8, dtype=np.float32).reshape(1, 2, 1, 4)
     coords = {"site": ["z"], "layer": [0, 1], "position": [3], "head": [0, 1, 2, 3]}
     dims = (*DIMS, "head")

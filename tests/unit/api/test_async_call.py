@@ -113,21 +113,19 @@ def test_a_call_that_asks_for_nothing_ends_if_vllm_raises(given):
     assert front.events == [("begin plain", "name"), ("leave plain", "name")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "extra_args", "concerned"),
-    [
+def test_a_call_to_which_something_applies_is_begun(given):
+    for arguments, extra_args, concerned in (
         (CallArguments(capture=Capture("all")), None, False),
         (CallArguments(edits=[]), None, False),
         (None, {"midstream": {"capture": {"layers": "all"}}}, False),
         (None, None, True),
-    ],
-)
-def test_a_call_to_which_something_applies_is_begun(given, arguments, extra_args, concerned):
-    front = Front(concerned)
-    outputs(front, params(extra_args=extra_args), arguments)
-    ((_, passed, _),) = given
-    assert "midstream" in passed.extra_args
-    assert front.events == ["begin", "resolve ahead", "forget", "leave"]
+    ):
+        front = Front(concerned)
+        outputs(front, params(extra_args=extra_args), arguments)
+        ((_, passed, _),) = given
+        assert "midstream" in passed.extra_args
+        given.clear()
+        assert front.events == ["begin", "resolve ahead", "forget", "leave"]
 
 
 def test_extra_args_that_would_be_ignored_are_refused(given):

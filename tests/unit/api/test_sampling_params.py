@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from support.refusals import refused
 
 from midstream.api.sampling_params import OWN, SamplingParams
 from midstream.errors import SpecError
@@ -25,9 +26,6 @@ def plan_of(params) -> Plan | None:
     from midstream.runtime.install import plan_of
 
     return plan_of(params)
-
-
-# ---------------------------------------------------------------- it is vLLM's
 
 
 def test_what_it_makes_is_vllms_own():
@@ -79,9 +77,6 @@ def test_other_extra_args_are_kept_and_not_changed():
     assert plan_of(params) is not None
 
 
-# ---------------------------------------------------------------- what is asked
-
-
 def test_the_tiers_add_up_in_order():
     params = SamplingParams(
         steering_module_ref=("happy", 1.5),
@@ -102,129 +97,69 @@ def test_the_tiers_add_up_in_order():
     )
 
 
-@pytest.mark.parametrize(
-    "vector",
-    [V, np.asarray(V), torch.tensor(V, dtype=torch.bfloat16), Vector.parse(V), {"vector": V}],
-    ids=lambda value: type(value).__name__,
-)
-@pytest.mark.parametrize("hooks", ["post_block", "resid_post"])
-def test_every_form_of_a_vector_says_the_same(vector, hooks):
-    params = SamplingParams(steering_vectors={hooks: {"15": vector}})
-    assert plan_of(params) == Plan(edits=(Steer(V, 15, site="resid_post"),))
+def test_every_form_of_a_vector_and_of_a_name_says_the_same():
+    forms = (V, np.asarray(V), torch.tensor(V, dtype=torch.bfloat16), Vector.parse(V))
+    for vector in (*forms, {"vector": V}):
+        for hooks in ("post_block", "resid_post"):
+            params = SamplingParams(steering_vectors={hooks: {"15": vector}})
+            assert plan_of(params) == Plan(edits=(Steer(V, 15, site="resid_post"),))
+    for ref in ("happy", ("happy", 1), {"name": "happy"}, Named("happy")):
+        assert plan_of(SamplingParams(steering_module_ref=ref)) == Plan(edits=(Steer("happy"),))
 
 
-@pytest.mark.parametrize("ref", ["happy", ("happy", 1), {"name": "happy"}, Named("happy")])
-def test_a_module_is_referred_to_by_its_name(ref):
-    assert plan_of(SamplingParams(steering_module_ref=ref)) == Plan(edits=(Steer("happy"),))
-
-
-@pytest.mark.parametrize(
-    "capture",
-    [
-        Capture(12, "resid_post", "last_prompt"),
-        [{"layers": 12, "positions": "last_prompt"}],
-        {
-            "memory": {
-                "hooks": {"post_block": [12]},
-                "positions": "last_prompt",
-            }
-        },
-    ],
-    ids=["Capture", "list", "consumer"],
-)
-def test_captures_are_taken_in_every_form(capture):
-    params = SamplingParams(capture=capture)
-    assert plan_of(params) == Plan(captures=(Capture(12, "resid_post", "last_prompt"),))
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [("all_prompt", "prompt"), ("all_generated", "generated"), ("all", "all"), ([1, 2], [1, 2])],
-)
-def test_a_consumers_hooks_are_a_capture_each_at_its_positions(theirs, ours):
-    asked = {"hooks": {"pre_attn": [0], "post_attn": "all"}, "positions": theirs}
-    assert plan_of(SamplingParams(capture={"memory": asked})) == Plan(
-        captures=(Capture(0, "resid_pre", ours), Capture("all", "resid_mid", ours))
-    )
-
-
-def test_probes_are_taken():
-    probe = {"name": "truth", "direction": V, "layer": 3}
-    plan = plan_of(SamplingParams(probes=probe))
+def test_captures_and_probes_are_taken_in_every_form():
+    wanted = Capture(12, "resid_post", "last_prompt")
+    consumer = {"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}
+    for capture in (wanted, [{"layers": 12, "positions": "last_prompt"}], consumer):
+        assert plan_of(SamplingParams(capture=capture)) == Plan(captures=(wanted,))
+    plan = plan_of(SamplingParams(probes={"name": "truth", "direction": V, "layer": 3}))
     assert [each.name for each in plan.probes] == ["truth"]
 
 
-WRONG = {
-    "a vector": (
-        {"decode_steering_vectors": {"pre_attn": {15: {"vector": [1.0, None]}}}},
-        'decode_steering_vectors["pre_attn"][15].vector[1]',
-        "expected a number",
-    ),
-    "a bare vector": (
-        {"steering_vectors": {"pre_attn": {15: "x"}}},
-        'steering_vectors["pre_attn"][15]',
-        "expected a list of numbers",
-    ),
-    "a scale": (
-        {"prefill_steering_vectors": {"pre_attn": {15: {"vector": V, "scale": None}}}},
-        'prefill_steering_vectors["pre_attn"][15].scale',
-        "expected a number",
-    ),
-    "a hook point": (
-        {"steering_vectors": {"post_mpl": {15: V}}},
-        'steering_vectors["post_mpl"]',
-        "unknown site",
-    ),
-    "no dict": ({"steering_vectors": V}, "steering_vectors", "expected {layer: vector}"),
-    "an empty dict": ({"steering_vectors": {}}, "steering_vectors", "empty"),
-    "a reference": ({"steering_module_ref": 3}, "steering_module_ref", r"\(name, scale\)"),
-    "its name": ({"steering_module_ref": ("a b", 1)}, "steering_module_ref.name", "A-Z"),
-    "its scale": ({"steering_module_ref": ("a", True)}, "steering_module_ref.scale", "number"),
-    "an edit": ({"edits": [{"op": "stear"}]}, "edits[0].op", "did you mean `steer`"),
-    "a capture": ({"capture": {"layers": "al"}}, "capture.layers", "expected"),
-    "a consumer's hook": (
-        {"capture": {"memory": {"hooks": {"post_blok": [1]}}}},
-        'capture["memory"].hooks["post_blok"]',
-        "unknown site",
-    ),
-    "a consumer's layer": (
-        {"capture": {"memory": {"hooks": {"post_block": [1, 1]}}}},
-        'capture["memory"].hooks["post_block"][1]',
-        "listed twice",
-    ),
-    "a consumer's positions": (
-        {"capture": {"memory": {"hooks": {"post_block": [1]}, "positions": "lst"}}},
-        'capture["memory"].positions',
-        "did you mean `last`",
-    ),
-    "a consumer's field": (
-        {"capture": {"memory": {"hooks": {"post_block": [1]}, "tags": "x"}}},
-        'capture["memory"]',
-        "did you mean `tag`",
-    ),
-    "a consumer's tag": (
-        {"capture": {"memory": {"hooks": {"post_block": [1]}, "tag": 3}}},
-        'capture["memory"].tag',
-        "expected `str`",
-    ),
-    "no hooks": ({"capture": {"memory": {"hooks": {}}}}, 'capture["memory"].hooks', "hook point"),
-    "two plans": (
-        {"steering_vectors": {1: V}, "extra_args": {KEY: {"edits": []}}},
-        "extra_args['midstream']",
-        "give it in one place",
-    ),
-}
+def test_a_consumers_hooks_are_a_capture_each_at_its_positions():
+    for theirs, ours in (
+        ("all_prompt", "prompt"),
+        ("all_generated", "generated"),
+        ("all", "all"),
+        ([1, 2], [1, 2]),
+    ):
+        asked = {"hooks": {"pre_attn": [0], "post_attn": "all"}, "positions": theirs}
+        assert plan_of(SamplingParams(capture={"memory": asked})) == Plan(
+            captures=(Capture(0, "resid_pre", ours), Capture("all", "resid_mid", ours))
+        )
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused_when_it_is_made_with_its_path(name):
-    given, path, problem = WRONG[name]
-    with pytest.raises(SpecError, match=problem) as caught:
-        SamplingParams(**given)
-    assert caught.value.path == path
-
-
-# ---------------------------------------------------------------- what becomes of it
+def test_what_is_wrong_is_refused_when_it_is_made_with_its_path():
+    refused(
+        lambda given: SamplingParams(**given),
+        (
+            {"decode_steering_vectors": {"pre_attn": {15: {"vector": [1.0, None]}}}},
+            'decode_steering_vectors["pre_attn"][15].vector[1]',
+            "expected a number",
+        ),
+        (
+            {"prefill_steering_vectors": {"pre_attn": {15: {"vector": V, "scale": None}}}},
+            'prefill_steering_vectors["pre_attn"][15].scale',
+            "expected a number",
+        ),
+        ({"steering_vectors": V}, "steering_vectors", "expected {layer: vector}"),
+        ({"steering_vectors": {}}, "steering_vectors", "empty"),
+        ({"steering_module_ref": 3}, "steering_module_ref", r"\(name, scale\)"),
+        ({"steering_module_ref": ("a b", 1)}, "steering_module_ref.name", "A-Z"),
+        ({"steering_module_ref": ("a", True)}, "steering_module_ref.scale", "number"),
+        ({"edits": [{"op": "stear"}]}, "edits[0].op", "did you mean `steer`"),
+        ({"capture": {"layers": "al"}}, "capture.layers", "expected"),
+        (
+            {"steering_vectors": {1: V}, "extra_args": {KEY: {"edits": []}}},
+            "extra_args['midstream']",
+            "give it in one place",
+        ),
+        (
+            {"capture": {"memory": {"hooks": {"post_block": [1, 1]}}}},
+            'capture["memory"].hooks["post_block"][1]',
+            "listed twice",
+        ),
+    )
 
 
 @pytest.fixture
@@ -244,27 +179,17 @@ def through_msgpack(params):
     return MsgpackDecoder(vllm.SamplingParams).decode(MsgpackEncoder().encode(params))
 
 
-COPIES = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "clone": lambda params: params.clone(),
-    "pickle": lambda params: pickle.loads(pickle.dumps(params)),
-    "msgpack": through_msgpack,
-}
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_the_plan_survives_every_way_of_copying(params, how):
-    made = COPIES[how](params)
-    assert type(made) is vllm.SamplingParams
-    assert plan_of(made) == plan_of(params)
-    assert made.max_tokens == 3
-
-
-def test_use_does_not_change_it(params):
-    before = pickle.dumps(params)
-    plan = plan_of(params)
-    assert plan == plan_of(params)
+def test_the_plan_survives_every_way_of_copying_and_its_use(params):
+    plan, before = plan_of(params), pickle.dumps(params)
+    for made in (
+        copy.copy(params),
+        copy.deepcopy(params),
+        params.clone(),
+        pickle.loads(before),
+        through_msgpack(params),
+    ):
+        assert type(made) is vllm.SamplingParams
+        assert (plan_of(made), made.max_tokens) == (plan, 3)
     assert pickle.dumps(params) == before
 
 

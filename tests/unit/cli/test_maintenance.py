@@ -178,14 +178,6 @@ def test_export_refuses_what_is_not_there(acts, arguments, said):
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("kind", ["npz", "parquet", "arrow"])
-def test_export_of_an_empty_store_is_refused(acts, kind):
-    Path("empty").mkdir()
-    error = run_json("export", "empty", "out", "--to", kind, status=2)["error"]
-    assert "the selection is empty" in error
-    assert not Path("out").exists()
-
-
 # ---------------------------------------------------------------- verify
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from support.serving_fake import rows
 from unit.client.both import KINDS, Both
 
 from midstream import Capture, Probe, Replace, Steer
-from midstream.client import AsyncClient, Client, ServerError, extra_body
+from midstream.client import AsyncClient, Client, ServerError
 from midstream.client.outputs import Reader
 from midstream.errors import ConfigError, SpecError
 from midstream.plan.vectors.vector import Vector
@@ -28,8 +29,17 @@ V = [1.0, 2.0, 2.0]
 PROBE = Probe(V, 1, name="p")
 
 
-def over(kind, answer):
-    return Both(kind, httpx.MockTransport(answer))
+@pytest.fixture(params=KINDS)
+def over(request):
+    """A client of either kind whose server answers with what a function makes of a request."""
+    with contextlib.ExitStack() as stack:
+
+        def make(answer):
+            return stack.enter_context(
+                contextlib.closing(Both(request.param, httpx.MockTransport(answer)))
+            )
+
+        yield make
 
 
 @pytest.mark.parametrize("activations", ["handle", "inline"])
@@ -98,11 +108,10 @@ def test_without_anything_asked_it_is_a_plain_request(both, site):
     assert site.seen == [{"prompt": "abc", "max_tokens": 2}]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "asked", [{"capture": Capture([1])}, {"probes": PROBE}, {"steer": Steer(V, 1)}]
 )
-def test_a_server_that_does_not_know_of_midstream_is_an_error(kind, asked):
+def test_a_server_that_does_not_know_of_midstream_is_an_error(over, asked):
     whole = {"id": "1", "choices": [{"index": 0, "text": "t"}]}
 
     def answer(request):
@@ -110,7 +119,7 @@ def test_a_server_that_does_not_know_of_midstream_is_an_error(kind, asked):
             return httpx.Response(200, text=f"data: {json.dumps(whole)}\n\ndata: [DONE]\n\n")
         return httpx.Response(200, json=whole)
 
-    both = over(kind, answer)
+    both = over(answer)
     assert both.call("complete", "abc").text == "t"
     with pytest.raises(ServerError, match="ignored the field"):
         both.call("complete", "abc", **asked)
@@ -234,7 +243,6 @@ def test_steering_is_set_shown_and_cleared(both, site):
 # ------------------------------------------------------------------ servers that are not well
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -247,14 +255,13 @@ def test_steering_is_set_shown_and_cleared(both, site):
         (b"\xff", "502: \ufffd"),
     ],
 )
-def test_any_answer_that_refuses_is_a_server_error(kind, content, message):
-    both = over(kind, lambda request: httpx.Response(502, content=content))
+def test_any_answer_that_refuses_is_a_server_error(over, content, message):
+    both = over(lambda request: httpx.Response(502, content=content))
     for ask in (both.call, lambda _, *args: both.stream(id, *args)):
         with pytest.raises(ServerError, match=message) as caught:
             ask("complete", "abc")
         assert caught.value.status == 502
         assert len(str(caught.value)) < 1100
-    both.close()
 
 
 def events(*values, done=True):
@@ -265,27 +272,24 @@ def events(*values, done=True):
 CHUNKS = [{"id": "r", "choices": [{"index": 0, "text": text}]} for text in "abc"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_that_ends_with_an_error_or_breaks_off_is_one_after_what_there_was(kind):
+def test_a_stream_that_ends_with_an_error_or_breaks_off_is_one_after_what_there_was(over):
     error = {"error": {"message": "no more", "code": 507, "param": "x"}}
     for content, message, status in (
         (events(*CHUNKS, done=False), "ended before it was complete", None),
         (events(*CHUNKS, error), "507: no more", (507, "x")),
     ):
-        both = over(kind, lambda _, content=content: httpx.Response(200, content=content))
+        both = over(lambda _, content=content: httpx.Response(200, content=content))
         seen = []
         with pytest.raises(ServerError, match=message) as caught:
             both.stream(lambda output, seen=seen: seen.append(output.text), "abc")
         assert seen == ["a", "ab", "abc"]
         assert status in (None, (caught.value.status, caught.value.param))
-        both.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "url", ["https://example.org/x", "//example.org/x", "/v1/midstream/activations/../vectors", ""]
 )
-def test_keys_go_nowhere_but_to_the_server(kind, url):
+def test_keys_go_nowhere_but_to_the_server(over, url):
     asked = []
 
     def answer(request):
@@ -293,15 +297,13 @@ def test_keys_go_nowhere_but_to_the_server(kind, url):
         value = {"choices": [{"index": 0, "text": ""}], "midstream": {"activations": {"url": url}}}
         return httpx.Response(200, json=value)
 
-    both = over(kind, answer)
+    both = over(answer)
     with pytest.raises(ServerError, match="rows are at"):
         both.call("complete", "abc")
     assert len(asked) == 1
-    both.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_are_gone_are_an_error(kind):
+def test_rows_that_are_gone_are_an_error(over):
     url = "/v1/midstream/activations/abc"
 
     def answer(request):
@@ -310,23 +312,9 @@ def test_rows_that_are_gone_are_an_error(kind):
         value = {"choices": [{"index": 0, "text": ""}], "midstream": {"activations": {"url": url}}}
         return httpx.Response(200, json=value)
 
-    both = over(kind, answer)
+    both = over(answer)
     with pytest.raises(ServerError, match="404: they have expired"):
         both.call("complete", "abc")
-    both.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_server_that_is_not_there_is_httpxs_error(kind):
-    def answer(request):
-        raise httpx.ConnectError("nobody there")
-
-    both = over(kind, answer)
-    with pytest.raises(httpx.ConnectError):
-        both.call("complete", "abc")
-    with pytest.raises(httpx.ConnectError):
-        both.stream(id, "abc")
-    both.close()
 
 
 @pytest.mark.parametrize("cls", [Client, AsyncClient])
@@ -405,18 +393,7 @@ def test_an_event_without_choices_changes_nothing():
         assert reader.read(value, {}).text == "a"
 
 
-def test_extra_body_is_what_the_server_reads():
-    from midstream.server.request_field import take_field
-
-    body = extra_body(capture=Capture([1]), steer=Steer(V, 1), probes=PROBE, activations="inline")
-    wishes = take_field(json.loads(json.dumps(body)))
-    assert wishes.activations == "inline"
-    assert wishes.plan.edits == (Steer(V, 1),)
-    assert take_field(extra_body()).plan is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_update_is_sent_for_the_id_and_its_answer_is_read(kind):
+def test_an_update_is_sent_for_the_id_and_its_answer_is_read(over):
     seen = []
 
     def answer(request):
@@ -424,12 +401,11 @@ def test_an_update_is_sent_for_the_id_and_its_answer_is_read(kind):
         choices = [{"index": n, "version": 2, "position": 9 + n} for n in range(2)]
         return httpx.Response(200, json={"id": "cmpl/1", "choices": choices})
 
-    client = over(kind, answer)
+    client = over(answer)
     edit = Steer([1.0, 0.0], 1)
     found = client.call("update", "cmpl/1", edits=edit, scale=0.5)
     assert found == PlanUpdate(2, {0: 9, 1: 10})
     client.call("update", "x", edits=[])
-    client.close()
     place = "/v1/midstream/requests/cmpl%2F1/update"
     assert seen[0] == (place, {"edits": [edit.to_dict()], "scale": 0.5})
     assert seen[1][1] == {"edits": []}

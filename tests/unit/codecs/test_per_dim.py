@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from support.codec_rows import finite_rows
+from support.refusals import refused
 
 from midstream.codecs import Full8, Full8PerDim, parse_codec
-from midstream.errors import CodecError, SpecError
+from midstream.errors import CodecError
 
 
 @given(finite_rows())
@@ -32,32 +32,27 @@ def test_an_outlier_dimension_makes_no_other_coarse():
     assert float(per_row[:, others].abs().max()) > 1
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_dimension_that_is_not_finite_decodes_to_nan_and_no_other_does(bad):
-    rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    rows[3, 2] = bad
-    found = Full8PerDim().decode(Full8PerDim().encode(rows))
-    assert found.isnan().any(0).tolist() == [False, False, True, False]
-    assert found[:, 2].isnan().all()
-
-
-def test_a_block_without_rows_has_none():
-    block = Full8PerDim().encode(torch.zeros(0, 5))
-    assert Full8PerDim().decode(block).shape == (0, 5)
+def test_a_dimension_that_is_not_finite_decodes_to_nan_and_no_other_does():
+    for bad in (torch.nan, torch.inf):
+        rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+        rows[3, 2] = bad
+        found = Full8PerDim().decode(Full8PerDim().encode(rows))
+        assert found.isnan().any(0).tolist() == [False, False, True, False]
+        assert found[:, 2].isnan().all()
 
 
 def test_what_is_not_a_block_is_rejected():
-    for block in (torch.zeros(3), torch.zeros(3, 9), torch.zeros(3, 7, dtype=torch.uint8)):
-        with pytest.raises(
-            CodecError, match=r"full8:per=dim: expected uint8 \[hidden, 8 \+ rows\]"
-        ):
-            Full8PerDim().decode(block)
-    with pytest.raises(CodecError, match="full8:per=dim: row 0: the scale"):
-        Full8PerDim().decode(torch.full((2, 9), 255, dtype=torch.uint8))
+    shape = r"full8:per=dim: expected uint8 \[hidden, 8 \+ rows\]"
+    refused(
+        Full8PerDim().decode,
+        (torch.zeros(3), shape),
+        (torch.zeros(3, 9), shape),
+        (torch.zeros(3, 7, dtype=torch.uint8), shape),
+        (torch.full((2, 9), 255, dtype=torch.uint8), "full8:per=dim: row 0: the scale"),
+        error=CodecError,
+    )
 
 
 def test_captures_take_a_scale_per_row_and_say_what_to_do_for_one_per_dimension():
     assert parse_codec("full8:per=row") == Full8()
-    with pytest.raises(SpecError, match="needs all rows of a completion.*save") as caught:
-        parse_codec("full8:per=dim")
-    assert caught.value.path == "codec"
+    refused(parse_codec, ("full8:per=dim", "codec", "needs all rows of a completion.*save"))

@@ -42,24 +42,14 @@ def test_the_projection_is_what_the_page_says(k, hidden, seed):
     np.testing.assert_array_max_ulp(found, codec_page.projection(k, hidden, seed), maxulp=1)
 
 
-@pytest.mark.parametrize(
-    ("k", "hidden", "seed", "first"),
-    [
+def test_the_projection_never_changes():
+    for k, hidden, seed, first in (
         (3, 5, 0, (0.09152956, 1.7221662, -1.1117988, -0.47627097)),
         (7, 9, 123, (0.17542014, 0.3971324, 0.16547346, 0.6439592)),
         (16, 33, 2**64 - 1, (-0.08678187, -0.41655877, -0.07036899, -0.32579064)),
-    ],
-)
-def test_the_projection_never_changes(k, hidden, seed, first):
-    found = projection_matrix(k, hidden, seed)[0, :4]
-    np.testing.assert_array_max_ulp(found, np.array(first, np.float32), maxulp=1)
-
-
-def test_projections_of_other_seeds_and_sizes_are_other_projections():
-    base = projection_matrix(4, 6, 0)
-    assert not np.isin(projection_matrix(4, 6, 1), base).any()
-    # The sequence is the same, its scale and its rows are not.
-    np.testing.assert_allclose(projection_matrix(2, 6, 0) * math.sqrt(2), base[:2] * 2, rtol=1e-6)
+    ):
+        found = projection_matrix(k, hidden, seed)[0, :4]
+        np.testing.assert_array_max_ulp(found, np.array(first, np.float32), maxulp=1)
 
 
 def test_its_entries_are_gaussian_of_variance_1_over_k():
@@ -71,9 +61,6 @@ def test_its_entries_are_gaussian_of_variance_1_over_k():
     for quantile, share in ((-1.0, 0.158655), (0.0, 0.5), (2.0, 0.977250)):
         error = 4 * math.sqrt(share * (1 - share) / n)
         assert abs((entries < quantile).mean() - share) < error
-
-
-# ---------------------------------------------------------------- its rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -92,25 +79,12 @@ def test_rp8_is_the_page_s_projection_in_the_page_s_full8(dtype):
         )
 
 
-def test_a_sketch_is_kept_to_half_a_step():
-    rows = torch.randn(20, 100).bfloat16()
-    codec = Rp8(k=64)
-    sketch = codec.sketch(rows)
-    found = codec.decode(codec.encode(rows), 100, rows.dtype)
-    step = (sketch.amax(1) - sketch.amin(1)) / 255
-    assert ((found - sketch).abs() <= step[:, None] * 0.5001 + 1e-6).all()
-
-
 def test_a_sketch_beyond_float32_reads_nan():
     rows = torch.full((1, 64), 3e38)
     found = Rp8(k=64).decode(Rp8(k=64).encode(rows), 64, rows.dtype)
     assert found.isnan().all()
     assert Rp8(k=8).decode(Rp8(k=8).encode(rows * 1e-3), 64, rows.dtype).isfinite().all()
-
-
-def test_a_zero_row_has_a_zero_sketch():
-    rows = torch.zeros(2, 10)
-    assert (Rp8(k=5).decode(Rp8(k=5).encode(rows), 10, rows.dtype) == 0).all()
+    assert (Rp8(k=8).decode(Rp8(k=8).encode(rows * 0), 64, rows.dtype) == 0).all()
 
 
 def test_the_projection_is_made_once_for_a_device():
@@ -120,8 +94,6 @@ def test_the_projection_is_made_once_for_a_device():
     Rp8(k=4, seed=5).encode(torch.zeros(0, 10))
     assert projection(4, 10, 5, torch.device("cpu")) is first
 
-
-# ---------------------------------------------------------------- what sketches tell
 
 SEEDS = 250
 SIMILARITIES = (0.0, 0.6, -0.95)

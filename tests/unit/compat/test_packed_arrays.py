@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.others_words import V, encoded
+from support.refusals import refused
 
 from midstream.compat.packed_arrays import DTYPES, MAX_NUMBERS, read_array
 from midstream.errors import SpecError
@@ -72,19 +73,14 @@ def test_compressed_numbers_are_read():
 
 
 @pytest.mark.usefixtures("zstandard")
-@pytest.mark.parametrize("content", [bytes(1 << 20), ROW.tobytes()[:-1], b""])
-def test_no_more_is_decompressed_than_the_shape_says(content):
-    with pytest.raises(SpecError, match="expected 12 bytes") as caught:
-        read_array(compressed(content), [3], "float32", "zstd")
-    assert caught.value.path == "data"
-    assert LIBRARY.asked == 13
+def test_no_more_is_decompressed_than_the_shape_says():
+    def read(data):
+        return read_array(data, [3], "float32", "zstd")
 
-
-@pytest.mark.usefixtures("zstandard")
-def test_data_that_is_not_compressed_is_rejected():
-    with pytest.raises(SpecError, match="expected zstd data") as caught:
-        read_array(encoded(V), [3], "float32", "zstd")
-    assert caught.value.path == "data"
+    for content in (bytes(1 << 20), ROW.tobytes()[:-1], b""):
+        refused(read, (compressed(content), "data", "expected 12 bytes"))
+        assert LIBRARY.asked == 13
+    refused(read, (encoded(V), "data", "expected zstd data"))
 
 
 def test_without_a_library_the_message_says_what_to_do(monkeypatch):
@@ -94,35 +90,27 @@ def test_without_a_library_the_message_says_what_to_do(monkeypatch):
         read_array(compressed(ROW.tobytes()), [3], "float32", "zstd")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "path"),
-    [
-        ((encoded(V), None), "shape"),
-        ((encoded(V), []), "shape"),
-        ((encoded(V), [3, 0]), "shape[1]"),
-        ((encoded(V), [True, 3]), "shape[0]"),
-        ((encoded(V), [MAX_NUMBERS, 2]), "shape"),
-        ((encoded(V), [1] * 4), "shape"),
-        ((encoded(V), [4]), "data"),
-        ((encoded(V), [3], "float16"), "data"),
-        ((encoded(V), [3], "int32"), "dtype"),
-        ((encoded(V), [3], ["float32"]), "dtype"),
-        ((encoded(V), [3], "float32", "gzip"), "compression"),
-        (("€", [3]), "data"),
-        (("A", [3]), "data"),
-        (([1.0], [3]), "data"),
-    ],
-)
-def test_a_malformed_array_is_rejected_with_its_place(arguments, path):
-    with pytest.raises(SpecError) as caught:
-        read_array(*arguments)
-    assert caught.value.path == path
+def test_a_malformed_array_is_rejected_with_its_place():
+    refused(
+        lambda arguments: read_array(*arguments),
+        ((encoded(V), None), "shape", ""),
+        ((encoded(V), []), "shape", ""),
+        ((encoded(V), [3, 0]), "shape[1]", ""),
+        ((encoded(V), [True, 3]), "shape[0]", ""),
+        ((encoded(V), [MAX_NUMBERS, 2]), "shape", ""),
+        ((encoded(V), [1] * 4), "shape", ""),
+        ((encoded(V), [4]), "data", ""),
+        ((encoded(V), [3], "float16"), "data", ""),
+        ((encoded(V), [3], "int32"), "dtype", ""),
+        ((encoded(V), [3], ["float32"]), "dtype", ""),
+        ((encoded(V), [3], "float32", "gzip"), "compression", ""),
+        (("€", [3]), "data", ""),
+        (("A", [3]), "data", ""),
+        (([1.0], [3]), "data", ""),
+    )
 
 
-@given(
-    st.sampled_from(DTYPES),
-    st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=8),
-)
+@given(st.sampled_from(DTYPES), st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=8))
 def test_numbers_come_back_as_they_were(dtype, numbers):
     array = np.array(numbers, np.float32)
     if dtype == "bfloat16":

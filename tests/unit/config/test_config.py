@@ -52,94 +52,55 @@ def test_the_plain_form_is_the_callers_to_change():
     assert Config().to_dict()["stamp"]["version"] != "changed"
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
+def test_sites_are_canonical_and_in_the_order_of_the_forward():
+    for settings, found in (
         ("post_block", ("resid_post",)),
         (["resid_post", "pre_attn"], ("resid_pre", "resid_post")),
         (("resid_mid",), ("resid_mid",)),
-    ],
-)
-def test_sites_are_canonical_and_in_the_order_of_the_forward(given, found):
-    assert Config.parse({"sites": given}).sites == found
+    ):
+        assert Config.parse({"sites": settings}).sites == found, settings
 
 
-@pytest.mark.parametrize("value", ["all", ["all"], ("all",)])
-def test_all_layers_may_be_written_as_a_word_or_a_list_of_it(value):
-    assert Config.parse({"layers": value}).layers == "all"
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_what_is_wrong_is_refused_by_name():
+    refused(
+        Config.parse,
         (
             {"site": ["resid_post"]},
-            "midstream: unknown field 'site' (did you mean `sites`?); known: `sites`, ",
+            r"unknown field 'site' \(did you mean `sites`\?\); known: `sites`, ",
         ),
-        (
-            {"bank_row": 20},
-            "midstream: unknown field 'bank_row' (did you mean `bank_rows`?); known: `sites`, ",
+        ({"zzz": 1}, "unknown field 'zzz'; known: `sites`, `layers`, `bank_rows`, `programs`"),
+        ({"return": "both"}, "return: expected one of `gathered`, `sharded`, got 'both'"),
+        ({"return": True}, "return: expected one of `gathered`, `sharded`, got `bool`"),
+        ({"return_": "sharded"}, r"unknown field 'return_' \(did you mean `return`\?"),
+        ({"check_ranks": 1}, "check_ranks: expected `bool`, got 1"),
+        ({1: 2}, "field names must be `str`, got `int`"),
+        ({"bank_rows": "20"}, "bank_rows: expected `int`, got '20'"),
+        ({"bank_rows": True}, "bank_rows: expected `int`, got True"),
+        ({"programs": 3}, "programs: expected `int` >= 4, got 3"),
+        ({"bank_rows": 0}, "bank_rows: expected `int` >= 1, got 0"),
+        ({"max_edits": -1}, "max_edits: expected `int` >= 1, got -1"),
+        ({"edits_per_site": 0}, "edits_per_site: expected `int` >= 1, got 0"),
+        ({"probes": 0}, "probes: expected `int` >= 1, got 0"),
+        ({"token_ids": 0}, "token_ids: expected `int` >= 1, got 0"),
+        ({"staging_bytes": 0}, "staging_bytes: expected `int` >= 1, got 0"),
+        ({"staging_bytes": "1G"}, "staging_bytes: expected `int | null`, got '1G'"),
+        ({"sites": []}, r"sites: expected one or more site names, got \[\]"),
+        ({"sites": {"resid_post": 1}}, "sites: expected one or more site names"),
+        ({"sites": ["resid"]}, "sites: unknown site 'resid'; known: `embed`, `resid_pre`"),
+        ({"sites": [3]}, "sites: unknown site 3"),
+        ({"sites": ["resid_post", "post_block"]}, "sites: resid_post is listed twice"),
+        ({"layers": []}, r'layers: expected "all" or a list of indices, got \[\]'),
+        ({"layers": 3}, 'layers: expected "all" or a list of indices, got 3'),
+        ({"layers": [1, "2"]}, r"layers\[1\]: expected `int`, got `str`"),
+        ({"layers": ["all", 1]}, r"layers\[0\]: expected `int`, got `str`"),
+        *(({"sinks": value}, r"^midstream\.sinks") for value in (None, 0, "npz:root", {"a/b": {}})),
+        *(
+            ({"stamp": stamp}, "stamp: this process runs midstream .*same version")
+            for stamp in ({**STAMP, "version": "0.0.0"}, {**STAMP, "op_schema": 0}, {}, None)
         ),
-        (
-            {"zzz": 1},
-            "midstream: unknown field 'zzz'; known: `sites`, `layers`, `bank_rows`, `programs`",
-        ),
-        ({"return": "both"}, "midstream.return: expected one of `gathered`, `sharded`, got 'both'"),
-        ({"return": True}, "midstream.return: expected one of `gathered`, `sharded`, got `bool`"),
-        (
-            {"return_": "sharded"},
-            "midstream: unknown field 'return_' (did you mean `return`?); known: `sites`, ",
-        ),
-        ({"check_ranks": 1}, "midstream.check_ranks: expected `bool`, got 1"),
-        (
-            {"probe": 1},
-            "midstream: unknown field 'probe' (did you mean `probes`?); known: `sites`, ",
-        ),
-        (
-            {"token_id": 1},
-            "midstream: unknown field 'token_id' (did you mean `token_ids`?); known: `sites`, ",
-        ),
-        ({1: 2}, "midstream: field names must be `str`, got `int`"),
-        ({"bank_rows": "20"}, "midstream.bank_rows: expected `int`, got '20'"),
-        ({"bank_rows": 20.0}, "midstream.bank_rows: expected `int`, got 20.0"),
-        ({"bank_rows": True}, "midstream.bank_rows: expected `int`, got True"),
-        ({"bank_rows": None}, "midstream.bank_rows: expected `int`, got None"),
-        ({"programs": 3}, "midstream.programs: expected `int` >= 4, got 3"),
-        ({"bank_rows": 0}, "midstream.bank_rows: expected `int` >= 1, got 0"),
-        ({"max_edits": -1}, "midstream.max_edits: expected `int` >= 1, got -1"),
-        ({"edits_per_site": 0}, "midstream.edits_per_site: expected `int` >= 1, got 0"),
-        ({"probes": 0}, "midstream.probes: expected `int` >= 1, got 0"),
-        ({"token_ids": 0}, "midstream.token_ids: expected `int` >= 1, got 0"),
-        ({"probes": 1.5}, "midstream.probes: expected `int`, got 1.5"),
-        ({"token_ids": False}, "midstream.token_ids: expected `int`, got False"),
-        ({"staging_bytes": 0}, "midstream.staging_bytes: expected `int` >= 1, got 0"),
-        ({"staging_bytes": "1G"}, "midstream.staging_bytes: expected `int | null`, got '1G'"),
-        ({"sites": []}, "midstream.sites: expected one or more site names, got []"),
-        ({"sites": {"resid_post": 1}}, "midstream.sites: expected one or more site names"),
-        (
-            {"sites": ["resid"]},
-            "midstream.sites: unknown site 'resid'; known: `embed`, `resid_pre`",
-        ),
-        ({"sites": [3]}, "midstream.sites: unknown site 3"),
-        ({"sites": ["resid_post", "post_block"]}, "midstream.sites: resid_post is listed twice"),
-        ({"layers": []}, 'midstream.layers: expected "all" or a list of indices, got []'),
-        ({"layers": "first"}, 'midstream.layers: expected "all" or a list of indices'),
-        ({"layers": 3}, 'midstream.layers: expected "all" or a list of indices, got 3'),
-        ({"layers": [1, "2"]}, "midstream.layers[1]: expected `int`, got `str`"),
-        ({"layers": [True]}, "midstream.layers[0]: expected `int`, got `bool`"),
-        ({"layers": ["all", 1]}, "midstream.layers[0]: expected `int`, got `str`"),
-    ],
-)
-def test_what_is_wrong_is_refused_by_name(given, message):
-    with pytest.raises(ConfigError) as caught:
-        Config.parse(given)
-    assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize("value", [None, True, 1, "resid_post", ["resid_post"]])
-def test_settings_that_are_no_dict_are_refused_with_what_would_be_right(value):
-    with pytest.raises(ConfigError, match=r"expected a dict of settings, got"):
-        Config.parse(value)
+        *((value, "expected a dict of settings, got") for value in (None, True, 1, ["resid_post"])),
+        error=ConfigError,
+    )
 
 
 def test_the_least_of_everything_is_allowed():
@@ -155,15 +116,6 @@ def test_a_config_made_directly_is_checked_like_a_dict():
     assert Config.parse(Config(sites=["post_attn"], layers=[1])) == Config(("resid_mid",), (1,))
 
 
-@pytest.mark.parametrize(
-    "stamp",
-    [{**STAMP, "version": "0.0.0"}, {**STAMP, "op_schema": 0}, {}, None, "0.1.0"],
-)
-def test_settings_stamped_by_another_version_are_refused(stamp):
-    with pytest.raises(ConfigError, match="stamp: this process runs midstream .*same version"):
-        Config.parse({"stamp": stamp})
-
-
 def test_the_callers_dict_is_left_alone():
     given = {"stamp": dict(STAMP), "sites": ["post_block"], "layers": [2, 1]}
     before = json.dumps(given)
@@ -171,96 +123,64 @@ def test_the_callers_dict_is_left_alone():
     assert json.dumps(given) == before
 
 
-# ---------------------------------------------------------------- layers
-
-
-@pytest.mark.parametrize(
-    ("layers", "found"),
-    [
+def test_layers_are_resolved_in_order():
+    for layers, found in (
         ("all", (0, 1, 2, 3)),
+        (["all"], (0, 1, 2, 3)),
         ([3, 0], (0, 3)),
-        ([-1], (3,)),
         ([-4, 1], (0, 1)),
-    ],
-)
-def test_layers_are_resolved_in_order(layers, found):
-    assert Config.parse({"layers": layers}).resolve_layers(4) == found
+    ):
+        assert Config.parse({"layers": layers}).resolve_layers(4) == found, layers
+    refused(
+        lambda layers: Config.parse({"layers": layers}).resolve_layers(4),
+        ([1, 4], "layers: 4 is out of range: .*4 layers, 0 to 3"),
+        ([1, -5], "layers: -5 is out of range"),
+        ([2, 2], "layers: layer . is listed twice"),
+        ([3, -1], "layers: layer . is listed twice"),
+        error=ConfigError,
+    )
 
 
-@pytest.mark.parametrize("layer", [4, -5, 100])
-def test_a_layer_that_the_model_lacks_is_refused(layer):
-    with pytest.raises(ConfigError, match=f"layers: {layer} is out of range: .*4 layers, 0 to 3"):
-        Config.parse({"layers": [1, layer]}).resolve_layers(4)
-
-
-@pytest.mark.parametrize("layers", [[2, 2], [3, -1]])
-def test_a_layer_named_twice_is_refused_however_it_is_written(layers):
-    with pytest.raises(ConfigError, match="layers: layer . is listed twice"):
-        Config.parse({"layers": layers}).resolve_layers(4)
-
-
-# ---------------------------------------------------------------- where they come from
-
-
-@pytest.mark.parametrize("text", [None, "", "  ", "0", " 0 "])
-def test_the_environment_variable_unset_empty_or_0_means_not_enabled(monkeypatch, text):
-    monkeypatch.delenv("MIDSTREAM", raising=False)
-    if text is not None:
+def test_the_environment_variable_is_0_1_or_settings_as_json(monkeypatch):
+    def read(text):
         monkeypatch.setenv("MIDSTREAM", text)
-    assert from_environment() is None
+        return from_environment()
 
-
-@pytest.mark.parametrize("text", ["1", " 1\n", "{}"])
-def test_the_environment_variable_1_means_the_defaults(monkeypatch, text):
-    monkeypatch.setenv("MIDSTREAM", text)
-    assert from_environment() == Config()
-
-
-def test_the_environment_variable_may_hold_settings_as_json(monkeypatch):
-    monkeypatch.setenv("MIDSTREAM", '{"sites": ["post_attn"], "layers": [1, -1]}')
-    assert from_environment() == Config(sites=("resid_mid",), layers=(1, -1))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+    for text, config in (
+        *((text, None) for text in ("", "  ", "0", " 0 ")),
+        *((text, Config()) for text in ("1", " 1\n", "{}")),
+        ('{"sites": ["post_attn"], "layers": [1, -1]}', Config(("resid_mid",), (1, -1))),
+    ):
+        assert read(text) == config, text
+    refused(
+        read,
         ("yes", r"MIDSTREAM: expected 0, 1 or a JSON object of settings, got 'yes'"),
         ("{'sites': []}", r"MIDSTREAM: expected 0, 1 or a JSON object"),
         ('{"layers": [1], "layers": [2]}', r"got .*: duplicate JSON field 'layers'"),
-        ("true", r"expected a dict of settings, got True"),
-        ("2", r"expected a dict of settings, got 2"),
         ("null", r"expected a dict of settings, got None"),
         ('["resid_post"]', r"expected a dict of settings, got \["),
         ('{"site": 1}', r"midstream: unknown field 'site' \(did you mean `sites`"),
-    ],
-)
-def test_a_malformed_environment_variable_is_refused(monkeypatch, text, message):
-    monkeypatch.setenv("MIDSTREAM", text)
-    with pytest.raises(ConfigError, match=message):
-        from_environment()
+        error=ConfigError,
+    )
+    monkeypatch.delenv("MIDSTREAM")
+    assert from_environment() is None
 
 
-@pytest.mark.parametrize(
-    "additional",
-    [None, {}, {"other": {"layers": [1]}}, {"midstream": None}, {"midstream": False}, object()],
-)
-def test_additional_config_without_midstreams_key_means_not_enabled(additional):
-    assert from_additional_config(additional) is None
+def test_additional_config_without_midstreams_key_means_not_enabled():
+    others = {"other": {"layers": [1]}}
+    for additional in (None, {}, others, {"midstream": None}, {"midstream": False}, object()):
+        assert from_additional_config(additional) is None, additional
 
 
 def test_additional_config_with_midstreams_key_is_read_beside_other_plugins():
     assert from_additional_config({"other": 1, "midstream": {}}) == Config()
     assert from_additional_config({"midstream": {"layers": [2]}}).layers == (2,)
     assert from_additional_config({"midstream": Config(layers=(2,))}).layers == (2,)
-
-
-@pytest.mark.parametrize("value", [True, 0, 1, "on"])
-def test_additional_config_with_something_else_is_refused(value):
-    with pytest.raises(ConfigError, match="expected a dict of settings"):
-        from_additional_config({"midstream": value})
-
-
-# ---------------------------------------------------------------- sinks
+    refused(
+        lambda value: from_additional_config({"midstream": value}),
+        *((value, "expected a dict of settings") for value in (True, 0, "on")),
+        error=ConfigError,
+    )
 
 
 def test_sinks_are_kept_in_their_plain_form_and_survive_json():
@@ -271,12 +191,6 @@ def test_sinks_are_kept_in_their_plain_form_and_survive_json():
     plain = config.to_dict()
     plain["sinks"]["npz"]["root"] = "changed"
     assert config.sinks["npz"]["root"] == "/tmp/x"
-
-
-@pytest.mark.parametrize("value", [None, 0, "", "npz:root", {"npz": 1}, {"a/b": {}}])
-def test_sinks_that_are_none_are_refused_by_name(value):
-    with pytest.raises(ConfigError, match=r"^midstream\.sinks"):
-        Config.parse({"sinks": value})
 
 
 def test_a_setting_that_is_a_word_of_pythons_survives_a_dict():
@@ -302,10 +216,7 @@ def test_places_that_are_none_are_refused_by_name():
         ({"resid_post:-1": 3}, "a layer from 0, got 'resid_post:-1'"),
         ({3: 3}, "got 3"),
         ({"resid_post:3": 0}, "reconstruct.resid_post:3: expected at least 1"),
-        (
-            {"resid_post:3": 64, "post_block:3": 8},
-            "resid_post:3 is listed twice, .* 'post_bl",
-        ),
+        ({"resid_post:3": 64, "post_block:3": 8}, "resid_post:3 is listed twice, .* 'post_bl"),
         ({"resid_post:3": 8, "resid_post:03": 64}, "resid_post:3 is listed twice"),
         error=ConfigError,
     )

@@ -24,16 +24,12 @@ def test_what_is_wrong_is_refused_by_name():
     refused(
         read_http,
         (3, "expected true, false or a dict"),
-        ("on", "expected true, false or a dict"),
         ({"held_second": 5}, r"did you mean `held_seconds`\?"),
         ({"zzz": 5}, "known: `admin`"),
         ({3: 5}, "field names must be `str`"),
         ({"admin": 1}, r"admin: expected `bool \| null`, got 1"),
         ({"held_seconds": 0}, "held_seconds: expected `int` >= 1"),
-        ({"held_seconds": -1}, "held_seconds: expected `int` >= 1"),
         ({"held_seconds": True}, "expected `int`"),
-        ({"held_seconds": 1.5}, "expected `int`"),
-        ({"held_seconds": "5"}, "expected `int`"),
         ({"held_seconds": None}, "expected `int`"),
         error=ConfigError,
     )

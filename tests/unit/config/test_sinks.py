@@ -21,46 +21,31 @@ from midstream.sinks.registry import make_sink
 HERE = {"filesystem": {"root": "/srv/acts"}}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_every_form_says_the_same():
+    for given in (
         HERE,
         {"filesystem": {"root": Path("/srv/acts")}},
         {"filesystem": "root=/srv/acts"},
         "filesystem:root=/srv/acts",
         ["filesystem:root=/srv/acts"],
         ("filesystem:root=/srv/acts",),
-    ],
-)
-def test_every_form_says_the_same(given):
-    assert plain_sinks(given) == HERE
+    ):
+        assert plain_sinks(given) == HERE, given
 
 
 def test_a_sink_in_one_word_may_have_several_settings_numbers_among_them():
     word = "store:root=/srv/a,b=c/d,bytes=1048576,note=a:b,flag=true"
-    assert plain_sinks(["log", word]) == {
-        "log": {},
-        "store": {
-            "root": "/srv/a",
-            "b": "c/d",
-            "bytes": 1048576,
-            "note": "a:b",
-            "flag": True,
-        },
-    }
+    settings = {"root": "/srv/a", "b": "c/d", "bytes": 1048576, "note": "a:b", "flag": True}
+    assert plain_sinks(["log", word]) == {"log": {}, "store": settings}
     assert plain_sinks("store:root=/srv/a,B/c") == {"store": {"root": "/srv/a,B/c"}}
 
 
-@pytest.mark.parametrize(
-    "capture",
-    [{"layers": [1]}, Capture(1), Capture(1, sink="log"), [{"layers": [1], "sink": "log"}]],
-    ids=["dict", "Capture", "Capture for it", "list"],
-)
-def test_a_capture_of_every_request_goes_to_its_sink(capture):
-    (found,) = read_sinks(plain_sinks({"log": {"capture": capture, "level": "debug"}}))
-    assert found.captures == (Capture(1, sink="log"),)
-    assert found.own == {"level": "debug"}
-    assert found.queue_bytes == QUEUE_BYTES
+def test_a_capture_of_every_request_goes_to_its_sink():
+    one = {"layers": [1]}
+    for capture in (one, Capture(1), Capture(1, sink="log"), [{**one, "sink": "log"}]):
+        (found,) = read_sinks(plain_sinks({"log": {"capture": capture, "level": "debug"}}))
+        assert found.captures == (Capture(1, sink="log"),)
+        assert (found.own, found.queue_bytes) == ({"level": "debug"}, QUEUE_BYTES)
 
 
 def test_settings_are_plain_json_that_reads_back_the_same():
@@ -91,27 +76,15 @@ def test_what_is_wrong_is_refused_by_name():
         ({3: {}}, "sink name: expected `str`"),
         ({"log": 7}, r"sinks.log: expected a dict of settings, got 7"),
         ({"log": {"x": object()}}, r"sinks.log: settings must be JSON values"),
-        (
-            {"log": {"queue_bytes": 0}},
-            r"sinks.log.queue_bytes: expected at least 1, got 0",
-        ),
+        ({"log": {"queue_bytes": 0}}, r"sinks.log.queue_bytes: expected at least 1, got 0"),
         ({"log": {"queue_bytes": True}}, r"sinks.log.queue_bytes"),
         ({"log": {"capture": {"layrs": 1}}}, r"sinks.log.capture: unknown field 'layrs'"),
         ({"log": {"capture": [{"layers": "al"}]}}, r"sinks.log.capture\[0\].layers: "),
         ({"log": {"capture": {"layers": 1, "sink": "npz"}}}, r"log.capture.sink: must be omitted"),
-        (
-            {"memory": {"capture": {"layers": 1, "stream": True}}},
-            r"sinks.memory.capture.stream: must be omitted",
-        ),
-        (
-            {"log": {"capture": {"layers": 1, "request_id": "r"}}},
-            r"sinks.log.capture.request_id: must be omitted",
-        ),
+        ({"memory": {"capture": {"layers": 1, "stream": True}}}, "capture.stream: must be omitted"),
+        ({"log": {"capture": {"layers": 1, "request_id": "r"}}}, "capture.request_id: must be"),
         error=ConfigError,
     )
-
-
-# ---------------------------------------------------------------- sinks made from settings
 
 
 def made(given: object) -> list[Sink]:
@@ -129,10 +102,7 @@ def test_a_sink_that_cannot_be_made_is_refused_by_name():
     refused(
         made,
         ("npz", r"sinks.npz: missing a required argument: 'root'; the sink takes root"),
-        (
-            "log:lvl=debug",
-            r"sinks.log: got an unexpected keyword argument 'lvl'; the sink takes level",
-        ),
+        ("log:lvl=debug", "unexpected keyword argument 'lvl'; the sink takes level"),
         ("log:level=loud", r"sinks.log: level: expected one of debug"),
         ("nps:root=x", r"sinks.nps: unknown sink; known: filesystem, log, memory, npz"),
         error=ConfigError,
@@ -154,16 +124,14 @@ def test_a_package_offers_a_sink_by_an_entry_point(monkeypatch):
         made("nothing")
 
 
-def test_what_is_offered_must_be_a_sink(monkeypatch):
-    offer(monkeypatch, "noting", "support.sinking:delivery")
-    with pytest.raises(ConfigError, match="is not a subclass of midstream.sinks.Sink"):
-        made("noting")
-
-
-def test_a_package_cannot_take_the_name_of_a_builtin_sink(monkeypatch):
-    offer(monkeypatch, "log", "support.sinking:Noting")
-    with pytest.raises(ConfigError, match="support.sinking:Noting has the name of a built-in sink"):
-        made("log")
+def test_what_is_offered_must_be_a_sink_with_a_name_of_its_own(monkeypatch):
+    for name, value, problem in (
+        ("noting", "delivery", "is not a subclass of midstream.sinks.Sink"),
+        ("log", "Noting", "support.sinking:Noting has the name of a built-in sink"),
+    ):
+        offer(monkeypatch, name, f"support.sinking:{value}")
+        with pytest.raises(ConfigError, match=problem):
+            made(name)
 
 
 class Own(Noting):
@@ -177,22 +145,19 @@ class Own(Noting):
 PATH = f"{__name__}:Own"
 
 
-@pytest.mark.parametrize(
-    ("given", "level"),
-    [
+def test_a_class_by_its_path_is_a_sink():
+    for given, level in (
         (PATH, 1),
         ({"class": PATH}, 1),
         ({"class": PATH, "level": 3}, 3),
         (f"class={PATH},level=3", 3),
-    ],
-)
-def test_a_class_by_its_path_is_a_sink(given, level):
-    plain = plain_sinks({"mine": given})
-    assert json.loads(json.dumps(plain)) == plain
-    sink = make_sink(read_sinks(plain)[0])
-    assert (type(sink).__name__, sink.level) == ("Own", level)
-    (same,) = read_sinks(plain_sinks(f"mine:class={PATH}"))
-    assert type(make_sink(same)) is type(sink)
+    ):
+        plain = plain_sinks({"mine": given})
+        assert json.loads(json.dumps(plain)) == plain, given
+        sink = make_sink(read_sinks(plain)[0])
+        assert (type(sink).__name__, sink.level) == ("Own", level)
+        (same,) = read_sinks(plain_sinks(f"mine:class={PATH}"))
+        assert type(make_sink(same)) is type(sink)
 
 
 def test_an_object_is_a_sink_with_captures_and_limits_like_any_other():
@@ -209,19 +174,16 @@ def test_other_classes_and_objects_are_rejected():
     refused(
         lambda given: make_sink(read_sinks(plain_sinks(given))[0]),
         ({"mine": {"class": "os"}}, "sinks.mine.class: expected `package.module:Class`, got 'os'"),
-        ({"mine": {"class": 5}}, "sinks.mine.class: expected"),
         ({"mine": {"instance": Own(), "level": 3}}, "sinks.mine.instance: .* takes no level"),
         ({"mine": {"instance": "Own-1"}}, "made in this process, got 'Own-1'"),
         ({"log": {"instance": ""}}, "sinks.log.instance: .* made in this process, got ''"),
         ({"log": {"instance": None}}, "sinks.log.instance: expected a sink, .* got None"),
         ({"mine": {"instance": 5}}, "sinks.mine.instance: expected a sink, which has .* got 5"),
         ({"log": {"class": None}}, "sinks.log.class: expected `package.module:Class`, got None"),
-        ({"log": {"class": ""}}, "sinks.log.class: expected `package.module:Class`, got ''"),
         ({"mine": "nowhere_at_all:Class"}, "sinks.mine.class: .*No module named"),
         ({"mine": "os:Class"}, "os:Class cannot be imported"),
         ({"mine": "os:system"}, "not a subclass of midstream.sinks.Sink"),
         ({"mine": open}, "midstream.sinks.mine: expected a dict of settings"),
-        ({"mine": Path}, "sinks.mine: expected a dict of settings"),
         ({"log": PATH}, "sinks.log: the name of a built-in sink"),
         ({"store": Own()}, "sinks.store: the name of a built-in sink"),
         error=ConfigError,

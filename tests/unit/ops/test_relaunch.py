@@ -58,12 +58,3 @@ def test_a_profiler_of_tritons_sees_each_launch(monkeypatch, hidden):
         with monkeypatch.context() as patch:
             patch.setattr(triton.knobs.runtime, name, lambda metadata: None)
             assert launches(hidden) == [seen]
-
-
-def test_what_the_kernel_was_not_compiled_for_is_not_launched(hidden):
-    tally = torch.zeros(4, 4, dtype=torch.int32)
-    again = site_triton.Relaunch(Kernel(), hidden.device, tally.data_ptr(), 4, REST)
-    assert not again(torch.zeros(5, 8), None, tally), "more rows than tokens"
-    assert not again(torch.zeros(0, 8), None, tally)
-    assert not again(torch.zeros(25)[1:].view(3, 8), None, tally), "not aligned"
-    assert not again(hidden, None, tally.clone()), "other buffers"

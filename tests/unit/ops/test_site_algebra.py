@@ -1,4 +1,4 @@
-"""What each instruction and flag means, on cases small enough to say in one line."""
+"""Extremes of the op: what changes nothing, overflows, or is not finite, and gates that close."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from support.refusals import refused
-from support.site_cases import Case, Step, assert_same, case, matrix_row, same_bits
+from support.site_cases import Case, Step, assert_same, case, same_bits
 from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
 from support.site_oracle import expected
 
@@ -18,6 +18,7 @@ from midstream.ops.site_triton import MAX_WIDTH
 
 FRESH, COUNTED = Flags.FRESH, Flags.COUNTED
 BOTH = FRESH | COUNTED
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(made: Case) -> Case:
@@ -33,72 +34,27 @@ def single(*steps: Step, rows: int = 4, width: int = 16) -> tuple[Case, torch.Te
 
 
 @pytest.mark.parametrize("name", [*NOOPS, *NOOPS_OF_MAPS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("residual", [True, False])
-def test_what_adds_up_to_nothing_leaves_every_bit_in_place(name, dtype, residual):
-    made = noop_case(name, dtype=dtype, residual=residual)
-    before = made.hidden.clone()
-    run(made)
-    assert same_bits(made.hidden, before)
+def test_what_adds_up_to_nothing_leaves_every_bit_in_place(name):
     steps = {**NOOPS, **NOOPS_OF_MAPS}[name]
     counted = sum(Flags.COUNTED in step.flags and not step.ids for step in steps)
-    assert (made.tally[: len(before), layout.EDITS] >= counted).all()
+    for dtype in DTYPES:
+        for residual in (True, False):
+            made = noop_case(name, dtype=dtype, residual=residual)
+            before = made.hidden.clone()
+            run(made)
+            assert same_bits(made.hidden, before), (dtype, residual)
+            assert (made.tally[: len(before), layout.EDITS] >= counted).all()
 
 
-def test_a_direction_is_taken_out_by_clipping_to_zero():
-    made, _ = single(Step(Op.CLIP, read=3, write=3, a=0.0, b=0.0, c=1 / 16))
-    made.bank[3] /= made.bank[3].norm() / 4  # of length 4: c is 1 / ‖u‖²
-    run(made)
-    assert (made.hidden @ made.bank[3]).abs().max() < 1e-4
-
-
-def test_matched_additions_have_the_length_of_h():
-    made, before = single(Step(Op.ADD_MATCHED, write=2, a=1.0))
-    moved = (made.hidden - before).norm(dim=1) / made.bank[2].norm()
-    torch.testing.assert_close(moved, before.norm(dim=1))
-
-
-def test_a_replaced_row_is_the_written_vector_and_half_of_it_lies_between():
-    made, _ = single(Step(Op.REPLACE, write=4, a=1.0))
-    torch.testing.assert_close(made.hidden, made.bank[4].expand(4, -1))
-    made, before = single(Step(Op.REPLACE, write=4, a=0.5))
-    torch.testing.assert_close(made.hidden, (before + made.bank[4]) / 2)
-
-
-def test_a_scale_of_three_triples_the_stream_of_both_halves():
-    made = case([[Step(Op.SCALE, a=3.0)]], rows=3, width=8, captures=False)
-    stream = made.hidden + made.residual
-    run(made)
-    torch.testing.assert_close(made.hidden + made.residual, 3 * stream)
-
-
-def test_a_map_is_the_product_of_the_stream_on_entry_with_its_own_matrix():
-    steps = [Step(Op.MAP, read=matrix_row(nth, 16), write=nth, a=1.0) for nth in (0, 1)]
-    made = case([[one] for one in steps], rows=6, width=16, captures=False, maps=2)
-    stream = (made.hidden + made.residual).double()
-    run(made)
-    for row in range(6):
-        matrix = made.bank[13 + 16 * (row % 2) :][:16].double()
-        wanted = matrix @ stream[row] + made.bank[row % 2].double()
-        found = made.hidden[row].double() + made.residual[row].double()
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("ops", "kind"),
-    [
+def test_the_kind_of_a_program_says_where_its_map_is():
+    for ops, kind in (
         ([], layout.ANY),
         ([Op.SCALE], layout.ANY),
         ([Op.MAP, Op.ADD], layout.WITH_MAP),
         ([Op.PROBE, Op.GATE, Op.MAP, Op.PROBE], layout.WITH_MAP + 2),
-    ],
-)
-def test_the_kind_of_a_program_says_where_its_map_is(ops, kind):
-    assert layout.kind_of(ops, plain=False) == kind
+    ):
+        assert layout.kind_of(ops, plain=False) == kind, ops
     assert layout.kind_of([Op.ADD], plain=True) == layout.PLAIN
-
-
-def test_a_map_that_would_not_see_the_stream_on_entry_has_no_kind():
     refused(
         lambda ops: layout.kind_of(ops, plain=False),
         ([Op.ADD, Op.MAP], "before the MAP changes h"),
@@ -107,56 +63,22 @@ def test_a_map_that_would_not_see_the_stream_on_entry_has_no_kind():
     )
 
 
-def test_rows_are_written_by_position():
-    flags = BOTH | Flags.ROW_BY_POSITION
-    made = case([[Step(Op.REPLACE, write=-98, a=1.0, flags=flags)]], rows=3, width=8,
-                residual=False, captures=False)  # fmt: skip
-    made.tokens[:3, layout.POSITION] = torch.tensor([100, 98, 104])
-    run(made)
-    torch.testing.assert_close(made.hidden, made.bank[[2, 0, 6]])
-
-
-def test_only_a_fresh_instruction_sees_the_edits_before_it():
-    """Two projections on one axis: the second sees the first's result, or does not."""
-    half = {"read": 1, "write": 1, "a": -0.5}
-    for flags, left in ((BOTH, 0.25), (COUNTED, 0.0)):
-        made, before = single(Step(Op.LINEAR, **half), Step(Op.LINEAR, flags=flags, **half))
-        made.bank[1] = 0
-        made.bank[1, 0] = 1
-        made.hidden.copy_(before)
+def test_a_gate_is_a_sigmoid_of_a_reading_and_closes_and_opens_fully():
+    for sharpness in (1.0, -1.0, 3e38):
+        made, before = single(
+            Step(Op.GATE, read=1, a=0.5, b=1.5, c=sharpness, flags=FRESH),
+            Step(Op.ADD, write=2, a=1.0, flags=COUNTED | Flags.GATED),
+            rows=5,
+            width=3,
+        )
+        made.bank[:] = 0
+        made.bank[1, 0] = made.bank[2, 1] = 1
+        made.hidden.copy_(before.zero_())
+        made.hidden[:, 0] = torch.tensor([1.0, 2.0, -300.0, 300.0, 0.0])
         run(made)
-        torch.testing.assert_close(made.hidden[:, 0], left * before[:, 0])
-        assert torch.equal(made.hidden[:, 1:], before[:, 1:])
-
-
-def test_kept_norms_are_those_of_h_and_directions_are_those_of_the_sum():
-    made, before = single(Step(Op.ADD, write=5, a=2.0, flags=BOTH | Flags.KEEP))
-    torch.testing.assert_close(made.hidden.norm(dim=1), before.norm(dim=1))
-    wanted = torch.nn.functional.normalize(before + 2 * made.bank[5], dim=1)
-    torch.testing.assert_close(torch.nn.functional.normalize(made.hidden, dim=1), wanted)
-
-
-def test_a_vector_that_becomes_zero_is_not_scaled_back():
-    made, _ = single(Step(Op.SCALE, a=0.0, flags=BOTH | Flags.KEEP))
-    assert torch.equal(made.hidden, torch.zeros_like(made.hidden))
-
-
-@pytest.mark.parametrize("sharpness", [1.0, -1.0, 3e38])
-def test_a_gate_is_a_sigmoid_of_a_reading_and_closes_and_opens_fully(sharpness):
-    made, before = single(
-        Step(Op.GATE, read=1, a=0.5, b=1.5, c=sharpness, flags=FRESH),
-        Step(Op.ADD, write=2, a=1.0, flags=COUNTED | Flags.GATED),
-        rows=5,
-        width=3,
-    )
-    made.bank[:] = 0
-    made.bank[1, 0] = made.bank[2, 1] = 1
-    made.hidden.copy_(before.zero_())
-    made.hidden[:, 0] = torch.tensor([1.0, 2.0, -300.0, 300.0, 0.0])
-    run(made)
-    seen = sharpness * (made.hidden[:, 0].double() + 0.5 - 1.5)
-    torch.testing.assert_close(made.hidden[:, 1], torch.sigmoid(seen).float())
-    assert made.hidden[2:4, 1].tolist() == ([0, 1] if sharpness > 0 else [1, 0])
+        seen = sharpness * (made.hidden[:, 0].double() + 0.5 - 1.5)
+        torch.testing.assert_close(made.hidden[:, 1], torch.sigmoid(seen).float())
+        assert made.hidden[2:4, 1].tolist() == ([0, 1] if sharpness > 0 else [1, 0])
 
 
 def test_a_step_gate_is_open_above_its_threshold_only_and_reads_an_earlier_sites_score():
@@ -173,54 +95,6 @@ def test_a_step_gate_is_open_above_its_threshold_only_and_reads_an_earlier_sites
     assert torch.equal(made.hidden[1], before[1] + made.bank[2])
     # A closed gate is carried out all the same.
     assert made.tally[:3, layout.EDITS].tolist() == [1, 1, 1]
-
-
-def test_a_feature_is_set_to_its_target_whatever_it_was():
-    """c = −1 and d = target: the decoder's row gets target − act."""
-    made, before = single(
-        Step(Op.FEATURE, read=1, write=2, a=-0.2, b=0.0, c=-1.0, d=5.0), rows=2, width=3
-    )
-    made.bank[:] = 0
-    made.bank[1, 0] = made.bank[2, 1] = 1
-    made.hidden.copy_(before.zero_())
-    made.hidden[:, 0] = torch.tensor([3.2, -3.2])
-    run(made)
-    torch.testing.assert_close(made.hidden[:, 1], torch.tensor([2.0, 5.0]))
-
-
-def test_probes_write_their_column_and_nothing_else():
-    made, before = single(Step(Op.PROBE, read=2, a=0.5, slot=1))
-    torch.testing.assert_close(made.scores[:4, 1], before @ made.bank[2] + 0.5)
-    assert torch.equal(made.hidden, before)
-    again = made.copy()
-    made.scores[:4, 1] = 7
-    run(made)
-    assert same_bits(made.scores, again.scores)
-
-
-@pytest.mark.parametrize("others", [False, True])
-def test_tokens_whose_id_is_not_meant_get_nothing_of_an_instruction(others):
-    flags = BOTH | (Flags.OTHER_IDS if others else Flags.NONE)
-    made = case(
-        [[Step(Op.ADD, write=1, a=1.0, ids=(2, 5), flags=flags)]], rows=4, width=8,
-        residual=False, captures=False,
-    )  # fmt: skip
-    made.ids[:4, layout.TOKEN_ID] = torch.tensor([5, 3, 2, 0])
-    before, tally = made.hidden.clone(), made.tally.clone()
-    run(made)
-    meant = torch.tensor([True, False, True, False]) ^ others
-    assert torch.equal((made.hidden != before).any(1), meant)
-    assert torch.equal((made.tally - tally)[:4, layout.EDITS], meant.int())
-
-
-def test_an_instruction_that_does_not_apply_does_not_take_h_anew():
-    """ADD, then a fresh no-op for other tokens, then SCALE of the h before the ADD."""
-    made, before = single(
-        Step(Op.ADD, write=1, a=1.0),
-        Step(Op.ADD, write=1, a=0.0, ids=(99,)),
-        Step(Op.SCALE, a=2.0, flags=COUNTED),
-    )
-    torch.testing.assert_close(made.hidden, 2 * before + made.bank[1])
 
 
 @pytest.mark.parametrize("step", [Step(Op.SCALE, a=1.0), Step(Op.REPLACE, write=1, a=0.0)])
@@ -257,17 +131,17 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", HUGE)
-def test_an_edit_that_overflows_saturates_and_flags_its_rows_alone(name, dtype):
-    made = overflowing(dtype, *HUGE[name])
-    made.bank[1:3] *= 10
-    wanted = expected(made)
-    run(made)
-    assert made.hidden.isfinite().all()
-    assert float(made.hidden.abs().max()) <= layout.limit_of(str(dtype).removeprefix("torch."))
-    assert made.tally[:4, layout.NONFINITE].tolist() == [0, 1, 1, 0]
-    assert_same(made, wanted, exact=False)
+def test_an_edit_that_overflows_saturates_and_flags_its_rows_alone(name):
+    for dtype in DTYPES:
+        made = overflowing(dtype, *HUGE[name])
+        made.bank[1:3] *= 10
+        wanted = expected(made)
+        run(made)
+        assert made.hidden.isfinite().all(), dtype
+        assert float(made.hidden.abs().max()) <= layout.limit_of(str(dtype).removeprefix("torch."))
+        assert made.tally[:4, layout.NONFINITE].tolist() == [0, 1, 1, 0]
+        assert_same(made, wanted, exact=False)
 
 
 def test_the_largest_values_of_an_edit_have_a_norm_in_float32():
@@ -275,17 +149,17 @@ def test_the_largest_values_of_an_edit_have_a_norm_in_float32():
     assert math.isfinite(float((row * row).sum()))
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("residual", [True, False])
-def test_values_of_the_model_that_are_not_finite_are_flagged_where_they_are_captured(bad, residual):
-    made = overflowing(torch.bfloat16, Step(Op.ADD, write=1, a=0.0))
-    made.hidden[3, 5] = bad
-    if residual:
-        made.residual = torch.zeros_like(made.hidden)
-    before = made.hidden.clone()
-    run(made)
-    assert made.tally[:4, layout.NONFINITE].tolist() == [0, 0, 0, 1]
-    assert same_bits(made.hidden, before)
+def test_values_of_the_model_that_are_not_finite_are_flagged_where_they_are_captured():
+    for bad in (math.inf, -math.inf, math.nan):
+        for residual in (True, False):
+            made = overflowing(torch.bfloat16, Step(Op.ADD, write=1, a=0.0))
+            made.hidden[3, 5] = bad
+            if residual:
+                made.residual = torch.zeros_like(made.hidden)
+            before = made.hidden.clone()
+            run(made)
+            assert made.tally[:4, layout.NONFINITE].tolist() == [0, 0, 0, 1]
+            assert same_bits(made.hidden, before)
 
 
 def test_a_score_that_is_not_finite_is_flagged():
@@ -298,17 +172,16 @@ def test_a_score_that_is_not_finite_is_flagged():
     assert made.tally[:4, layout.NONFINITE].tolist() == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e4, 1e12, -1e12])
 @pytest.mark.parametrize("residual", [True, False])
-def test_a_norm_is_kept_at_any_scale(scale, residual):
-    flags = BOTH | Flags.KEEP
-    made = case(
-        [[Step(Op.ADD, write=1, a=scale, flags=flags)]],
-        rows=3, width=576, residual=residual, captures=False,
-    )  # fmt: skip
-    stream = made.hidden.double() + (0 if made.residual is None else made.residual.double())
-    wanted = stream + scale * made.bank[1].double()
-    wanted *= stream.norm(dim=1, keepdim=True) / wanted.norm(dim=1, keepdim=True)
-    run(made)
-    found = made.hidden.double() + (0 if made.residual is None else made.residual.double())
-    torch.testing.assert_close(found, wanted, atol=5e-6, rtol=0)
+def test_a_norm_is_kept_at_any_scale(residual):
+    def stream(made):
+        return made.hidden.double() + (made.residual.double() if residual else 0)
+
+    for scale in (1.0, 1e4, 1e12, -1e12):
+        step = Step(Op.ADD, write=1, a=scale, flags=BOTH | Flags.KEEP)
+        made = case([[step]], rows=3, width=576, residual=residual, captures=False)
+        before = stream(made)
+        wanted = before + scale * made.bank[1].double()
+        wanted *= before.norm(dim=1, keepdim=True) / wanted.norm(dim=1, keepdim=True)
+        run(made)
+        torch.testing.assert_close(stream(made), wanted, atol=5e-6, rtol=0)

@@ -45,6 +45,7 @@ def test_a_launch_is_dependent_for_few_wide_rows_on_recent_devices_only(monkeypa
     from midstream.ops import site_triton
 
     device = torch.device("cuda", 0)
+    assert site_triton._capability(torch.device("cpu")) == 0
     monkeypatch.setattr(site_triton, "_capability", lambda _device: 9)
     assert site_triton._dependent_launch(1, 4096, device)
     assert site_triton._dependent_launch(16, 2048, device)
@@ -52,12 +53,6 @@ def test_a_launch_is_dependent_for_few_wide_rows_on_recent_devices_only(monkeypa
     assert not site_triton._dependent_launch(1, 1024, device)
     monkeypatch.setattr(site_triton, "_capability", lambda _device: 8)
     assert not site_triton._dependent_launch(1, 4096, device)
-
-
-def test_a_cpu_has_no_compute_capability() -> None:
-    from midstream.ops.site_triton import _capability
-
-    assert _capability(torch.device("cpu")) == 0
 
 
 class Kernels:
@@ -142,29 +137,30 @@ def test_a_kernel_is_not_launched_again_for_other_buffers_or_more_rows_than_thes
     assert again(*halves(most), made.tally)
 
 
-@pytest.mark.parametrize("half", [0, 1])
 def test_rows_that_are_not_aligned_never_reach_a_kernel_that_was_compiled_for_aligned_ones(
-    monkeypatch, half
+    monkeypatch,
 ) -> None:
     kernels = Kernels(monkeypatch)
     made = case([[]], rows=4, width=32, captures=False)
     again = kernels.launch(made)
-    given = list(halves(4))
-    given[half] = torch.zeros(4 * 32 + 1)[1:].view(4, 32)
-    assert given[half].data_ptr() % 16
-    assert not again(*given, made.tally)
-    assert kernels.again == []
+    for half in (0, 1):
+        given = list(halves(4))
+        given[half] = torch.zeros(4 * 32 + 1)[1:].view(4, 32)
+        assert given[half].data_ptr() % 16
+        assert not again(*given, made.tally)
+        assert kernels.again == []
 
 
-@pytest.mark.parametrize("name", ["hidden", "residual", "table", "ring"])
 def test_a_kernel_that_was_compiled_for_rows_that_are_not_aligned_is_not_launched_again(
-    monkeypatch, name
+    monkeypatch,
 ) -> None:
     kernels = Kernels(monkeypatch)
-    made = case([[]], rows=4, width=32, captures=False)
-    value = getattr(made, name)
-    setattr(made, name, torch.zeros(value.numel() + 1, dtype=value.dtype)[1:].view(value.shape))
-    assert kernels.launch(made) is None
+    for name in ("hidden", "residual", "table", "ring"):
+        made = case([[]], rows=4, width=32, captures=False)
+        value = getattr(made, name)
+        moved = torch.zeros(value.numel() + 1, dtype=value.dtype)[1:].view(value.shape)
+        setattr(made, name, moved)
+        assert kernels.launch(made) is None, name
 
 
 def test_streams_that_need_another_kernel_are_of_another_kind() -> None:
@@ -187,15 +183,11 @@ def test_streams_that_need_another_kernel_are_of_another_kind() -> None:
     assert kind_of(hidden[:17], other[:17]) in kinds
 
 
-def test_a_kernel_is_not_launched_again_alone_where_maps_are_computed_before(monkeypatch) -> None:
+def test_a_kernel_is_not_launched_again_with_maps_before_it_or_on_a_hip_device(monkeypatch) -> None:
     from midstream.ops import site_triton
 
     kernels = Kernels(monkeypatch)
     monkeypatch.setattr(site_triton, "_launch_maps", lambda *_args: None)
     assert kernels.launch(case([[]], rows=4, width=32, captures=False, maps=1)) is None
-
-
-def test_a_kernel_of_a_hip_device_is_looked_up_by_triton_each_time(monkeypatch) -> None:
-    kernels = Kernels(monkeypatch)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert kernels.launch(case([[]], rows=4, width=32, captures=False)) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
+from support.slow_positions import find_text
 
 from midstream.errors import SpecError
 from midstream.plan.positions.items import (
@@ -115,9 +116,7 @@ edit_positions = positions(EDIT_WORDS)
 
 
 def prompt_of(
-    ids: Sequence[int],
-    messages: Sequence[Message] | None = (),
-    media: Sequence[MediaItem] = (),
+    ids: Sequence[int], messages: Sequence[Message] | None = (), media: Sequence[MediaItem] = ()
 ) -> Prompt:
     """A prompt of tokens of PIECES."""
     starts, stops, text = [], [], ""
@@ -157,30 +156,6 @@ def found_texts(known: TextMap, wanted: str) -> list[tuple[int, int]]:
     ]
 
 
-def occurrences(prompt: Prompt, wanted: str) -> list[set[int]]:
-    """The tokens of each place where the text is, whole tokens but for whitespace."""
-    pieces = [PIECES[token] for token in prompt.token_ids]
-    # Of each character: which token it is of, and how far into it.
-    chars = [(nth, place) for nth, piece in enumerate(pieces) for place in range(len(piece))]
-    text = "".join(pieces)
-    found = []
-    for begin in range(len(text) - len(wanted) + 1):
-        if text[begin : begin + len(wanted)] != wanted:
-            continue
-        mine = chars[begin : begin + len(wanted)]
-        # Whitespace at its ends may be of tokens that go on beyond it, which are no part of it.
-        for edge, beyond in ((0, slice(mine[0][1])), (-1, slice(mine[-1][1] + 1, None))):
-            token = mine[edge][0]
-            if pieces[token][beyond].strip() and wanted.strip():
-                within = [char for char in mine if char[0] == token]
-                if not "".join(pieces[token][place] for _, place in within).strip():
-                    mine = [char for char in mine if char[0] != token]
-        (first, before), (last, place) = mine[0], mine[-1]
-        if not pieces[first][:before].strip() and not pieces[last][place + 1 :].strip():
-            found.append(set(range(first, last + 1)))
-    return found
-
-
 def rows_of_item(item: Item, prompt: Prompt, ids: Sequence[int]) -> set[int]:
     """The rows of one item, by asking of each row whether it is meant.
 
@@ -207,7 +182,8 @@ def rows_of_item(item: Item, prompt: Prompt, ids: Sequence[int]) -> set[int]:
     if isinstance(item, TokenIds):
         return {row for row in rows if ids[row] in item.ids}
     if isinstance(item, Text):
-        return _chosen(occurrences(prompt, item.text), item.occurrence)
+        found = [set(range(*span)) for span in find_text(prompt.text_map, item.text)]
+        return _chosen(found, item.occurrence)
     if isinstance(item, Role):
         mine = [message for message in prompt.messages if message.role == item.role]
         return _chosen([set(range(each.start, each.stop)) for each in mine], item.message)

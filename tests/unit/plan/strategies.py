@@ -162,12 +162,12 @@ def steers(width: int, places: st.SearchStrategy[dict[str, Any]]) -> st.SearchSt
     )
 
 
-def plain_edits(
+def plain_kinds(
     width: int = WIDTH, places: st.SearchStrategy[dict[str, Any]] | None = None
-) -> st.SearchStrategy[PlainEdit]:
-    """Every operation but Gate, with vectors by value."""
+) -> list[st.SearchStrategy[PlainEdit]]:
+    """A strategy for each operation but Gate, with vectors by value."""
     at = where() if places is None else places
-    edits = st.one_of(
+    kinds = (
         steers(width, at),
         st.builds(
             lambda rows, strength, place: Ablate(rows, strength=strength, subspace=True, **place),
@@ -180,10 +180,7 @@ def plain_edits(
         affines(width, at),
         lorefts(width, at),
         st.builds(
-            lambda rows, alpha, place: Replace(rows, alpha=alpha, **place),
-            rows(width),
-            eighths,
-            at,
+            lambda rows, alpha, place: Replace(rows, alpha=alpha, **place), rows(width), eighths, at
         ),
         st.builds(
             lambda factor, shift, place: Scale(factor, shift=shift, **place),
@@ -192,7 +189,15 @@ def plain_edits(
             at,
         ),
     )
-    return st.builds(_with_norm, edits, st.sampled_from([None, "keep"]))
+    norms = st.sampled_from([None, "keep"])
+    return [st.builds(_with_norm, kind, norms) for kind in kinds]
+
+
+def plain_edits(
+    width: int = WIDTH, places: st.SearchStrategy[dict[str, Any]] | None = None
+) -> st.SearchStrategy[PlainEdit]:
+    """Any of them."""
+    return st.one_of(plain_kinds(width, places))
 
 
 def _with_norm(edit: PlainEdit, norm: str | None) -> PlainEdit:
@@ -210,9 +215,7 @@ def readings(width: int = WIDTH, own: bool = True) -> st.SearchStrategy[Reading]
 
 
 def gates(
-    width: int = WIDTH,
-    places: st.SearchStrategy[dict[str, Any]] | None = None,
-    own: bool = False,
+    width: int = WIDTH, places: st.SearchStrategy[dict[str, Any]] | None = None, own: bool = False
 ) -> st.SearchStrategy[Gate]:
     sharpness = st.none() | eighths.filter(bool)
     return st.builds(Gate, plain_edits(width, places), readings(width, own), eighths, sharpness)
@@ -247,9 +250,7 @@ def named_edits(draw: st.DrawFn) -> Edit:
     )
 
 
-def probes(
-    positions: st.SearchStrategy[Positions] = capture_positions,
-) -> st.SearchStrategy[Probe]:
+def probes(positions: st.SearchStrategy[Positions] = capture_positions) -> st.SearchStrategy[Probe]:
     return st.builds(
         Probe,
         numbers(WIDTH),
@@ -298,9 +299,7 @@ def _plans(
     )
 
 
-def _of_length(
-    positions: st.SearchStrategy[Positions],
-) -> st.SearchStrategy[Positions]:
+def _of_length(positions: st.SearchStrategy[Positions]) -> st.SearchStrategy[Positions]:
     return positions.filter(lambda found: not found.needs_prompt)
 
 

@@ -80,11 +80,6 @@ def test_malformed_ones_are_refused_by_field() -> None:
     )
 
 
-def test_attention_is_no_capture_of_every_request() -> None:
-    with pytest.raises(SpecError, match="is for single requests"):
-        Capture.parse(EVERY[0])
-
-
 def test_queries_are_read_where_attention_reads_them() -> None:
     plan = resolved(*EVERY, Capture([1], "resid_post"))
     found = {capture.taps: capture.pattern for capture in plan.captures}
@@ -119,7 +114,15 @@ def test_what_cannot_be_done_is_refused_by_field() -> None:
         (Attention(1, reduce=Mass("last")), "capture[0].reduce.positions", "before tokens are"),
     )
     full, ids = Attention(1, reduce="full"), Prompt(3, token_ids=(3, 4, 5))
+    each = Attention("all", reduce="full")
+    assert resolved(Attention(0, reduce="full"), Attention(1, reduce=Entropy())).captures
     refused_calls(
+        (
+            lambda: resolved(each, Attention(1, reduce=Entropy())),
+            "capture[1].name",
+            "another `name`",
+        ),
+        (lambda: Capture.parse(full), "is for single requests"),
         (lambda: resolved(full, prompt=5000), "capture[0].reduce", "at most 4096"),
         (lambda: resolved(full, max_tokens=None), "capture[0].reduce", "any number of keys"),
         (
@@ -134,13 +137,6 @@ def test_full_patterns_of_early_queries_need_not_know_the_end() -> None:
     one = Attention(1, queries=slice(0, 70), reduce="full")
     (capture,) = resolved(one, prompt=5000, max_tokens=None).captures
     assert capture.pattern.size == 128
-
-
-def test_two_results_of_a_layer_have_two_names() -> None:
-    with pytest.raises(SpecError, match="another `name`") as error:
-        resolved(Attention("all", reduce="full"), Attention(1, reduce=Entropy()))
-    assert error.value.path == "capture[1].name"
-    assert resolved(Attention(0, reduce="full"), Attention(1, reduce=Entropy())).captures
 
 
 def probed(**given: Any) -> Any:

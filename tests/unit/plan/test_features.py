@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from support.refusals import refused
 
-from midstream import Features, SpecError
+from midstream import Features, Plan, SpecError
+from midstream.plan import ModelShape, Prompt
 from midstream.plan.readouts import parse_readout
+from midstream.plan.resolve.resolve import resolve
 
 
 def test_the_saes_own_place_is_taken_where_none_is_given() -> None:
@@ -15,6 +17,17 @@ def test_the_saes_own_place_is_taken_where_none_is_given() -> None:
     both = Features("a", layer=5, site="resid_pre")
     assert both.at_tap("mlp_in", 3) is both
     assert both.sites.names == ("resid_pre",)
+
+
+def test_where_the_model_has_several_streams_no_sae_reads_them() -> None:
+    shape = ModelShape(
+        2, 4, [("resid_post", 1), ("mlp_in", 1)],
+        widths={("resid_post", 1): 12}, heads={("resid_post", 1): 3},
+    )  # fmt: skip
+    plan = Plan.make([Features("a", layer=1, site="resid_post")])
+    with pytest.raises(SpecError, match="an SAE reads one stream, and resid_post has 3"):
+        resolve(plan, shape, Prompt(5), 3)
+    assert shape.size(("resid_post", 1)).meaning == "the width of resid_post, 3 streams of 4"
 
 
 def test_what_is_malformed_is_refused() -> None:

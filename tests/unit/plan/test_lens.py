@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.readings import finished_plan
-from support.refusals import refused_calls
+from support.refusals import refused, refused_calls
 
 from midstream import Lens, Plan, SpecError
 from midstream.plan import ModelShape, Prompt, ResolvedPlan
@@ -73,18 +73,14 @@ def test_what_is_malformed_is_refused() -> None:
             "' a' is token 1, which 1 is already",
         ),
     )
-
-
-def test_a_model_whose_stream_cannot_be_decoded_refuses() -> None:
-    shape = ModelShape(3, 4, SHAPE.taps, {(LENS, 2): "it has no head"})
-    with pytest.raises(SpecError, match="the stream cannot be decoded: it has no head"):
-        resolve(Plan.make(capture=Lens(0)), shape, Prompt(6), 3)
-
-
-def test_tokens_that_a_model_does_not_have_are_refused() -> None:
-    with pytest.raises(SpecError, match="no token 40: the model has 40, 0 to 39") as caught:
-        finished_plan(Plan.make(capture=[Lens(0), Lens(1, 2, [1, 40], name="a")]), SHAPE)
-    assert caught.value.path == "capture[1].tokens[1]"
-    with pytest.raises(SpecError, match="the model has 40 tokens") as caught:
-        finished_plan(Plan.make(capture=Lens(0, 41)), SHAPE)
-    assert caught.value.path == "capture[0].top"
+    without_head = ModelShape(3, 4, SHAPE.taps, {(LENS, 2): "it has no head"})
+    refused(
+        lambda capture: resolve(Plan.make(capture=capture), without_head, Prompt(6), 3),
+        (Lens(0), "the stream cannot be decoded: it has no head"),
+    )
+    several = [Lens(0), Lens(1, 2, [1, 40], name="a")]
+    refused(
+        lambda capture: finished_plan(Plan.make(capture=capture), SHAPE),
+        (several, "capture[1].tokens[1]", "no token 40: the model has 40, 0 to 39"),
+        (Lens(0, 41), "capture[0].top", "the model has 40 tokens"),
+    )

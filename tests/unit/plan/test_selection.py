@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from support.refusals import refused
 
 from midstream.plan import Layers, Sites
@@ -10,50 +9,26 @@ from midstream.plan import Layers, Sites
 def test_sites_are_read_from_a_name_or_a_list_and_keep_their_order():
     assert Sites("resid_post").names == ("resid_post",)
     assert Sites(["resid_post", "resid_pre"]).names == ("resid_post", "resid_pre")
-    assert tuple(Sites(("resid_mid",))) == ("resid_mid",)
-    assert len(Sites.parse(Sites("resid_mid"))) == 1
-
-
-def test_aliases_become_canonical_names():
-    assert Sites(["post_block", "post_attn", "pre_attn"]) == Sites(
-        ["resid_post", "resid_mid", "resid_pre"]
-    )
+    assert tuple(Sites.parse(Sites(("resid_mid",)))) == ("resid_mid",)
+    aliases = {"post_block": "resid_post", "post_attn": "resid_mid", "pre_attn": "resid_pre"}
+    assert Sites(list(aliases)) == Sites(list(aliases.values()))
 
 
 def test_what_names_no_sites_is_refused():
     refused(
         Sites,
-        (
-            [],
-            "",
-            "at least one site; known: `embed`, `resid_pre`, .*, `resid_post`, `final_norm`",
-        ),
-        (
-            "resid_pots",
-            "",
-            "unknown site 'resid_pots' .did you mean `resid_post`.*known: `embed`",
-        ),
-        (
-            "",
-            "",
-            "unknown site ''; known: `embed`, `resid_pre`, .*, `resid_post`, `final_norm`",
-        ),
+        ([], "", "at least one site; known: `embed`, `resid_pre`, .*, `resid_post`, `final_norm`"),
+        ("resid_pots", "", "unknown site 'resid_pots' .did you mean `resid_post`.*known: `embed`"),
+        ("", "", "unknown site ''; known: `embed`, `resid_pre`, .*, `resid_post`, `final_norm`"),
         (["resid_post", "x" * 10_000], "[1]", "unknown site 'x{59}…; known"),
-        (
-            ["resid_post", "resid_post"],
-            "[1]",
-            "duplicate site 'resid_post': `resid_post` is already",
-        ),
         (["resid_mid", "post_attn"], "[1]", "duplicate site 'post_attn': `resid_mid` is already"),
         (["resid_post", 3], "[1]", "expected the name of a site, `str`, got `int`"),
-        (None, "", "a list of names, got `None`"),
         ({"resid_post"}, "", "a list of names, got `set`"),
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "indices"),
-    [
+def test_layers_are_all_an_index_or_a_list_of_them():
+    for value, indices in (
         ("all", "all"),
         (["all"], "all"),
         (("all",), "all"),
@@ -63,44 +38,33 @@ def test_what_names_no_sites_is_refused():
         ([3, 1, -1], (3, 1, -1)),
         ((0, np.int32(2)), (0, 2)),
         (range(4), (0, 1, 2, 3)),
+        (2**31, (2**31,)),
+        (range(4096), tuple(range(4096))),
         (range(4, 0, -2), (4, 2)),
         (Layers([1, 2]), (1, 2)),
-    ],
-)
-def test_layers_are_all_an_index_or_a_list_of_them(value, indices):
-    found = Layers.parse(value)
-    assert found == Layers(value)
-    assert found.indices == indices
-    assert found.indices == "all" or all(type(index) is int for index in found.indices)
-    assert Layers.parse(found.emit()) == found
+    ):
+        found = Layers.parse(value)
+        assert found == Layers(value), value
+        assert found.indices == indices
+        assert found.indices == "all" or all(type(index) is int for index in found.indices)
+        assert Layers.parse(found.emit()) == found
 
 
 def test_what_names_no_layers_is_refused():
     refused(
         Layers,
         ([], "", "at least one layer"),
-        (range(0), "", "at least one layer"),
         ("last", "", "expected \"all\" or layer indices, got 'last'"),
         (True, "", 'expected "all", `int` or a list of `int`, got `bool`'),
-        (1.0, "", 'expected "all", `int` or a list of `int`, got `float`'),
-        (None, "", "a list of `int`, got `None`"),
         ({1, 2}, "", "a list of `int`, got `set`"),
         (np.ones((2, 2)), "", "a list of `int`, got `ndarray`"),
         ([0, True], "[1]", "expected `int`, got `bool`"),
         ([0, np.bool_(True)], "[1]", "expected `int`, got `bool"),
-        ([0, "1"], "[1]", "expected `int`, got `str`"),
-        ([0, 2.0], "[1]", "expected `int`, got `float`"),
         ([0, [1]], "[1]", "expected `int`, got `list`"),
         ([0, "all"], "[1]", '"all" cannot be combined'),
         ([3, 1, 3], "[2]", "layer 3 is listed twice"),
         (2**31 + 1, "", r"within ±2\*\*31, got 2147483649"),
-        ([-(2**31) - 1], "[0]", r"within ±2\*\*31"),
         ([10**5000], "[0]", "an integer of 16610 bits"),
         (range(10**30), "", "at most 4096 layers"),
         (list(range(4097)), "", "at most 4096 layers"),
     )
-
-
-def test_the_limits_themselves_are_allowed():
-    assert Layers(2**31).indices == (2**31,)
-    assert len(Layers(range(4096)).indices) == 4096

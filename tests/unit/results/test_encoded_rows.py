@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from midstream.codecs import Codec, Raw, parse_codec
 from midstream.results.activations import Activations
-from midstream.results.encoded_rows import Rows, Scattered, rows_of
+from midstream.results.encoded_rows import Rows, Scattered
 
 HIDDEN = 16
 CODECS = ["raw", "full8", "rp8:k=4,seed=0", "topk8:k=3"]
@@ -48,14 +48,13 @@ def test_pieces_are_the_rows_in_order_whatever_the_codec(name, dtype, lengths, t
     assert torch.equal(rows.decoded(), codec.decode(expected, HIDDEN, dtype))
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_no_rows_are_as_wide_as_some(name):
-    codec = parse_codec(name)
-    rows = Rows(codec, HIDDEN, torch.bfloat16, (), ())
-    assert len(rows) == 0
-    assert rows.encoded().shape == (0, codec.row_bytes(HIDDEN, torch.bfloat16))
-    assert rows.decoded().shape[0] == 0
-    assert (name == "raw") == (rows.decoded().dtype == torch.bfloat16)
+def test_no_rows_are_as_wide_as_some():
+    for name in CODECS:
+        codec = parse_codec(name)
+        rows = Rows(codec, HIDDEN, torch.bfloat16, (), ())
+        assert len(rows) == rows.decoded().shape[0] == 0
+        assert rows.encoded().shape == (0, codec.row_bytes(HIDDEN, torch.bfloat16))
+        assert (name == "raw") == (rows.decoded().dtype == torch.bfloat16)
 
 
 def test_raw_rows_in_one_piece_are_not_copied():
@@ -89,11 +88,6 @@ def test_activations_decode_what_is_looked_at_once():
     assert "5 rows of 16, float32" in repr(found)
 
 
-def test_rows_of_a_tensor_are_its_bytes():
-    values = torch.randn(3, HIDDEN)
-    assert torch.equal(rows_of(values).decoded(), values)
-
-
 @given(st.lists(st.integers(0, 60), max_size=8), st.integers(1, 3), st.integers(1, 5), st.data())
 def test_scattered_records_are_read_from_where_they_lie(offsets, taps, width, data):
     memory = torch.randint(256, (80,), dtype=torch.uint8)
@@ -110,11 +104,11 @@ def test_scattered_records_are_read_from_where_they_lie(offsets, taps, width, da
     assert torch.equal(records.of(place), torch.zeros_like(whole[:, place]))
 
 
-@pytest.mark.parametrize("offset", [-1, 75])
-def test_records_that_would_lie_outside_of_their_memory_are_refused(offset):
+def test_records_that_would_lie_outside_of_their_memory_are_refused():
     memory = torch.zeros(80, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="outside of a memory of 80 bytes"):
-        Scattered(memory.numpy(), np.array([0, offset]), 2, 3)
+    for offset in (-1, 75):
+        with pytest.raises(ValueError, match="outside of a memory of 80 bytes"):
+            Scattered(memory.numpy(), np.array([0, offset]), 2, 3)
 
 
 def test_scattered_rows_and_those_in_one_piece_are_rows_in_order():
@@ -125,17 +119,3 @@ def test_scattered_rows_and_those_in_one_piece_are_rows_in_order():
     rows = Rows(Raw(), HIDDEN, torch.float32, chunks, (1, 1))
     assert len(rows) == 5
     assert torch.equal(rows.decoded(), values[[0, 1, 4, 2, 3], 1])
-
-
-def test_activations_say_how_many_rows_each_tap_has():
-    few, many = torch.arange(2), torch.arange(5)
-    taps = [("resid_pre", 0), ("resid_post", 0), ("resid_post", 3)]
-    values = {
-        tap: torch.zeros(len(each), HIDDEN)
-        for tap, each in zip(taps, (few, many, many), strict=True)
-    }
-    found = Activations(values, dict(zip(taps, (few, many, many), strict=True)), [1, 2, 3, 4, 5])
-    assert found.counts() == dict(zip(taps, (2, 5, 5), strict=True))
-    assert found.sites == ("resid_pre", "resid_post")
-    assert found.layers == (0, 3)
-    assert found.token_ids_of("resid_post", 3).tolist() == [1, 2, 3, 4, 5]

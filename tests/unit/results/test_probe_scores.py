@@ -30,16 +30,13 @@ def test_it_is_a_mapping_of_names_in_the_order_of_the_plan(probes):
     assert "c" not in probes
     assert probes["b"].tolist() == [0.5, -1.0]
     assert probes.get("c") is None
+    assert repr(probes) == "Probes(b: 2, a: 0)"
     assert dict(probes.items())["a"].shape == (0,)
 
 
-def test_scores_come_with_their_positions_and_tokens(probes):
-    assert probes.positions_of("b").tolist() == [1, 3]
-    assert probes.token_ids_of("b").tolist() == [11, 13]
-    assert probes.token_ids_of("a").tolist() == []
-
-
 def test_rows_from_a_row_on_are_the_last_of_all(probes):
+    assert probes.positions_of("b").tolist() == [1, 3]
+    assert probes.token_ids_of("a").tolist() == []
     assert probes.rows_from("b", 0) == ([0.5, -1.0], [1, 3], [11, 13])
     assert probes.rows_from("b", 1) == ([-1.0], [3], [13])
     assert probes.rows_from("b", 2) == probes.rows_from("a", 0) == ([], [], [])
@@ -80,23 +77,11 @@ def test_a_copy_has_the_tokens_whether_or_not_they_were_looked_at(again):
         assert found.token_ids_of("a").tolist() == [11, 13]
 
 
-@pytest.mark.parametrize("ask", ["__getitem__", "positions_of", "token_ids_of"])
-def test_an_unknown_name_is_refused_with_those_that_there_are(probes, ask):
-    with pytest.raises(KeyError, match="there is no probe 'c'; there are b, a"):
-        getattr(probes, ask)("c")
-    with pytest.raises(KeyError, match="there is no probe 'c'; there are b, a"):
-        probes.rows_from("c", 0)
-
-
-def test_it_shows_names_and_counts(probes):
-    assert repr(probes) == "Probes(b: 2, a: 0)"
-
-
-def test_it_keeps_its_own_names():
-    given = {"a": torch.zeros(1)}
-    probes = Probes(given, {"a": torch.tensor([0])}, torch.tensor([1]))
-    given["b"] = torch.zeros(1)
-    assert list(probes) == ["a"]
+def test_an_unknown_name_is_refused_with_those_that_there_are(probes):
+    rows_from = lambda name: probes.rows_from(name, 0)  # noqa: E731
+    for ask in (probes.__getitem__, probes.positions_of, probes.token_ids_of, rows_from):
+        with pytest.raises(KeyError, match="there is no probe 'c'; there are b, a"):
+            ask("c")
 
 
 WORDS = {11: " <b>", 12: " and", 13: "\n"}
@@ -137,8 +122,3 @@ def test_a_notebook_shows_the_first_positions_of_many():
     page = Page(many._repr_html_())
     assert page.one("figcaption").text == "probe scores: the first 512 of 600 positions"
     assert len(page.all("td")) == 512
-
-
-def test_a_notebook_shows_an_output_without_scores():
-    none = Probes({}, {}, torch.zeros(0))
-    assert Page(none._repr_html_()).all("td") == []

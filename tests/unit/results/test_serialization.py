@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 from support.codec_rows import CODECS, DTYPES, finite_rows
+from support.refusals import refused
 
 from midstream.codecs import Full8PerDim, Raw, parse_codec
 from midstream.errors import SpecError
@@ -46,54 +47,11 @@ def same_bits(one, other):
     )
 
 
-@given(
-    st.sampled_from(CODECS),
-    finite_rows(min_width=4),
-    st.lists(st.integers(0, 4000), min_size=3, max_size=3, unique=True).map(sorted),
-)
-def test_every_codec_and_dtype_comes_out_bit_by_bit(spec, values, positions):
-    codec = parse_codec(spec)
-    at = torch.tensor(positions[: len(values)])
-    tokens = torch.arange(7, 5007)
-    given_ = Activations(
-        {
-            ("resid_post", 11): encoded(codec, values),
-            ("resid_mid", 2): encoded(codec, values.flip(0)),
-        },
-        {("resid_post", 11): at, ("resid_mid", 2): at},
-        tokens,
-    )
-    found = unpack(pack(given_, values.shape[1], values.dtype))
-    assert found.codec.spec == codec.spec
-    assert list(found) == [("resid_mid", 2), ("resid_post", 11)]
-    for tap in found:
-        assert same_bits(found[tap], given_[tap])
-        assert same_bits(found.encoded(*tap), given_.encoded(*tap))
-        assert torch.equal(found.positions_of(*tap), at)
-        assert torch.equal(found.token_ids_of(*tap), tokens[at])
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_bits_that_are_no_number_come_out_too(dtype):
     values = torch.tensor([[float("nan"), float("inf")], [-0.0, -float("inf")]], dtype=dtype)
     given_ = Activations({("resid_post", 0): values}, {("resid_post", 0): AT}, torch.arange(4))
     assert same_bits(unpack(pack(given_, 2, dtype))["resid_post", 0], values)
-
-
-@pytest.mark.parametrize("spec", ["raw", "full8", "rp8:k=4", "topk8:k=3"])
-def test_one_row_of_each_of_several_taps_of_one_chunk_comes_out(spec):
-    codec = parse_codec(spec)
-    values = torch.arange(16.0).view(2, 8)
-    chunk = codec.encode(values)[None]  # [records, taps, bytes]
-    at = torch.tensor([3])
-    given_ = Activations(
-        {("resid_post", tap): Rows(codec, 8, torch.float32, (chunk,), (tap,)) for tap in (0, 1)},
-        {("resid_post", 0): at, ("resid_post", 1): at},
-        torch.arange(9),
-    )
-    found = unpack(pack(given_, 8, torch.float32))
-    for tap in found:
-        assert same_bits(found[tap], given_[tap])
 
 
 @pytest.mark.parametrize("spec", ["raw", "full8"])
@@ -122,40 +80,28 @@ def test_rows_of_a_group_are_packed_by_their_taps_however_blocks_have_them(
         assert torch.equal(found.positions_of(*tap), at)
 
 
-def test_the_length_of_packed_rows_is_known_before_they_are_packed():
-    given_ = Activations(
-        {("resid_post", 0): torch.ones(2, 3)}, {("resid_post", 0): AT}, torch.arange(4)
-    )
-    assert PackedRows(given_, 3, torch.float32).nbytes == len(pack(given_, 3, torch.float32))
-
-
-@pytest.mark.parametrize("spec", CODECS)
-def test_no_rows_and_no_taps_come_out_as_none(spec):
-    codec = parse_codec(spec)
+def test_no_rows_and_no_taps_come_out_as_none():
     none = torch.zeros(0, dtype=torch.int64)
-    rows = encoded(codec, torch.zeros(1, 8))
-    if isinstance(rows, Rows):
-        rows = Rows(codec, 8, torch.float32, (rows.chunks[0][:0],), (0,))
-    else:
-        rows = rows[:0]
-    found = unpack(
-        pack(
-            Activations({("resid_post", 1): rows}, {("resid_post", 1): none}, none),
-            8,
-            torch.float32,
-        )
-    )
-    assert len(found["resid_post", 1]) == 0
+    for spec in CODECS:
+        codec = parse_codec(spec)
+        rows = encoded(codec, torch.zeros(1, 8))
+        if isinstance(rows, Rows):
+            rows = Rows(codec, 8, torch.float32, (rows.chunks[0][:0],), (0,))
+        else:
+            rows = rows[:0]
+        given_ = Activations({STREAM: rows}, {STREAM: none}, none)
+        assert len(unpack(pack(given_, 8, torch.float32))["resid_post", 1]) == 0
     assert len(unpack(pack(Activations({}, {}, none), 8, torch.float32))) == 0
 
 
 WIDE, STREAM = ("attn_out", 1), ("resid_post", 1)
 
 
-def of_two_widths(codec, wide, stream):
-    """Rows of a tap that is not as wide as the stream, and of one that is."""
-    rows = {WIDE: encoded(codec, wide), STREAM: encoded(codec, stream)}
-    return Activations(rows, dict.fromkeys(rows, torch.arange(len(wide))), torch.arange(7, 5007))
+def of_two_widths(codec, wide, stream, at=None):
+    """Rows of a tap that may be wider than the stream, and of one that is as wide."""
+    rows = {STREAM: encoded(codec, stream), WIDE: encoded(codec, wide)}
+    at = torch.arange(len(wide)) if at is None else at
+    return Activations(rows, dict.fromkeys(rows, at), torch.arange(7, 5007))
 
 
 def metadata_of(data):
@@ -163,21 +109,29 @@ def metadata_of(data):
     return json.loads(data[8 : 8 + size])["__metadata__"]
 
 
-@given(st.sampled_from(CODECS), finite_rows(min_width=4), st.integers(1, 9))
-def test_taps_of_two_widths_come_out_bit_by_bit(spec, stream, more):
+@given(
+    st.sampled_from(CODECS),
+    finite_rows(min_width=4),
+    st.integers(0, 9),
+    st.lists(st.integers(0, 4000), min_size=3, max_size=3, unique=True).map(sorted),
+)
+def test_every_codec_dtype_and_width_comes_out_bit_by_bit(spec, stream, more, positions):
     wide = torch.cat([stream, stream.flip(0).repeat(1, 3)[:, :more]], 1)
-    given_ = of_two_widths(parse_codec(spec), wide, stream)
-    hidden = stream.shape[1]
+    codec, at, hidden = parse_codec(spec), torch.tensor(positions[: len(stream)]), stream.shape[1]
+    given_ = of_two_widths(codec, wide, stream, at)
     packed = pack(given_, hidden, stream.dtype)
     assert PackedRows(given_, hidden, stream.dtype).nbytes == len(packed)
     metadata = metadata_of(packed)
-    assert (metadata["version"], metadata["hidden"]) == ("2", str(hidden))
-    assert json.loads(metadata["widths"]) == {"attn_out.1": hidden + more}
+    assert (metadata["version"], metadata["hidden"]) == ("2" if more else "1", str(hidden))
+    assert not more or json.loads(metadata["widths"]) == {"attn_out.1": hidden + more}
     found = unpack(packed)
+    assert found.codec.spec == codec.spec
     assert list(found) == [WIDE, STREAM]
     for tap in found:
         assert same_bits(found.encoded(*tap), given_.encoded(*tap))
         assert same_bits(found[tap], given_[tap])
+        assert torch.equal(found.positions_of(*tap), at)
+        assert torch.equal(found.token_ids_of(*tap), torch.arange(7, 5007)[at])
     if spec == "raw":
         assert same_bits(found[WIDE], wide)
 
@@ -200,16 +154,6 @@ def test_groups_of_two_widths_are_packed_each_by_its_own(spec):
         assert found[tap].shape == (2, 12 if tap[0] == "attn_out" else 8)
 
 
-def test_raw_rows_of_two_widths_are_read_without_torch(monkeypatch):
-    values = torch.randn(5, 12), torch.randn(5, 8)
-    packed = pack(of_two_widths(Raw(), *values), 8, torch.float32)
-    for name in ("torch", "safetensors.torch"):
-        monkeypatch.setitem(sys.modules, name, None)
-    found = unpack(packed)
-    for tap, value in zip((WIDE, STREAM), values, strict=True):
-        assert np.array_equal(found[tap], value.numpy())
-
-
 def test_the_file_of_one_width_is_what_it_was_whatever_the_taps():
     values = torch.ones(2, 8)
     metadata = metadata_of(pack(of_two_widths(Raw(), values, values), 8, torch.float32))
@@ -217,16 +161,6 @@ def test_the_file_of_one_width_is_what_it_was_whatever_the_taps():
         ("format", FORMAT), ("version", "1"), ("codec", "raw"), ("hidden", "8"),
         ("dtype", "float32"),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("codec", [None, "full8:per=dim"])
-def test_taps_of_two_widths_are_saved_and_loaded(tmp_path, codec):
-    values = torch.randn(5, 12), torch.randn(5, 8)
-    given_ = of_two_widths(Raw(), *values)
-    found = Activations.load(given_.save(tmp_path / "rows.safetensors", codec=codec))
-    for tap, value in zip((WIDE, STREAM), values, strict=True):
-        read = value if codec is None else Full8PerDim().decode(Full8PerDim().encode(value))
-        assert same_bits(found[tap], read)
 
 
 def of_heads(codec, chosen):
@@ -260,19 +194,16 @@ def test_rows_of_heads_come_out_by_head(spec, chosen):
     assert same_bits(unpack(narrow)["z", 1], given_["z", 1])
 
 
-def test_heads_of_sketches_are_refused():
-    packed = pack(of_heads(parse_codec("rp8:k=16,seed=3"), None), 12, torch.float32)
-    with pytest.raises(SpecError, match="z.1: 12 numbers cannot be of heads"):
-        unpack(packed)
-
-
 def test_rows_of_heads_are_read_and_saved_without_torch(monkeypatch, tmp_path):
     given_ = of_heads(Raw(), (1, 3))
     packed, wanted = pack(given_, 12, torch.float32), given_["z", 1].numpy()
+    values = torch.randn(5, 12), torch.randn(5, 8)
+    wide = pack(of_two_widths(Raw(), *values), 8, torch.float32)
     for name in ("torch", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, None)
     found = unpack(packed)
     assert np.array_equal(found["z", 1], wanted)
+    assert np.array_equal(unpack(wide)[WIDE], values[0].numpy())
     assert np.array_equal(Activations.load(found.save(tmp_path / "rows"))["z", 1], wanted)
     assert "5 rows of 2 × 3 or 12" in repr(found)
 
@@ -318,9 +249,6 @@ def test_last_positions_at_many_taps_take_no_more_memory_than_at_one():
 
 def test_what_is_crafted_here_would_be_read():
     assert len(unpack(save(tensors(), METADATA))["resid_post", 1]) == 2
-
-
-def test_what_is_crafted_here_of_heads_would_be_read():
     metadata = {**METADATA, "version": "2", "heads": '{"resid_post.1":[2,[1]]}'}
     assert unpack(save(tensors(), metadata))["resid_post", 1].shape == (2, 1, 1)
 
@@ -347,14 +275,10 @@ HOSTILE = {
         for widths in (
             "",
             "{}",
-            "[2]",
-            "2",
             '{"resid_post.1":3}',
             '{"resid_post.1":"2"}',
-            '{"resid_post.1":2.0}',
             '{"resid_post.1":true}',
             '{"resid_post.1":0}',
-            '{"resid_post.1":-2}',
             '{"resid_post.2":2}',
             '{"resid_post.1.positions":2}',
             '{"resid_post.1":2,"resid_post.1":2}',
@@ -368,22 +292,15 @@ HOSTILE = {
         for heads in (
             "",
             "{}",
-            "[2,null]",
             '{"resid_post.1":2}',
             '{"resid_post.1":[]}',
-            '{"resid_post.1":[2,null,null]}',
             '{"resid_post.1":[3,null]}',
-            '{"resid_post.1":[4,null]}',
             '{"resid_post.1":[0,null]}',
-            '{"resid_post.1":[-1,null]}',
             '{"resid_post.1":[true,null]}',
-            '{"resid_post.1":["2",null]}',
             '{"resid_post.1":[2,[]]}',
             '{"resid_post.1":[2,[2]]}',
-            '{"resid_post.1":[2,[-1]]}',
             '{"resid_post.1":[2,[1,1]]}',
             '{"resid_post.1":[2,0]}',
-            '{"resid_post.1":[2,[0.0]]}',
             '{"resid_post.2":[2,null]}',
             '{"resid_post.1.positions":[2,null]}',
             '{"resid_post.1":[2,null],"resid_post.1":[2,null]}',
@@ -418,11 +335,11 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_bytes_are_refused(data):
-    with pytest.raises(SpecError) as caught:
-        unpack(data)
-    assert len(str(caught.value)) < 1000
+def test_hostile_bytes_are_refused():
+    shortly = "(?s)^.{1,999}$"
+    refused(lambda what: unpack(HOSTILE[what]), *((what, shortly) for what in HOSTILE))
+    packed = pack(of_heads(parse_codec("rp8:k=16,seed=3"), None), 12, torch.float32)
+    refused(unpack, (packed, "z.1: 12 numbers cannot be of heads"))
 
 
 WHOLE = crafted()

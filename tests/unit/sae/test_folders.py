@@ -17,26 +17,26 @@ def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path):
     assert SAE.load(folder).hook_name == FLAT["hook_name"]
 
 
-@pytest.mark.parametrize(
-    "names", [[], ["ae.pt", "config.json"], ["cfg.json", "sae.safetensors"], ["layers.3"]]
-)
-def test_a_folder_of_another_tool_is_refused_with_the_layouts_that_are_read(tmp_path, names):
-    for name in names:
-        (tmp_path / name).write_bytes(b"{}")
-    with pytest.raises(SpecError) as caught:
-        SAE.load(tmp_path)
-    told = str(caught.value)
-    assert str(tmp_path) in told
-    for layout in ("`cfg.json` and `sae_weights.safetensors`", "`params.npz`"):
-        assert layout in told
-    assert "SAE(" in told
-    assert all(f"`{name}`" in told for name in names)
-    assert ("it is empty" in told) == (not names)
+def test_a_folder_of_another_tool_is_refused_with_the_layouts_that_are_read(tmp_path):
+    layouts = ("`cfg.json` and `sae_weights.safetensors`", "`params.npz`", "SAE(")
+    for names in (
+        [], ["ae.pt", "config.json"], ["cfg.json", "sae.safetensors"], ["layers.3"]
+    ):  # fmt: skip
+        folder = tmp_path / f"of {len(names)} {''.join(names[:1])}"
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_bytes(b"{}")
+        with pytest.raises(SpecError) as caught:
+            SAE.load(folder)
+        said = str(caught.value)
+        assert all(part in said for part in (str(folder), *layouts))
+        assert all(f"`{name}`" in said for name in names)
+        assert ("it is empty" in said) == (not names)
 
 
 def test_a_folder_with_too_many_files_is_described_shortly(tmp_path):
-    for nth in range(2000):
+    for nth in range(300):
         (tmp_path / f"file{nth:04}").touch()
-    with pytest.raises(SpecError, match="and 1992 more") as caught:
+    with pytest.raises(SpecError, match="and 292 more") as caught:
         SAE.load(tmp_path)
     assert len(str(caught.value)) < 1000

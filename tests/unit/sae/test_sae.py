@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.formulas import apply, run
+from support.refusals import refused
 from support.sae_oracle import KINDS, RandomSae
 
 from midstream.errors import MissingExtraError, SpecError
@@ -77,47 +79,24 @@ def reference(config, weights, x):
     return acts, acts @ w["W_dec"] + w["b_dec"]
 
 
-def cases():
-    centered = {**FLAT, "model_from_pretrained_kwargs": {"center_writing_weights": True}}
-    return pytest.mark.parametrize(
-        ("config", "weights"),
-        [(FLAT, tensors()), (NEW, tensors(True)), (centered, tensors())],
-        ids=["flat", "new", "centered"],
-    )
+CENTERED = {**FLAT, "model_from_pretrained_kwargs": {"center_writing_weights": True}}
+CASES = [(FLAT, tensors()), (NEW, tensors(True)), (CENTERED, tensors())]
 
 
-@cases()
-def test_features_are_encoded_and_decoded_as_they_were_trained(tmp_path, config, weights):
-    sae = SAE.load(write(tmp_path, config, weights))
+def test_features_are_encoded_and_decoded_as_they_were_trained(tmp_path):
     x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1))
-    acts, back = reference(config, weights, x)
-    found = sae.encode(x)
-    assert found.dtype == torch.float32
-    assert torch.allclose(found.double(), acts, atol=1e-5)
-    assert 0 < (acts > 0).sum() < acts.numel()
-    assert torch.allclose(sae.decode(found).double(), back, atol=1e-5)
-    as_array = sae.encode(x.numpy())
-    assert isinstance(as_array, np.ndarray)
-    assert np.array_equal(as_array, found.numpy())
-    assert np.array_equal(sae.decode(as_array), sae.decode(found).numpy())
-
-
-@cases()
-def test_setting_a_feature_sets_it_and_keeps_the_error(tmp_path, config, weights):
-    sae = SAE.load(write(tmp_path, config, weights))
-    x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-    acts, _ = reference(config, weights, x)
-    for index in range(FEATURES):
-        decoder = weights["W_dec"][index].double().numpy()
-        act = acts[:, index : index + 1].numpy()
-        for mode, value, amount in [
-            ("set", 3, 3 - act),
-            ("add", 3, 3),
-            ("scale", 3, 2 * act),
-            ("ablate", None, -act),
-        ]:
-            found = apply(sae.feature(index, mode, value), x)
-            assert np.allclose(found, x.numpy() + amount * decoder, atol=1e-4), (index, mode)
+    for config, weights in CASES:
+        sae = SAE.load(write(tmp_path, config, weights))
+        acts, back = reference(config, weights, x)
+        found = sae.encode(x)
+        assert found.dtype == torch.float32
+        assert torch.allclose(found.double(), acts, atol=1e-5)
+        assert 0 < (acts > 0).sum() < acts.numel()
+        assert torch.allclose(sae.decode(found).double(), back, atol=1e-5)
+        as_array = sae.encode(x.numpy())
+        assert isinstance(as_array, np.ndarray)
+        assert np.array_equal(as_array, found.numpy())
+        assert np.array_equal(sae.decode(as_array), sae.decode(found).numpy())
 
 
 def test_the_place_is_that_of_the_hook_unless_it_is_given(tmp_path):
@@ -133,9 +112,9 @@ def test_the_place_is_that_of_the_hook_unless_it_is_given(tmp_path):
     assert (sae.width, sae.num_features) == (WIDTH, FEATURES)
 
 
-@pytest.mark.parametrize(
-    ("hook", "tap"),
-    [
+def test_hooks_are_sites_or_refused_only_where_one_is_needed(tmp_path):
+    config = {key: value for key, value in FLAT.items() if key != "hook_layer"}
+    for hook, tap in (
         ("blocks.0.hook_resid_pre", ("resid_pre", 0)),
         ("blocks.11.hook_resid_mid", ("resid_mid", 11)),
         ("blocks.11.hook_resid_post", ("resid_post", 11)),
@@ -143,31 +122,15 @@ def test_the_place_is_that_of_the_hook_unless_it_is_given(tmp_path):
         ("blocks.4.hook_mlp_out", ("mlp_out", 4)),
         ("blocks.4.attn.hook_in", ("attn_in", 4)),
         ("blocks.4.mlp.hook_in", ("mlp_in", 4)),
-    ],
-)
-def test_hooks_are_sites(tmp_path, hook, tap):
-    config = {key: value for key, value in FLAT.items() if key != "hook_layer"}
-    sae = SAE.load(write(tmp_path, {**config, "hook_name": hook}, tensors()))
-    feature = sae.feature(0, value=1)
-    assert (feature.sites.names[0], feature.layers.indices[0]) == tap
-
-
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "blocks.4.attn.hook_z",
-        "blocks.4.hook_attn_in",
-        "blocks.4.hook_mlp_in",
-        "blocks.x.hook_resid_pre",
-        "h.4",
-        "",
-    ],
-)
-def test_a_hook_that_is_no_site_is_refused_only_where_it_is_needed(tmp_path, hook):
-    sae = SAE.load(write(tmp_path, {**FLAT, "hook_name": hook, "hook_layer": 4}, tensors()))
-    with pytest.raises(SpecError, match="hook_name: unsupported hook"):
-        sae.feature(0, value=1)
-    assert sae.feature(0, value=1, layer=1, site="resid_pre").layers.indices == (1,)
+    ):
+        sae = SAE.load(write(tmp_path, {**config, "hook_name": hook}, tensors()))
+        feature = sae.feature(0, value=1)
+        assert (feature.sites.names[0], feature.layers.indices[0]) == tap
+    for hook in ("blocks.4.attn.hook_z", "blocks.4.hook_attn_in", "blocks.x.hook_resid_pre", ""):
+        sae = SAE.load(write(tmp_path, {**FLAT, "hook_name": hook, "hook_layer": 4}, tensors()))
+        with pytest.raises(SpecError, match="hook_name: unsupported hook"):
+            sae.feature(0, value=1)
+        assert sae.feature(0, value=1, layer=1, site="resid_pre").layers.indices == (1,)
 
 
 def test_tensors_alone_are_enough_if_it_is_said_what_they_mean(tmp_path):
@@ -213,38 +176,44 @@ def test_a_threshold_below_zero_is_that_of_the_relu_before_it(tmp_path):
 
 @pytest.mark.parametrize("mode", ["set", "add", "scale", "ablate"])
 def test_features_of_one_edit_read_the_same_vector(tmp_path, mode):
-    sae = SAE.load(write(tmp_path, FLAT, tensors()))
     x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-    active = sae.encode(x).double()
     ids = [7, 2, 5]
     values = {"scale": [2.0, 0.5, 0.0], "ablate": None}.get(mode, [3.0, -1.0, 0.25])
-    amount = {
-        "set": lambda: torch.tensor(values) - active[:, ids],
-        "add": lambda: torch.tensor(values).expand(20, 3),
-        "scale": lambda: (torch.tensor(values) - 1) * active[:, ids],
-        "ablate": lambda: -active[:, ids],
-    }[mode]()
-    edit = sae.features(ids, mode, values)
-    wanted = (x + amount.double() @ sae.w_dec[ids].double()).numpy()
-    assert np.allclose(apply(edit, x), wanted, atol=1e-4)
-    assert np.allclose(run(edit.instructions(WIDTH), x), wanted, atol=1e-4)
-    if values is not None:
-        assert edit == sae.features(dict(zip(ids, values, strict=True)), mode)
-    assert [edit.layers.indices, edit.sites.names] == [(8,), ("resid_pre",)]
+    for config, weights in CASES:
+        sae = SAE.load(write(tmp_path, config, weights))
+        active = reference(config, weights, x)[0][:, ids]
+        numbers = torch.tensor(values or [0.0] * 3).double()
+        amount = {
+            "set": numbers - active,
+            "add": numbers.expand(20, 3),
+            "scale": (numbers - 1) * active,
+            "ablate": -active,
+        }[mode]
+        edit = sae.features(ids, mode, values)
+        wanted = (x + amount @ weights["W_dec"][ids].double()).numpy()
+        assert np.allclose(apply(edit, x), wanted, atol=1e-4)
+        assert np.allclose(run(edit.instructions(WIDTH), x), wanted, atol=1e-4)
+        if values is not None:
+            assert edit == sae.features(dict(zip(ids, values, strict=True)), mode)
+            one = sae.features(ids[:1], mode, values[:1])
+            assert one == sae.feature(ids[0], mode, values[0])
+        assert edit.sites.names == (("mlp_out",) if config is NEW else ("resid_pre",))
 
 
-def test_values_of_features_are_given_once(tmp_path):
+def test_values_of_features_are_given_once_and_for_features_that_are_there(tmp_path):
     sae = SAE.load(write(tmp_path, FLAT, tensors()))
-    for given, path in (
-        (({1: 2.0}, "set", 3.0), "index"),
-        (({1: 2.0}, "ablate"), "index"),
-        (([1, 1], "set", 3.0), "index[1]"),
-        (([1, FEATURES], "set", 3.0), "index"),
-        (([1, 2], "set", [3.0]), "value"),
-    ):
-        with pytest.raises(SpecError) as caught:
-            sae.features(*given)
-        assert caught.value.path == path
+    refused(
+        lambda given: sae.features(*given),
+        (({1: 2.0}, "set", 3.0), "index", ""),
+        (({1: 2.0}, "ablate"), "index", ""),
+        (([1, 1], "set", 3.0), "index[1]", ""),
+        (([1, FEATURES], "set", 3.0), "index", ""),
+        (([1, 2], "set", [3.0]), "value", ""),
+    )
+    refused(
+        lambda index: sae.feature(index, value=1),
+        *((index, "^index: ") for index in (-1, FEATURES, True, "0", 1.0)),
+    )
 
 
 def test_a_multiple_of_a_decoder_row_is_added_whatever_else_is_active(tmp_path):
@@ -258,16 +227,11 @@ def test_a_multiple_of_a_decoder_row_is_added_whatever_else_is_active(tmp_path):
     assert np.allclose(found, wanted.numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("index", [-1, FEATURES, True, "0", 1.0])
-def test_a_feature_that_is_not_there_is_refused(tmp_path, index):
-    sae = SAE.load(write(tmp_path, FLAT, tensors()))
-    with pytest.raises(SpecError, match="^index: "):
-        sae.feature(index, value=1)
+def test_a_configuration_that_cannot_be_followed_is_refused(tmp_path):
+    def load(change):
+        return SAE.load(write(tmp_path, {**FLAT, **change}, tensors()))
 
-
-@pytest.mark.parametrize(
-    ("change", "field", "problem"),
-    [
+    cases = (
         ({"architecture": "temporal"}, "architecture", "`standard`, `jumprelu`, .*got 'temporal'"),
         ({"architecture": "batchtopk"}, "architecture", "`batchtopk`, but there is no tensor"),
         ({"architecture": "topk"}, "k", "missing: how many"),
@@ -300,66 +264,52 @@ def test_a_feature_that_is_not_there_is_refused(tmp_path, index):
         ({"d_sae": "9"}, "d_sae", "expected `int`, got `str`"),
         ({"metadata": []}, "metadata", "expected an object, got `list`"),
         ({"metadata": {"hook_head_index": 2}, "hook_head_index": 2}, "hook_head_index", "got 2"),
-    ],
-)
-def test_a_configuration_that_cannot_be_followed_is_refused(tmp_path, change, field, problem):
-    folder = write(tmp_path, {**FLAT, **change}, tensors())
-    with pytest.raises(SpecError, match=problem) as caught:
-        SAE.load(folder)
-    assert caught.value.path == f"{folder / 'cfg.json'}.{field}"
+    )
+    at = tmp_path / "cfg.json"
+    refused(load, *((change, f"{at}.{field}", problem) for change, field, problem in cases))
+
+    def load_text(text):
+        at.write_text(text)
+        return SAE.load(tmp_path)
+
+    texts = ("", "{", "[]", '{"a": NaN}', '{"a": 1, "a": 2}', " " * (1 << 21))
+    refused(load_text, *((text, re.escape(str(at))) for text in texts))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": NaN}', '{"a": 1, "a": 2}', " " * (1 << 21)])
-def test_a_configuration_that_is_none_is_refused(tmp_path, text):
-    folder = write(tmp_path, None, tensors())
-    (folder / "cfg.json").write_text(text)
-    with pytest.raises(SpecError) as caught:
-        SAE.load(folder)
-    assert caught.value.path.startswith(str(folder / "cfg.json"))
+def test_tensors_that_do_not_fit_are_refused(tmp_path):
+    at = tmp_path / "sae_weights.safetensors"
+
+    def load(change):
+        weights = {name: each for name, each in {**tensors(), **change}.items() if each is not None}
+        return SAE.load(write(tmp_path, FLAT, weights))
+
+    refused(
+        load,
+        ({"W_enc": None}, str(at), "missing tensor `W_enc`"),
+        ({"r_mag": torch.zeros(1)}, str(at), "unknown tensor 'r_mag', which might change the"),
+        ({"W_enc": torch.zeros(3)}, f"{at}.W_enc", r"shape \[width, features\], got \[3\]"),
+        ({"W_dec": torch.zeros(WIDTH, FEATURES)}, f"{at}.W_dec", r"shape \[9, 6\].*got \[6, 9\]"),
+        ({"b_dec": torch.zeros(1)}, f"{at}.b_dec", r"expected shape \[6\]"),
+        (
+            {"scaling_factor": torch.full((9,), 2.0)},
+            f"{at}.scaling_factor",
+            "all factors must be 1",
+        ),
+        (tensors(True), "`standard`, but there is a tensor `threshold`"),
+    )
+    assert load({"scaling_factor": torch.ones(FEATURES)}).num_features == FEATURES
+    at.write_bytes(b"\x10" + bytes(30))
+    refused(SAE.load, (tmp_path, "expected a safetensors file"))
 
 
-@pytest.mark.parametrize(
-    ("change", "path", "problem"),
-    [
-        ({"W_enc": None}, "", "missing tensor `W_enc`"),
-        ({"r_mag": torch.zeros(1)}, "", "unknown tensor 'r_mag', which might change the features"),
-        ({"W_enc": torch.zeros(3)}, ".W_enc", r"expected shape \[width, features\], got \[3\]"),
-        ({"W_dec": torch.zeros(WIDTH, FEATURES)}, ".W_dec", r"shape \[9, 6\].*got \[6, 9\]"),
-        ({"b_dec": torch.zeros(1)}, ".b_dec", r"expected shape \[6\]"),
-        ({"scaling_factor": torch.full((9,), 2.0)}, ".scaling_factor", "all factors must be 1"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(tmp_path, change, path, problem):
-    weights = {name: each for name, each in {**tensors(), **change}.items() if each is not None}
-    folder = write(tmp_path, FLAT, weights)
-    with pytest.raises(SpecError, match=problem) as caught:
-        SAE.load(folder)
-    assert caught.value.path == f"{folder / 'sae_weights.safetensors'}{path}"
-
-
-def test_scaling_factors_of_one_are_nothing(tmp_path):
-    sae = SAE.load(write(tmp_path, FLAT, {**tensors(), "scaling_factor": torch.ones(FEATURES)}))
-    assert sae.num_features == FEATURES
-
-
-def test_a_threshold_of_a_relu_sae_is_refused(tmp_path):
-    with pytest.raises(SpecError, match="`standard`, but there is a tensor `threshold`"):
-        SAE.load(write(tmp_path, FLAT, tensors(True)))
-
-
-@pytest.mark.parametrize("name", ["sae.pt", "sae.bin", "sae.npz", "sae", "gone.safetensors"])
-def test_other_files_are_refused_without_being_read(tmp_path, name):
-    if not name.startswith("gone"):
+def test_other_files_are_refused_without_being_read(tmp_path):
+    names = ("sae.pt", "sae.bin", "sae.npz", "sae")
+    for name in names:
         (tmp_path / name).write_bytes(b"\x80\x04cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(SpecError, match=name.partition(".")[0]):
-        SAE.load(tmp_path / name)
-
-
-def test_a_damaged_file_is_refused(tmp_path):
-    folder = write(tmp_path, FLAT, tensors())
-    (folder / "sae_weights.safetensors").write_bytes(b"\x10" + bytes(30))
-    with pytest.raises(SpecError, match="expected a safetensors file"):
-        SAE.load(folder)
+    refused(
+        lambda name: SAE.load(tmp_path / name),
+        *((name, name.partition(".")[0]) for name in (*names, "gone.safetensors")),
+    )
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -434,38 +384,32 @@ def test_files_of_gemma_scope_are_read(tmp_path):
         SAE.load(path)
 
 
-@pytest.mark.parametrize("kind", ["gated", "topk", "jumprelu", "skip"])
-def test_objects_of_sae_lens_are_read(kind):
-    """As they are used here: `cfg.to_dict()` with `metadata`, and `state_dict()`."""
-    given = RandomSae(kind, 24, 60, "blocks.1.hook_resid_post")
+def of_sae_lens(given):
+    """An object of sae_lens as it is used here: `cfg.to_dict()` with `metadata`, `state_dict()`."""
     fields = {name: value for name, value in given.config.items() if name != "hook_name"}
     fields["metadata"] = SimpleNamespace(hook_name=given.config["hook_name"])
     architecture = fields.pop("architecture")
     config = SimpleNamespace(to_dict=lambda: fields, architecture=lambda: architecture)
-    sae = SAE.from_saelens(SimpleNamespace(cfg=config, state_dict=lambda: given.tensors))
+    return SimpleNamespace(cfg=config, state_dict=lambda: given.tensors)
+
+
+def test_objects_of_sae_lens_are_read():
     x = torch.randn(4, 24)
-    assert torch.allclose(sae.encode(x).double(), given.encode(x), atol=1e-5)
-    assert sae.hook_name == "blocks.1.hook_resid_post"
-    with pytest.raises(SpecError, match="expected an SAE of the package sae_lens, got `str`"):
-        SAE.from_saelens("gpt2-small")
-
-
-def test_a_release_needs_sae_lens(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sae_lens", None)
-    with pytest.raises(MissingExtraError, match="pip install sae-lens; or download the SAE"):
-        SAE.load("gemma-scope-2b-pt-res-canonical", "layer_12/width_16k/canonical")
+    for kind in ("gated", "topk", "jumprelu", "skip"):
+        given = RandomSae(kind, 24, 60, "blocks.1.hook_resid_post")
+        sae = SAE.from_saelens(of_sae_lens(given))
+        assert torch.allclose(sae.encode(x).double(), given.encode(x), atol=1e-5)
+        assert sae.hook_name == "blocks.1.hook_resid_post"
+    refused(SAE.from_saelens, ("gpt2-small", "expected an SAE of the package sae_lens, got `str`"))
 
 
 def test_a_release_and_its_id_are_those_of_sae_lens(monkeypatch):
     given = RandomSae("jumprelu", 24, 60, "blocks.12.hook_resid_post")
-    fields = {name: value for name, value in given.config.items() if name != "hook_name"}
-    metadata = {"hook_name": given.config["hook_name"]}
-    config = SimpleNamespace(to_dict=lambda: {**fields, "metadata": metadata})
     asked = []
 
     def from_pretrained(release, sae_id, device):
         asked.append((release, sae_id, device))
-        return SimpleNamespace(cfg=config, state_dict=lambda: given.tensors)
+        return of_sae_lens(given)
 
     package = SimpleNamespace(SAE=SimpleNamespace(from_pretrained=from_pretrained))
     monkeypatch.setitem(sys.modules, "sae_lens", package)
@@ -476,6 +420,9 @@ def test_a_release_and_its_id_are_those_of_sae_lens(monkeypatch):
     assert sae.tap == ("resid_post", 12)
     with pytest.raises(SpecError, match="apply_b_dec_to_input: the release specifies it"):
         SAE.load("gemma", "layer_12", apply_b_dec_to_input=True)
+    monkeypatch.setitem(sys.modules, "sae_lens", None)
+    with pytest.raises(MissingExtraError, match="pip install sae-lens; or download the SAE"):
+        SAE.load("gemma-scope-2b-pt-res-canonical", "layer_12/width_16k/canonical")
 
 
 def test_what_a_gated_sae_lacks_is_refused_by_name(tmp_path):

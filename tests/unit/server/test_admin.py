@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import random
 import re
 
 import pytest
-from support.serving_fake import make, refused, scope_of, serving
+from support.serving_fake import make, refused, serving
+from unit.server.asgi import raw_request
 
 from midstream.config.http import ADMIN_HEADER
 
@@ -58,16 +56,16 @@ async def test_every_route_but_those_that_change_nothing_for_others_needs_the_ad
             "/v1/midstream/requests/x/update", "/v1/midstream/activations/x",
             "/v1/steering/vectors", "/v1/steering/dynamic"}  # fmt: skip
     async with serving() as (site, client):
-        asked = set()
+        tried = set()
         for route in site.app.routes:
             path = re.sub(r"\{[^}]*\}", "x", getattr(route, "path", ""))
             if not path.startswith(("/v1/midstream", "/v1/steering")) or path in free:
                 continue
             for method in route.methods - {"GET", "HEAD"}:
-                asked.add((method, path))
+                tried.add((method, path))
                 await refused(client.request(method, path), 401, "admin key")
-    assert {(method, path) for method, path, _ in CHANGES} < asked
-    assert len(asked) >= 12
+    assert {(method, path) for method, path, _ in CHANGES} < tried
+    assert len(tried) >= 12
 
 
 @pytest.mark.parametrize(("method", "path", "body"), CHANGES)
@@ -101,49 +99,6 @@ async def test_before_the_engine_is_there_all_is_503():
                 await refused(client.get(path), 503)
 
 
-async def test_names_registered_and_removed_at_once_are_whole_or_gone():
-    async with serving() as (site, client):
-
-        async def shown():
-            answer = await client.get(f"{VECTORS}/x")
-            if answer.status_code == 404:
-                return "gone"
-            found = answer.raise_for_status().json()
-            return {name: each for name, each in found.items() if name != "registered"}
-
-        async def put(vectors):
-            assert (await client.put(f"{VECTORS}/x", json=vectors)).status_code == 200
-
-        names = [{str(layer): [nth + 1.0] * 3 for layer in range(nth % 4 + 1)} for nth in range(8)]
-        states = ["gone"]
-        for vectors in names:
-            await put(vectors)
-            states.append(await shown())
-        assert [len(state["vectors"]) for state in states[1:]] == [1, 2, 3, 4] * 2
-        unseen = set(range(len(states)))
-
-        async def work(nth):
-            # In a random order, so that each state is seen some time however the tasks take turns.
-            order = random.Random(nth)
-            for turn in itertools.count():
-                if turn >= 18 and not unseen:
-                    return
-                action = order.randrange(3)
-                if action == 0:
-                    await put(names[nth])
-                elif action == 1:
-                    found = await shown()
-                    assert found in states
-                    unseen.discard(states.index(found))
-                else:
-                    answer = await client.delete(f"{VECTORS}/x")
-                    assert answer.status_code in (204, 404)
-
-        await asyncio.wait_for(asyncio.gather(*map(work, range(8))), 60)
-        await client.delete(f"{VECTORS}/x")
-        assert len(site.engine.vectors) == 0
-
-
 async def test_a_body_is_not_read_before_the_admin_key_is_checked(monkeypatch):
     monkeypatch.setenv("MIDSTREAM_ADMIN_KEY", "secret")
     site = await make()
@@ -152,14 +107,5 @@ async def test_a_body_is_not_read_before_the_admin_key_is_checked(monkeypatch):
         ("PUT", "/v1/midstream/vectors/x"),
         ("POST", "/v1/steering/set"),
     ):
-        sent = []
-
-        async def receive():
-            pytest.fail("the body is read")
-
-        async def send(message, sent=sent):
-            sent.append(message)
-
-        scope = {**scope_of(), "method": method, "path": path, "raw_path": path.encode()}
-        await site.app(scope, receive, send)
-        assert sent[0]["status"] == 401
+        sent, taken = await raw_request(site.app, method=method, path=path)
+        assert (sent[0]["status"], taken) == (401, 0), path

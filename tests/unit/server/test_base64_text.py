@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import json
 
 import msgspec
 import pytest
@@ -57,28 +56,3 @@ async def test_a_whole_body_is_vllms_with_the_results_as_one_text(monkeypatch, l
     end = b',"midstream":%b}' % msgspec.json.encode(told)
     assert answer.content == plain.content[:-1] + end
     assert answer.headers["content-length"] == str(len(answer.content))
-
-
-async def test_a_body_of_several_choices_is_as_json_writes_it():
-    async with serving() as (_, client):
-        answer = await client.post(PATH, json={"prompt": "abc", "n": 2, "midstream": INLINE})
-    assert answer.content == json.dumps(answer.json()).encode()
-    assert answer.headers["content-length"] == str(len(answer.content))
-    texts = [one["midstream"]["activations"]["base64"] for one in answer.json()["choices"]]
-    assert texts[0] == texts[1] != ""
-
-
-async def test_events_are_vllms_with_the_results_as_one_text():
-    body = {"prompt": "abc", "stream": True}
-    async with serving() as (_, client):
-        answer = await client.post(PATH, json={**body, "midstream": INLINE})
-        plain = await client.post(PATH, json=body)
-    found, given = answer.content.split(b"\n\n"), plain.content.split(b"\n\n")
-    told = [nth for nth, event in enumerate(found) if b'"base64"' in event]
-    assert len(told) == 1
-    for nth, (event, before) in enumerate(zip(found, given, strict=True)):
-        if nth not in told:
-            assert event == before
-            continue
-        value = json.loads(event.removeprefix(b"data: "))
-        assert event == before[:-1] + b',"midstream":%b}' % msgspec.json.encode(value["midstream"])

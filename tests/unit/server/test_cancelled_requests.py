@@ -59,11 +59,6 @@ async def completion(send):
     await send("POST", "/v1/completions", ASKED)
 
 
-async def completion_with_its_rows(send):
-    inline = {**ASKED, "midstream": {"capture": CAPTURE, "activations": "inline"}}
-    await send("POST", "/v1/completions", inline)
-
-
 async def stream(send):
     await send("POST", "/v1/completions", {**ASKED, "stream": True})
 
@@ -73,10 +68,6 @@ async def rows(send):
     handle = answer["midstream"]["activations"]
     assert await send("GET", f"{OWN}/activations/{handle['id']}")
     await send("DELETE", f"{OWN}/activations/{handle['id']}")
-
-
-async def sweep(send):
-    await send("POST", f"{OWN}/sweep", {**SWEEP, "stream": False})
 
 
 async def two_sweeps_of_which_one_waits_for_the_other(send):
@@ -129,10 +120,8 @@ async def server_wide_capture(send):
     "requests",
     [
         completion,
-        completion_with_its_rows,
         stream,
         rows,
-        sweep,
         two_sweeps_of_which_one_waits_for_the_other,
         fit,
         two_reads_of_a_parameter,

@@ -17,7 +17,7 @@ from support.listening import Listening
 from support.open_files import MEMORY, SOCKET, open_files
 from support.serving_fake import rows
 
-from midstream import Capture, Probe, Steer
+from midstream import Capture, Steer
 from midstream.client import Client, ServerError
 
 V = [1.0, 2.0, 2.0]
@@ -113,28 +113,6 @@ def test_a_client_that_breaks_off_while_it_fetches_leaves_no_file_open(listening
         with connection(listening.address, ask) as client:
             assert client.recv(100).startswith(b"HTTP/1.1 200")
     until(lambda: open_files(MEMORY, SOCKET) <= before)
-
-
-def test_many_clients_with_plans_of_their_own_get_their_own_results(listening):
-    def work(nth):
-        prompt = "x" * (nth % 5 + 1)
-        with Client(listening.url) as client:
-            for _ in range(2):
-                asked = {"capture": Capture([nth % 4]), "probes": Probe(V, 1, name=f"p{nth}")}
-                if nth % 2:
-                    *_, output = client.stream(prompt, **asked)
-                else:
-                    output = client.complete(prompt, **asked)
-                count = len(prompt) + 2
-                expected = rows((nth % 4,), count)["resid_post", nth % 4]
-                assert torch.equal(output.activations["resid_post", nth % 4], expected)
-                assert list(output.probes) == [f"p{nth}"]
-                assert len(output.probes[f"p{nth}"]) == count
-        return nth
-
-    with ThreadPoolExecutor(10) as pool:
-        assert list(pool.map(work, range(10))) == list(range(10))
-    assert len(listening.site.server.captures) == 0
 
 
 def test_names_registered_steered_by_and_removed_from_many_connections_stay_whole(listening):

@@ -11,52 +11,25 @@ from prometheus_client import CollectorRegistry
 
 from midstream.server.metrics import COUNTERS, GAUGES, Metrics
 
+TOTALS = {
+    "completions": {"ok": 5, "error": 2}, "aborted": 1, "rows": 40, "row_bytes": 4000, "dropped": 6,
+    "edits": 24, "cached_edits": 8, "scores": 16, "sink_failures": 9,
+}  # fmt: skip
+ARENA = {
+    "free_bytes": 100, "disk_bytes": 10, "budget_bytes": 5000, "leases": 2, "segments": 1,
+    "spills": 3,
+}  # fmt: skip
+STEPS = {"active": 20, "planner_ns": 2_500_000_000, "ring_last": 7, "ring_most": 90}
 STATE: dict[str, Any] = {
-    "requests": 3,
-    "waiting": 1,
-    "sinks": {"store": 70},
-    "totals": {
-        "completions": {"ok": 5, "error": 2},
-        "aborted": 1,
-        "rows": 40,
-        "row_bytes": 4000,
-        "dropped": 6,
-        "edits": 24,
-        "cached_edits": 8,
-        "scores": 16,
-        "sink_failures": 9,
-    },
-    "held": {"captures": 2, "bytes": 300},
-    "vectors": 4,
-    "steering": {"epoch": 11, "digest": "d"},
-    "process": {"number": 0, "count": 1},
-    "workers_age_seconds": 1.5,
+    "requests": 3, "waiting": 1, "vectors": 4, "workers_age_seconds": 1.5, "totals": TOTALS,
+    "sinks": {"store": 70}, "held": {"captures": 2, "bytes": 300},
+    "steering": {"epoch": 11, "digest": "d"}, "process": {"number": 0, "count": 1},
     "workers": [
-        {
-            "replica": 3,
-            "stage": stage,
-            "tensor_rank": 0,
-            "arena": {
-                "memory_bytes": 1000 + stage,
-                "free_bytes": 100,
-                "disk_bytes": 10,
-                "budget_bytes": 5000,
-                "leases": 2,
-                "segments": 1,
-                "spills": 3,
-            },
-            "ring_rows": 640,
-            "steps": {
-                "steps": 50 + stage,
-                "active": 20,
-                "planner_ns": 2_500_000_000,
-                "ring_last": 7,
-                "ring_most": 90,
-            },
-        }
+        {"replica": 3, "stage": stage, "tensor_rank": 0, "ring_rows": 640,
+         "arena": {"memory_bytes": 1000 + stage, **ARENA}, "steps": {"steps": 50 + stage, **STEPS}}
         for stage in range(2)
     ],
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -73,7 +46,11 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(f"midstream:{name}", labels)
 
 
-def test_ended_sweeps_are_counted_with_their_cells(metrics, registry):
+def test_ended_sweeps_and_refusals_are_counted(metrics, registry):
+    for status in (400, 400, 413):
+        metrics.count_refusal(status)
+    assert value(registry, "refusals_total", status="400") == 2
+    assert value(registry, "refusals_total", status="413") == 1
     metrics.count_sweep("ok", 16)
     metrics.count_sweep("aborted", 3)
     metrics.count_sweep("ok", 4)
@@ -125,13 +102,6 @@ def test_a_counter_grows_by_what_was_counted_since(metrics, registry):
     metrics.update(later)
     assert value(registry, "captured_rows_total") == 45
     assert value(registry, "completions_total", status="partial") == 1
-
-
-def test_refusals_are_counted_by_status(metrics, registry):
-    for status in (400, 400, 413):
-        metrics.count_refusal(status)
-    assert value(registry, "refusals_total", status="400") == 2
-    assert value(registry, "refusals_total", status="413") == 1
 
 
 def test_however_often_they_are_read_the_engine_is_asked_once_a_second(metrics):

@@ -9,6 +9,7 @@ import threading
 import pytest
 from starlette.responses import JSONResponse
 from support.serving_fake import Params, make, scope_of, serving
+from unit.server.asgi import raw_request
 
 from midstream.errors import HttpError, SpecError
 from midstream.plan import Capture, Plan
@@ -155,17 +156,8 @@ def test_a_field_of_any_depth_is_refused_or_cannot_be_read():
 @pytest.mark.parametrize("path", ["/v1/completions/", "/v2/completions", "/none"])
 async def test_a_path_that_is_no_endpoints_gives_no_answer_and_its_body_is_not_read(path):
     async with serving() as (site, _):
-        sent = []
-
-        async def receive():
-            pytest.fail("the body is read")
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {**scope_of(), "path": path, "raw_path": path.encode()}
-        await site.app(scope, receive, send)
-    assert sent[0]["status"] in (307, 404)
+        sent, taken = await raw_request(site.app, path=path)
+    assert (sent[0]["status"] in (307, 404), taken) == (True, 0)
     assert site.engine.calls == []
 
 
@@ -216,19 +208,9 @@ async def test_a_body_is_refused_by_its_header_before_it_is_read():
 
 @pytest.mark.parametrize("length", ["9" * 5000, "1" * 30, "101"])
 async def test_any_length_in_the_header_is_understood(length):
-    sent, received = [], []
-
-    async def receive():
-        received.append(1)
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message):
-        sent.append(message)
-
     site = await make(max_body_bytes=100)
-    await site.app(scope_of(length), receive, send)
-    assert sent[0]["status"] == 413
-    assert received == []
+    sent, taken = await raw_request(site.app, length=length)
+    assert (sent[0]["status"], taken) == (413, 0)
 
 
 async def test_chunks_are_refused_as_soon_as_they_are_too_many():
@@ -340,6 +322,7 @@ def test_members_of_a_body_that_did_not_change_keep_their_text(member, monkeypat
 
 
 async def test_a_client_that_leaves_while_it_sends_leaves_nothing():
+    site = await make()
     messages = [
         {"type": "http.request", "body": b'{"prompt"', "more_body": True},
         {"type": "http.disconnect"},
@@ -352,7 +335,6 @@ async def test_a_client_that_leaves_while_it_sends_leaves_nothing():
     async def send(message):
         sent.append(message)
 
-    site = await make()
     await site.app(scope_of(), receive, send)
     assert sent[0]["status"] == 400
     assert site.seen == []

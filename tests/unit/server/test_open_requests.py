@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from support.serving_fake import Params, Site, make, scope_of, serving
+from support.serving_fake import Params, Site, make, serving
+from unit.server.asgi import body_of, raw_request
 
 from midstream.http.sse import DONE, Events
 from midstream.plan import Capture, Plan
@@ -47,16 +48,8 @@ def test_ids_are_new_and_leave_other_arguments_as_they_are():
 
 
 async def answered(site: Site, app: Any, body: bytes) -> tuple[int, bytes]:
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await Middleware(app, site.server)(scope_of(), receive, send)
-    return sent[0]["status"], b"".join(one.get("body", b"") for one in sent[1:])
+    sent, _ = await raw_request(Middleware(app, site.server), [body])
+    return sent[0]["status"], body_of(sent)
 
 
 async def test_the_id_of_a_request_is_of_no_use_to_another_one_nor_after_its_end():

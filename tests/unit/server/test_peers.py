@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.serving_fake import Site, make, refused, rows, scope_of
+from support.serving_fake import Site, make, refused, rows
 from support.sinking import delivery, put_now
+from unit.server.asgi import raw_request
 
 from midstream.runtime.frontend.engine_info import FrontEnds
 from midstream.server.peers import Peers, add_kept
@@ -68,6 +69,7 @@ async def test_cached_rows_are_fetched_listed_and_deleted_from_either():
         whole = await there.get(one["url"])
         assert (whole.status_code, len(whole.content)) == (200, one["bytes"])
         assert whole.headers["content-type"] == "application/octet-stream"
+        assert whole.headers["cache-control"] == "no-store"
         assert whole.content == (await here.get(one["url"])).content
         part = await there.get(one["url"], headers={"range": "bytes=3-5"})
         assert (part.status_code, part.content) == (206, whole.content[3:6])
@@ -131,8 +133,8 @@ async def test_server_wide_captures_are_changed_in_both_and_by_one_after_the_oth
     async with two() as (sites, clients):
         for first, second in (clients, clients[::-1]):
             bodies = [{"capture": {"layers": [nth % 4]}} for nth in range(6)]
-            asked = [c.put(WATCH, json=body) for body in bodies for c in (first, second)]
-            assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
+            puts = [c.put(WATCH, json=body) for body in bodies for c in (first, second)]
+            assert {one.status_code for one in await asyncio.gather(*puts)} == {200}
             current = [site.engine.captures.current for site in sites]
             assert len(current[0]) == 1
             assert current[0] == current[1]
@@ -151,17 +153,8 @@ async def test_a_body_is_not_read_before_the_admin_key_is_checked(monkeypatch):
     monkeypatch.setenv("MIDSTREAM_ADMIN_KEY", "secret")
     async with two() as (sites, _):
         for site in sites:
-            sent = []
-
-            async def receive():
-                pytest.fail("the body is read")
-
-            async def send(message, sent=sent):
-                sent.append(message)
-
-            scope = {**scope_of(), "method": "PUT", "path": WATCH, "raw_path": WATCH.encode()}
-            await site.app(scope, receive, send)
-            assert sent[0]["status"] == 401
+            sent, taken = await raw_request(site.app, method="PUT", path=WATCH)
+            assert (sent[0]["status"], taken) == (401, 0)
 
 
 async def test_before_both_have_started_captures_of_all_are_not_changed():
@@ -170,23 +163,9 @@ async def test_before_both_have_started_captures_of_all_are_not_changed():
         assert (await here.get(HANDLES)).json()["captures"][0]["id"] == handle["id"]
         await refused(here.get(handle["url"] + "x"), 404)
         for client in (here, there):
-            asked = client.put(WATCH, json={"capture": {"layers": [0]}})
-            await refused(asked, 503, "not all API server processes")
+            put = client.put(WATCH, json={"capture": {"layers": [0]}})
+            await refused(put, 503, "not all API server processes")
         assert not any(site.engine.captures for site in sites)
-
-
-async def test_a_process_that_has_ended_is_named_and_nothing_is_said_to_be_gone():
-    async with two() as (sites, (here, there)):
-        handle = await handle_from(there)
-        sites[1].server.peers._server.should_exit = True
-        await end_of(sites[1])
-        Path(sites[1].server.peers._path(1)).touch()  # as the socket of one that was killed
-        await refused(here.get(handle["url"]), 503, "does not answer")
-        await refused(here.get(HANDLES), 503, "does not answer")
-        asked = here.put(WATCH, json={"capture": {"layers": [0]}})
-        await refused(asked, 503, "does not answer")
-        scope = {"method": "GET", "path": "/metrics", "headers": []}
-        await sites[0].server.peers.refresh_metrics(scope)  # the metrics of this process are known
 
 
 async def test_kept_rows_of_both_are_collected_and_counted():

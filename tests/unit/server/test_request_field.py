@@ -62,110 +62,45 @@ def test_whatever_a_plan_says_arrives_in_both_places(plan, returned):
     assert bodies == [{"prompt": "x"}, {"prompt": "x", "vllm_xargs": {"other": 1}}]
 
 
-WRONG = {
-    "no object": ({"midstream": 3}, "midstream", "expected a dict"),
-    "a list": ({"midstream": []}, "midstream", "expected a dict"),
-    "null": ({"midstream": None}, "midstream", "expected a dict"),
-    "an unknown field": ({"midstream": {"captures": {}}}, "midstream", "did you mean `capture`"),
-    "a null within": ({"midstream": {"capture": None}}, "midstream.capture", "omit it instead"),
-    "an unknown form": (
-        {"midstream": {"activations": "base64"}},
-        "midstream.activations",
-        "expected one of handle, inline, none",
-    ),
-    "a form that cannot be compared": (
-        {"midstream": {"activations": ["inline"]}},
-        "midstream.activations",
-        "expected one of",
-    ),
-    "a bad layer": (
-        {"midstream": {"capture": {"layers": ["x"]}}},
-        "midstream.capture.layers[0]",
-        "expected",
-    ),
-    "both places": (
-        {"midstream": {}, "vllm_xargs": {"midstream": "{}"}},
-        "vllm_xargs.midstream",
-        "use only one",
-    ),
-    "no text in xargs": (
-        {"vllm_xargs": {"midstream": {"capture": CAPTURE}}},
-        "vllm_xargs.midstream",
-        "expected JSON as text",
-    ),
-    "bad text in xargs": (
-        {"vllm_xargs": {"midstream": "{"}},
-        "vllm_xargs.midstream",
-        "expected JSON",
-    ),
-    "deep text in xargs": (
-        {"vllm_xargs": {"midstream": "[" * 100_000}},
-        "vllm_xargs.midstream",
-        "nested too deeply",
-    ),
-    "a field twice in xargs": (
-        {"vllm_xargs": {"midstream": '{"activations": "none", "activations": "inline"}'}},
-        "vllm_xargs.midstream",
-        "duplicate JSON field",
-    ),
-    "NaN in xargs": (
-        {"vllm_xargs": {"midstream": '{"steer": {"vector": [NaN], "layer": 1}}'}},
-        "vllm_xargs.midstream",
-        "NaN is not a JSON number",
-    ),
-    "a path as vectors": (
-        {"midstream": {"steer": {"vector": "/etc/passwd", "layer": 1}}},
-        "midstream.steer.vector",
-        "not starting with a dot or slash",
-    ),
-    "a second steer": (
-        {"midstream": {"steer": [{"vector": [1], "layer": 1}, {"vector": [1]}]}},
-        "midstream.steer[1].layer",
-        "missing",
-    ),
-    "a path as an SAE": (
-        {"midstream": {"edits": [{"op": "feature", "sae": "/srv/sae", "index": 1, "layer": 1}]}},
-        "midstream.edits[0].sae",
-        "not starting with a dot or hyphen",
-    ),
-    "a tag that leaves its folder": (
-        {"midstream": {"capture": {"layers": [1], "sink": "store", "tag": "../x"}}},
-        "midstream.capture.tag",
-        "not starting with a dot",
-    ),
-    "an id that leaves its folder": (
-        {"midstream": {"capture": {"layers": [1], "sink": "store", "request_id": "a/b"}}},
-        "midstream.capture.request_id",
-        "expected",
-    ),
-    "a function as a controller": (
-        {"midstream": {"controller": "os:getpid"}},
-        "midstream.controller",
-        "expected 1 to 64 of the characters",
-    ),
-    "a path as a controller": (
-        {"midstream": {"controller": {"path": "os:getpid"}}},
-        "midstream.controller",
-        "unknown field 'path'",
-    ),
-    "a controller without a field": (
-        {"midstream": {"controller": {"threshold": {"probe": "p"}}}},
-        "midstream.controller.threshold",
-        "missing field",
-    ),
-    "a sink that leaves its folder": (
-        {"midstream": {"capture": {"layers": [1], "sink": "../store"}}},
-        "midstream.capture.sink",
-        "expected",
-    ),
-}
+STORED = {"layers": [1], "sink": "store"}
+# (value of the field, place in it, problem)
+WRONG_FIELDS = [
+    (3, "", "expected a dict"),
+    ([], "", "expected a dict"),
+    (None, "", "expected a dict"),
+    ({"captures": {}}, "", "did you mean `capture`"),
+    ({"capture": None}, ".capture", "omit it instead"),
+    ({"activations": "base64"}, ".activations", "expected one of handle, inline, none"),
+    ({"activations": ["inline"]}, ".activations", "expected one of"),
+    ({"capture": {"layers": ["x"]}}, ".capture.layers[0]", "expected"),
+    ({"steer": {"vector": "/etc/passwd", "layer": 1}}, ".steer.vector", "with a dot or slash"),
+    ({"steer": [{"vector": [1], "layer": 1}, {"vector": [1]}]}, ".steer[1].layer", "missing"),
+    ({"edits": {"op": "feature", "sae": "/srv/sae", "index": 1, "layer": 1}}, ".edits.sae", "dot"),
+    ({"capture": {**STORED, "tag": "../x"}}, ".capture.tag", "not starting with a dot"),
+    ({"capture": {**STORED, "request_id": "a/b"}}, ".capture.request_id", "expected"),
+    ({"capture": {**STORED, "sink": "../store"}}, ".capture.sink", "expected"),
+    ({"controller": "os:getpid"}, ".controller", "expected 1 to 64 of the characters"),
+    ({"controller": {"path": "os:getpid"}}, ".controller", "unknown field 'path'"),
+    ({"controller": {"threshold": {"probe": "p"}}}, ".controller.threshold", "missing field"),
+]
+# (value of the field in vllm_xargs, problem)
+WRONG_TEXTS = [
+    ({"capture": CAPTURE}, "expected JSON as text"),
+    ("{", "expected JSON"),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"activations": "none", "activations": "inline"}', "duplicate JSON field"),
+    ('{"steer": {"vector": [NaN], "layer": 1}}', "NaN is not a JSON number"),
+]
 
 
-@pytest.mark.parametrize(("body", "path", "problem"), WRONG.values(), ids=WRONG)
-def test_what_is_malformed_is_refused_with_its_place(body, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        take_field(body)
-    assert caught.value.path.startswith(path)
+def test_what_is_malformed_is_refused_with_its_place():
+    cases = [({"midstream": value}, f"midstream{path}", said) for value, path, said in WRONG_FIELDS]
+    xargs = [({"vllm_xargs": {"midstream": text}}, said) for text, said in WRONG_TEXTS]
+    xargs.append(({"midstream": {}, "vllm_xargs": {"midstream": "{}"}}, "use only one"))
+    for body, path, problem in cases + [(one, "vllm_xargs.midstream", said) for one, said in xargs]:
+        with pytest.raises(SpecError, match=problem) as caught:
+            take_field(body)
+        assert caught.value.path.startswith(path), body
 
 
 FIELDS = st.sampled_from(["capture", "edits", "steer", "probes", "activations"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.open_files import open_files
 from support.serving_fake import completion, outputs_of, rows, scope_of, scores, serving
+from unit.server.asgi import raw_request
 
 from midstream.errors import BusyError, SpecError
 from midstream.http.sse import DONE, Events
@@ -172,16 +173,6 @@ async def test_a_stream_without_activations_at_its_end_has_all_streamed_rows():
     assert all("activations" not in one for one in told)
 
 
-async def test_what_no_event_of_its_choice_has_told_is_told_at_the_end():
-    async with serving() as (_, client):
-        # vLLM's events are of other choices than its last output.
-        *tokens, left, done = await stream(client, INLINE, events_of=7)
-    assert done == DONE
-    assert all("midstream" not in event for event in tokens)
-    assert left["midstream"]["receipt"]["status"] == "ok"
-    assert (left["object"], left["choices"]) == ("midstream", [])
-
-
 async def test_where_a_comment_went_out_before_it_the_error_is_an_event():
     async with serving() as (site, client):
         site.engine.script = lambda *_: [SpecError("", "no")]
@@ -280,14 +271,9 @@ async def test_a_server_that_is_stopped_ends_a_stream_with_an_error_event():
 
 async def test_a_client_that_reads_nothing_of_its_stream_loses_its_request():
     async with serving(stall_seconds=0.3) as (site, _):
-        before, sent = open_files(), []
-
-        async def send(message):
-            sent.append(message)
-            if len(sent) == 2:
-                await asyncio.sleep(60)
-
-        await asyncio.wait_for(site.app(scope_of(), once(HANDLE), send), 20)
+        before, body = open_files(), {"prompt": "abc", "stream": True, "midstream": HANDLE}
+        answer = raw_request(site.app, [json.dumps(body).encode()], stays=True, reads=2)
+        sent, _ = await asyncio.wait_for(answer, 20)
         assert len(sent) == 2
         await until(lambda: site.engine.running == 0)
         assert (len(site.server.captures), open_files() - before) == (0, set())

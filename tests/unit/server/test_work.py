@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -93,33 +92,17 @@ def resolve_read(found: MidstreamField, prompt: list[int], messages: Any = None)
     FRONT.plans.resolve(request, CallPlan(found.plan, messages), (), ())
 
 
-def curve(make: Any, sizes: tuple[int, ...]) -> list[tuple[int, int, Exception | None]]:
-    """Bytes of the body, steps of the work and its refusal, for a list of each size."""
-    found = []
-    for size in sizes:
-        given = make(size)
-        count, error = steps(lambda given=given: given())
-        assert error is None or isinstance(error, (MidstreamError, HttpError)), repr(error)
-        found.append((given.size, count, error))
-    return found
-
-
-class Given:
-    """Work on a body, with the body's length."""
-
-    def __init__(self, body: Any, run: Any, prompt: Any = "") -> None:
-        self.size = len(body) if isinstance(body, bytes) else len(json.dumps([body, prompt]))
-        self._run = run
-
-    def __call__(self) -> None:
-        self._run()
+def sized(body: Any, run: Any, prompt: Any = "") -> tuple[int, Any]:
+    """Bytes of a body, and the work on it."""
+    return len(body) if isinstance(body, bytes) else len(json.dumps([body, prompt])), run
 
 
 def check(name: str, make: Any, sizes: tuple[int, ...] = SIZES) -> None:
-    points = curve(make, sizes)
-    for size, count, error in points:
-        shown = "" if error is None else f"  refused: {str(error)[:90]}"
-        sys.stdout.write(f"{name:28s} {size:8d} bytes {count:9d} lines{shown}\n")
+    points = []
+    for nbytes, run in map(make, sizes):
+        count, error = steps(run)
+        assert error is None or isinstance(error, (MidstreamError, HttpError)), repr(error)
+        points.append((nbytes, count, error))
     for (size, count, _), (longer, more, error) in itertools.pairwise(points[1:]):
         is_over = error is not None and any(one in str(error) for one in BUDGETS)
         allowed = MOST_REFUSED if is_over else MOST * count * max(1.0, longer / size)
@@ -165,16 +148,16 @@ def test_every_field_of_other_tools_has_a_list_or_takes_none():
 
 
 def test_a_list_where_none_is_expected_is_refused():
-    for given in (["a", "b", "c"], [1, 2, 3]):
+    for several in (["a", "b", "c"], [1, 2, 3]):
         for cls, name in fields():
             if list_of(cls, name) is None:
-                body = field_of(cls, {**FORMS[cls], name.rstrip("_"): given})
+                body = field_of(cls, {**FORMS[cls], name.rstrip("_"): several})
                 with pytest.raises(SpecError):
                     read_field(body)
         for route, names in SINGLE_OF_BODIES.items():
             for name in names:
                 with pytest.raises(SpecError):
-                    READ[route]({**BODY[route], name: given})
+                    READ[route]({**BODY[route], name: several})
 
 
 def test_a_field_costs_at_most_as_much_more_as_it_is_longer():
@@ -184,7 +167,7 @@ def test_a_field_costs_at_most_as_much_more_as_it_is_longer():
 
             def make_work(size, cls=cls, name=name, lists=lists):
                 body = field_of(cls, {**FORMS[cls], name: lists(size)})
-                return Given(body, lambda: resolve(body, WORDS if lists is texts else TOKENS))
+                return sized(body, lambda: resolve(body, WORDS if lists is texts else TOKENS))
 
             check(f"{cls.__name__}.{name}", make_work)
 
@@ -195,7 +178,7 @@ def test_a_list_of_a_body_costs_at_most_as_much_more_as_it_is_longer():
 
             def make_work(size, route=route, name=name, lists=lists):
                 body = {**BODY[route], name: lists(size)}
-                return Given(body, lambda: READ[route](body))
+                return sized(body, lambda: READ[route](body))
 
             check(f"{route}.{name}", make_work)
 
@@ -212,7 +195,7 @@ async def test_a_list_of_a_route_costs_at_most_as_much_more_as_it_is_longer():
                     body = {**REST.get(route, {}), name: value} if name else value
                     site.engine.steering.clear()
                     site.engine.captures.clear()
-                    return Given(body, lambda: run_route(route, site.server, body))
+                    return sized(body, lambda: run_route(route, site.server, body))
 
                 check(f"{route} {name}, {form}", make_work)
 
@@ -223,7 +206,7 @@ def test_a_list_of_other_tools_costs_at_most_as_much_more_as_it_is_longer():
 
             def make_work(size, name=name, lists=lists):
                 body = others_body(name, lists(size))
-                return Given(body, lambda: resolve_read(take_field(dict(body)), TOKENS))
+                return sized(body, lambda: resolve_read(take_field(dict(body)), TOKENS))
 
             check(f"{name}, {form}", make_work)
 
@@ -234,7 +217,7 @@ async def test_a_list_of_vllms_bodies_costs_at_most_as_much_more_as_it_is_longer
 
         def make_work(size, lists=lists):
             body = lists(size)
-            return Given(body, lambda: run_vllm(body, site.server))
+            return sized(body, lambda: run_vllm(body, site.server))
 
         check(name, make_work)
 
@@ -306,7 +289,7 @@ def test_lists_that_grow_together_cost_at_most_as_much_more_or_are_above_a_budge
 
         def make_work(size, lists=lists):
             body, prompt = lists(size)
-            return Given(body, lambda: resolve(body, prompt), prompt)
+            return sized(body, lambda: resolve(body, prompt), prompt)
 
         check(name, make_work, TOGETHER_SIZES)
 

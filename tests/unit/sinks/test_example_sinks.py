@@ -1,7 +1,5 @@
 """The example sinks, with made-up deliveries."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

@@ -1,7 +1,5 @@
 """Ids that callers give their rows: one request has each, whatever client, process or run it is."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -15,7 +13,6 @@ from support.sinking import ORIGIN, delivery, put_now
 from midstream.config.sinks import read_sinks
 from midstream.errors import ExistsError, HttpError, SpecError
 from midstream.plan import Capture, Plan
-from midstream.sinks import name_claims
 from midstream.sinks.name_claims import NameClaims
 from midstream.sinks.sink_set import SinkSet
 from midstream.store import open_store
@@ -231,19 +228,6 @@ def test_names_are_counted_until_all_who_keep_them_are_done(tmp_path):
     assert not names._users.keys() - {"a"}
 
 
-def test_a_file_system_without_locks_is_told_and_the_process_keeps_its_own(
-    tmp_path, monkeypatch, caplog
-):
-    def none(*_):
-        raise OSError(name_claims.errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(name_claims.fcntl, "fcntl", none)
-    names = NameClaims(str(tmp_path / "locks"))
-    assert names.take("a")
-    assert not names.take("a")
-    assert "of this process only" in caplog.text
-
-
 def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path):
     os.symlink(tmp_path / "elsewhere", tmp_path / "locks")
     with pytest.raises(OSError, match="symbolic links"):
@@ -251,17 +235,24 @@ def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_lock_file_that_this_user_may_not_write_is_told_and_the_process_keeps_its_own(
-    tmp_path, monkeypatch, caplog
+@pytest.mark.parametrize(
+    ("place", "error", "said"),
+    [
+        ("fcntl.fcntl", OSError(errno.ENOLCK, "No locks available"), "of this process only"),
+        ("_open", PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
+    ],
+)
+def test_locks_that_cannot_be_taken_are_told_and_the_process_keeps_its_own(
+    tmp_path, monkeypatch, caplog, place, error, said
 ):
-    def denied(path):
-        raise PermissionError(errno.EACCES, "Permission denied", path)
+    def fails(*_):
+        raise error
 
-    monkeypatch.setattr(name_claims, "_open", denied)
+    monkeypatch.setattr(f"midstream.sinks.name_claims.{place}", fails)
     names = NameClaims(str(tmp_path / "locks"))
     assert names.take("a")
     assert not names.take("a")
-    assert "Permission denied" in caplog.text
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize(("folder", "expected"), [(0o755, 0o600), (0o2775, 0o660), (0o1777, 0o600)])

@@ -1,7 +1,5 @@
 """Server-wide captures by name: set, listed, collected and cleared."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

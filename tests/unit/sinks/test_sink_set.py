@@ -1,7 +1,5 @@
 """The sinks of an engine: opened together or not at all, and asked about each plan."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,7 @@ from midstream.store import open_store
 class Opening(Noting):
     """Notes that it was opened, by whom, and that it was closed."""
 
-    made: list[Opening] = []
+    made = []
 
     def __init__(self, fails=False):
         super().__init__()
@@ -49,11 +47,15 @@ def opened(given):
     return SinkSet(read_sinks(plain_sinks(given)), ORIGIN)
 
 
-def test_without_settings_there_is_memory():
+def test_without_settings_there_is_memory_and_captures_are_those_of_all_sinks():
     sinks = opened({})
     assert sinks.names == ("memory",)
     sinks.check(Plan((Capture(0),)))
     sinks.drain()
+    sinks.close()
+    sinks = opened({"one": {"capture": {"layers": 1}}, "memory": {"capture": {"layers": 2}}})
+    assert sinks.captures == (Capture(1, sink="one"), Capture(2))
+    assert sinks.names == ("memory", "one")
     sinks.close()
 
 
@@ -83,13 +85,6 @@ def test_where_one_cannot_be_made_or_opened_none_stays_open():
     with pytest.raises(OSError, match="no disk"):
         opened({"one": {}, "two": {"fails": True}})
     assert [one.calls for one in Opening.made] == [["open a/model", "close"]]
-
-
-def test_captures_of_every_request_are_those_of_all_sinks():
-    sinks = opened({"one": {"capture": {"layers": 1}}, "memory": {"capture": {"layers": 2}}})
-    assert sinks.captures == (Capture(1, sink="one"), Capture(2))
-    assert sinks.names == ("memory", "one")
-    sinks.close()
 
 
 def test_a_plan_is_refused_by_the_capture_that_is_wrong():

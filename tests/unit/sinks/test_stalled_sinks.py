@@ -1,7 +1,5 @@
 """A sink that does not return: its requests fail, and closing and the process end all the same."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
@@ -21,9 +19,7 @@ SOON = QueueTimes(patience=3600, call=0.1)
 
 
 class Stalling(Noting):
-    """A sink of which one kind of call does not return before `returns` is set. Its flush says what
-    became of each write since the last one.
-    """
+    """One kind of its calls waits for `returns`; its flush says what became of each write."""
 
     def __init__(self, stalls="write"):
         super().__init__()

@@ -1,7 +1,5 @@
 """The sink that writes a store: what was acknowledged is in it, exactly, with whose it is."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 
@@ -173,15 +171,12 @@ def test_a_flush_that_fails_lets_go_of_what_it_had_and_the_next_one_is_well(sink
     assert [each.request for each in open_store(root).requests] == ["kept"]
 
 
-def test_a_request_that_is_held_already_is_an_error_of_its_own(sink, root):
+def test_a_request_that_is_held_and_metadata_of_the_stores_own_name_are_errors(sink, root):
     sink.write(delivery("r"))
     with pytest.raises(StoreError, match="added before"):
         sink.write(delivery("r"))
     sink.flush()
     assert len(open_store(root)) == 1
-
-
-def test_the_stores_own_name_cannot_be_the_callers(sink):
     with pytest.raises(ValueError, match="metadata: the key 'midstream' is reserved"):
         sink.write(delivery(metadata={"midstream": 1}))
 

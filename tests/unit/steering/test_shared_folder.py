@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -222,28 +221,18 @@ def test_a_lock_that_is_not_released_is_busy(folder: Path, monkeypatch) -> None:
     assert "happy" in one.vectors
 
 
-def no_index(folder: Path) -> None:
-    (folder / "index.json").unlink()
-
-
-def no_file(folder: Path) -> None:
-    for one in folder.glob("vectors-*"):
-        one.unlink()
-
-
-def no_json(folder: Path) -> None:
-    (folder / "index.json").write_text('{"version": 99')
-
-
-@pytest.mark.parametrize("damage", [no_index, no_file, no_json])
-def test_a_damaged_folder_is_an_error_and_nothing_is_served_from_it(
-    folder: Path, damage: Callable[[Path], None]
-) -> None:
-    one, other = Member(folder), Member(folder)
-    one.vectors.register("happy", {1: V})
-    damage(folder)
-    with pytest.raises(StoreError, match="shared folder is damaged"):
-        other.steering.plan_edits()
+def test_a_damaged_folder_is_an_error_and_nothing_is_served_from_it(tmp_path: Path) -> None:
+    for nth, damage in enumerate((
+        lambda folder: (folder / "index.json").unlink(),
+        lambda folder: [one.unlink() for one in folder.glob("vectors-*")],
+        lambda folder: (folder / "index.json").write_text('{"version": 99'),
+    )):  # fmt: skip
+        folder = tmp_path / str(nth)
+        one, other = Member(folder), Member(folder)
+        one.vectors.register("happy", {1: V})
+        damage(folder)
+        with pytest.raises(StoreError, match="shared folder is damaged"):
+            other.steering.plan_edits()
 
 
 def test_a_full_disk_changes_nothing(folder: Path, monkeypatch) -> None:

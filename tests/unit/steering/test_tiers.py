@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+from support.refusals import refused
 
-from midstream.errors import SpecError
 from midstream.plan import Reading, Steer
 from midstream.plan.operations import Ablate, Gate
 from midstream.plan.shape import ModelShape
@@ -26,99 +25,70 @@ def edits(value, phase=None):
     return [part.edit for part in read_tier(value, phase)]
 
 
-FORMS = {
-    "an edit": (Steer(V, 1), [Steer(V, 1)]),
-    "its dict": (Steer(V, 1).to_dict(), [Steer(V, 1)]),
-    "a dict that need not say that it steers": ({"vector": V, "layer": 1}, [Steer(V, 1)]),
-    "one with a row per position": (
-        {"rows": [V, W], "layer": 1},
-        [Steer(rows=[V, W], layer=1)],
-    ),
-    "another edit": (Ablate(V, 1), [Ablate(V, 1)]),
-    "a gate": (GATE, [GATE]),
-    "a name": ("happy", [Steer("happy")]),
-    "a Named": (Named("happy", 2.0), [Steer(Named("happy", 2.0))]),
-    "a name and a scale": (("happy", 2), [Steer(Named("happy", 2.0))]),
-    "the same in JSON": (["happy", 2], [Steer(Named("happy", 2.0))]),
-    "a dict with a name": ({"name": "happy", "scale": 2}, [Steer(Named("happy", 2.0))]),
-    "hook points": (
-        {"post_block": {15: {"vector": V, "scale": 2.0}}},
-        [Steer(V, 15, 2.0, "resid_post")],
-    ),
-    "layers": ({15: V, 3: W}, [Steer(V, 15, site="resid_post"), Steer(W, 3, site="resid_post")]),
-    "nothing": ([], []),
-    "a list": (
+FORMS = [
+    (Steer(V, 1), [Steer(V, 1)]),
+    (Steer(V, 1).to_dict(), [Steer(V, 1)]),
+    ({"vector": V, "layer": 1}, [Steer(V, 1)]),
+    ({"rows": [V, W], "layer": 1}, [Steer(rows=[V, W], layer=1)]),
+    (Ablate(V, 1), [Ablate(V, 1)]),
+    (GATE, [GATE]),
+    ("happy", [Steer("happy")]),
+    (Named("happy", 2.0), [Steer(Named("happy", 2.0))]),
+    (("happy", 2), [Steer(Named("happy", 2.0))]),
+    (["happy", 2], [Steer(Named("happy", 2.0))]),
+    ({"name": "happy", "scale": 2}, [Steer(Named("happy", 2.0))]),
+    ({"post_block": {15: {"vector": V, "scale": 2.0}}}, [Steer(V, 15, 2.0, "resid_post")]),
+    ({15: V, 3: W}, [Steer(V, 15, site="resid_post"), Steer(W, 3, site="resid_post")]),
+    ([], []),
+    (
         ["happy", ("sad", -1), Steer(V, 1), {15: V}],
-        [
-            Steer("happy"),
-            Steer(Named("sad", -1.0)),
-            Steer(V, 1),
-            Steer(V, 15, site="resid_post"),
-        ],
+        [Steer("happy"), Steer(Named("sad", -1.0)), Steer(V, 1), Steer(V, 15, site="resid_post")],
     ),
-    "a tuple": ((Steer(V, 1), "happy"), [Steer(V, 1), Steer("happy")]),
-}
+    ((Steer(V, 1), "happy"), [Steer(V, 1), Steer("happy")]),
+]
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_every_form_is_read(name):
-    value, wanted = FORMS[name]
-    assert edits(value) == wanted
-
-
-@pytest.mark.parametrize("phase", ["prompt", "generated"])
-@pytest.mark.parametrize("name", FORMS)
-def test_a_tier_narrows_every_form_to_its_tokens_and_changes_nothing_else(name, phase):
-    value, wanted = FORMS[name]
-    found = edits(value, phase)
-    assert [edit.positions.phase for edit in found] == [phase] * len(wanted)
-    assert [changed(edit, positions="all") for edit in found] == [
-        changed(edit, positions="all") for edit in wanted
-    ]
+def test_every_form_is_read_and_a_tier_narrows_it_to_its_tokens_alone():
+    for value, wanted in FORMS:
+        assert edits(value) == wanted
+        for phase in ("prompt", "generated"):
+            found = edits(value, phase)
+            assert [edit.positions.phase for edit in found] == [phase] * len(wanted), value
+            assert [changed(edit, positions="all") for edit in found] == [
+                changed(edit, positions="all") for edit in wanted
+            ]
 
 
 def test_positions_stay_within_the_phase():
-    (edit,) = edits(Steer(V, 1, positions=slice(1, None), exclude="last_prompt"), "prompt")
-    assert edit == Steer(V, 1, positions=slice(1, None), exclude="last_prompt", phase="prompt")
+    where = {"positions": slice(1, None), "exclude": "last_prompt"}
+    narrowed = [Steer(V, 1, **where, phase="prompt")]
+    assert edits(Steer(V, 1, **where), "prompt") == edits(narrowed[0], "prompt") == narrowed
 
 
-def test_a_phase_of_its_own_may_be_the_tiers():
-    edit = Steer(V, 1, phase="prompt")
-    assert edits(edit, "prompt") == [edit]
-
-
-WRONG = {
-    "another phase": (Steer(V, 1, phase="generated"), "prompt", "phase", '"generated" contradicts'),
-    "a phase in base": (Steer(V, 1, phase="prompt"), None, "phase", "every token; use `prompt`"),
-    "a gate's phase": (
-        Gate(Steer(V, 1, phase="prompt"), W),
-        "generated",
-        "phase",
-        'contradicts the tier, which is for "generated" tokens',
-    ),
-    "positions of the other phase": (
-        Steer(V, 1, positions="last_prompt"),
-        "generated",
-        "positions[0]",
-        "cannot select a token of phase",
-    ),
-    "in a list": (["a", Steer(V, 1, phase="generated")], "prompt", "[1].phase", "contradicts"),
-    "a number": (3, None, "", "expected an edit or a Probe, a registered name"),
-    "a list of numbers": (V, None, "[0]", "expected an edit or a Probe, a registered name"),
-    "a vector without a layer": ({"vector": V}, None, "layer", "missing"),
-    "an unknown op": ({"op": "stear"}, None, "op", "did you mean `steer`"),
-    "a name that cannot be": ("a b", None, "", "A-Z a-z 0-9"),
-    "a hook point": ({"post_blok": {1: V}}, None, '["post_blok"]', "did you mean `post_block`"),
-    "a vector deep in a list": ([{"pre_attn": {1: [None]}}], None, '[0]["pre_attn"][1][0]', "numb"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named_with_its_path(name):
-    value, phase, path, problem = WRONG[name]
-    with pytest.raises(SpecError, match=problem) as caught:
-        read_tier(value, phase)
-    assert caught.value.path == path
+def test_what_is_wrong_is_named_with_its_path():
+    refused(
+        lambda tier: read_tier(*tier),
+        ((Steer(V, 1, phase="generated"), "prompt"), "phase", '"generated" contradicts'),
+        ((Steer(V, 1, phase="prompt"), None), "phase", "every token; use `prompt`"),
+        (
+            (Gate(Steer(V, 1, phase="prompt"), W), "generated"),
+            "phase",
+            'contradicts the tier, which is for "generated" tokens',
+        ),
+        (
+            (Steer(V, 1, positions="last_prompt"), "generated"),
+            "positions[0]",
+            "cannot select a token of phase",
+        ),
+        ((["a", Steer(V, 1, phase="generated")], "prompt"), "[1].phase", "contradicts"),
+        ((3, None), "", "expected an edit or a Probe, a registered name"),
+        ((V, None), "[0]", "expected an edit or a Probe, a registered name"),
+        (({"vector": V}, None), "layer", "missing"),
+        (({"op": "stear"}, None), "op", "did you mean `steer`"),
+        (("a b", None), "", "A-Z a-z 0-9"),
+        (({"post_blok": {1: V}}, None), '["post_blok"]', "did you mean `post_block`"),
+        (([{"pre_attn": {1: [None]}}], None), '[0]["pre_attn"][1][0]', "numb"),
+    )
 
 
 def test_each_edit_knows_where_it_stood():
@@ -132,36 +102,24 @@ def test_each_edit_knows_where_it_stood():
     assert [part.path for part in read_hooks({5: V}, "prompt")] == ["[5]"]
 
 
-@pytest.mark.parametrize("value", ["a", Named("a"), ("a", 1), {"name": "a"}, ["a", 1.0]])
-def test_a_reference_is_read_in_every_form(value):
-    assert read_reference(value) == Named("a")
+def test_a_reference_is_read_in_every_form_and_nothing_else():
+    for value in ("a", Named("a"), ("a", 1), {"name": "a"}, ["a", 1.0]):
+        assert read_reference(value) == Named("a")
+    others = (3, ("a", 1, 2), ("a", "b"), None, [], {"nam": "a"}, ("a", True))
+    refused(read_reference, *((value, "") for value in others))
 
 
-@pytest.mark.parametrize("value", [3, ("a", 1, 2), ("a", "b"), None, [], {"nam": "a"}, ("a", True)])
-def test_what_is_no_reference_is_refused(value):
-    with pytest.raises(SpecError):
-        read_reference(value)
-
-
-@pytest.mark.parametrize(
-    ("edit", "path"),
-    [
-        (Steer(rows=[[1e36, 0.0], V], layer=1, positions=slice(0, 2)), "scale"),
-        (
-            Gate(Steer(rows=[V, W], layer=1, positions=slice(0, 2)), Reading(V, layer=3)),
-            "probe.layer",
-        ),
-        (Steer(rows=[V, W], layer=7, positions=slice(0, 2)), "layer"),
-    ],
-)
-def test_rows_that_no_request_can_have_are_refused_when_a_tier_is_set(edit, path):
+def test_rows_that_no_request_can_have_are_refused_when_a_tier_is_set():
     shape = ModelShape(4, 2, [("resid_post", layer) for layer in range(4)])
-    with pytest.raises(SpecError) as caught:
-        list(bind_part(Part("", edit), lambda name: None, shape))
-    assert caught.value.path == path
 
+    def bind(edit):
+        return list(bind_part(Part("", edit), lambda name: None, shape))
 
-def test_rows_that_fit_some_requests_are_set():
-    shape = ModelShape(4, 2, [("resid_post", layer) for layer in range(4)])
-    edit = Steer(rows=[V, W], layer=1, positions=slice(0, 2), norm="keep")
-    assert list(bind_part(Part("", edit), lambda name: None, shape)) == [edit]
+    rows = Steer(rows=[V, W], layer=1, positions=slice(0, 2), norm="keep")
+    assert bind(rows) == [rows]
+    refused(
+        bind,
+        (Steer(rows=[[1e36, 0.0], V], layer=1, positions=slice(0, 2)), "scale", ""),
+        (Gate(rows, Reading(V, layer=3)), "probe.layer", ""),
+        (rows.replace(layer=7), "layer", ""),
+    )

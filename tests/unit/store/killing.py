@@ -25,9 +25,7 @@ def made(number: int):
 
 
 def write_on(root: Path, told, *, die_at: int | None = None, last: int = 1 << 30) -> None:
-    """Goes on from where the store ends, as a run that was started again; tells what is
-    acknowledged.
-    """
+    """Goes on from where the store ends, and tells what is acknowledged, as [first, stop)."""
     there = {each.request for each in open_store(root).requests} if root.exists() else set()
     if die_at is not None:
         _die(die_at)
@@ -69,11 +67,7 @@ def merge_on(root: Path) -> None:
 
 
 class Killed:
-    """A store that is written by processes that are killed.
-
-    Attributes:
-        acknowledged: completions [0, acknowledged) were.
-    """
+    """A store written by processes that are killed; completions [0, `acknowledged`) are in it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -14,14 +14,9 @@ TAPS = (("resid_pre", 0), ("resid_post", 0), ("resid_post", 3))
 
 def header(**fields) -> Header:
     known = {
-        "model": "acme/tiny",
-        "revision": "abc",
-        "hidden_size": HIDDEN,
-        "dtype": "bfloat16",
-        "codec": "raw",
-        "vllm": "0.32.0",
-        "midstream": "0.1.0",
-    }
+        "model": "acme/tiny", "revision": "abc", "hidden_size": HIDDEN, "dtype": "bfloat16",
+        "codec": "raw", "vllm": "0.32.0", "midstream": "0.1.0",
+    }  # fmt: skip
     return Header(**(known | fields))
 
 

@@ -1,7 +1,5 @@
 """A process that is forked while a thread of its parent writes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

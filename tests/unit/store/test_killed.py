@@ -1,7 +1,5 @@
 """A writer that is killed at any instant leaves a store that opens, and all it acknowledged."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

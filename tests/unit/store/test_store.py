@@ -1,7 +1,5 @@
 """What is written is read back, chosen and counted."""
 
-from __future__ import annotations
-
 import pytest
 from unit.store.making import TAPS, entry, header, same, vectors, write
 

@@ -1,7 +1,5 @@
 """The ids of a store are those that a reader finds, after every write, merge and prune."""
 
-from __future__ import annotations
-
 import tempfile
 
 import pytest

@@ -1,7 +1,5 @@
 """Taps whose vectors are wider or narrower than the residual stream, in one store with it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """Entries become whole shards, or StoreErrors after which nothing is lost."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The arena: a log of shared segments, each used again when nobody needs anything in it."""
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import replace
@@ -140,7 +138,7 @@ def test_whatever_is_held_keeps_its_bytes(seed, overflow):
     draw = random.Random(seed)
     arena = make_arena(3 * SEGMENT, overflow)
     reader = reader_of(arena)
-    held: list[tuple[int, object]] = []  # (value, extent or the reader's tensors)
+    held = []  # (value, extent or the reader's tensors)
     for value in range(60):
         extent = take(arena, draw.choice([1, 100, 1000, SEGMENT, 2 * SEGMENT + 5]))
         extent.memory.fill_(value)

@@ -1,7 +1,5 @@
 """A forked child inherits the memory of leases: it ends none, and its rows stay as they are."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Leases on arena memory, whose flags other processes set at any time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,12 +1,9 @@
 """Rows on their way from the ring to the arena."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -94,7 +91,7 @@ def test_a_shipment_has_the_rows_of_its_step_and_its_tally_although_nothing_was_
     assert isinstance(host_transport(ring(), make_arena()), CpuTransport)
 
 
-def test_what_was_shipped_does_not_change_with_the_next_step():
+def test_what_was_shipped_or_copied_does_not_change_with_the_next_step():
     source, counts, read = ring(), tally(), scores()
     transport = host_transport(source, make_arena())
     shipment = transport.ship(raw(transport.reserve(8), 8), counts, read)
@@ -104,6 +101,10 @@ def test_what_was_shipped_does_not_change_with_the_next_step():
     assert torch.equal(rows_of(shipment), ring())
     assert torch.equal(shipment.tally(), tally())
     assert torch.equal(shipment.scores(), scores())
+    positions = torch.arange(4)
+    copy = host_transport(ring(), make_arena()).copy(positions)
+    positions.zero_()
+    assert copy.values().tolist() == [0, 1, 2, 3]
 
 
 def test_staging_memory_is_used_again_once_it_was_given_back_and_not_before():
@@ -140,13 +141,6 @@ def test_of_what_is_dropped_the_tally_comes_all_the_same():
     assert torch.equal(lost.tally(), tally())
     assert torch.equal(lost.scores(), scores())
     assert torch.equal(rows_of(kept), ring(rows=4096)[:300])
-
-
-def test_a_copy_is_of_what_was_there_when_it_was_sent():
-    positions = torch.arange(4)
-    copy = host_transport(ring(), make_arena()).copy(positions)
-    positions.zero_()
-    assert copy.values().tolist() == [0, 1, 2, 3]
 
 
 def test_a_step_may_fill_the_ring_but_no_more():
@@ -272,7 +266,7 @@ def test_on_cuda_a_copy_arrives_before_what_is_queued_after_it():
 class Event:
     """An event of a CUDA stream, which counts how often the driver is asked."""
 
-    made: ClassVar[list[Event]] = []
+    made = []
 
     def __init__(self):
         self.is_complete, self.asked, self.meanwhile = False, 0, None

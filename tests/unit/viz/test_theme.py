@@ -27,10 +27,10 @@ def test_luminance_is_that_of_the_standard() -> None:
     assert contrast((119, 119, 119), (255, 255, 255)) == pytest.approx(4.48, abs=0.01)
 
 
-@pytest.mark.parametrize("index", range(NUM_BINS))
-def test_text_on_every_colour_has_the_contrast_that_the_standard_asks_for(index: int) -> None:
-    for color in theme.bin_colors(index):
-        assert contrast(color, parsed(theme.ink_on(color))) >= 4.5
+def test_text_on_every_colour_has_the_contrast_that_the_standard_asks_for() -> None:
+    for index in range(NUM_BINS):
+        for color in theme.bin_colors(index):
+            assert contrast(color, parsed(theme.ink_on(color))) >= 4.5
 
 
 @pytest.mark.parametrize("mode", [0, 1])

@@ -132,6 +132,9 @@ class Features(ReadOut):
             missing = "layer" if self.layer is None else "site"
             raise SpecError(missing, "the SAE has no hook point; give both `layer` and `site`")
         (read,) = find_taps(self.layers, self.sites, context.shape, "layer", "site")
+        streams = context.shape.num_heads(read)
+        if streams:
+            raise SpecError("site", f"an SAE reads one stream, and {read[0]} has {streams}")
         keys = tuple((feature, feature + 1) for feature in self.features)
         size = 2 * self.top + len(keys) + 1
         pattern = Pattern("features", size, keys, (), (read,), (1,))

@@ -91,6 +91,11 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
                     f"{KEY}.reconstruct: {site}:{layer} is not tapped; see the settings `sites` "
                     "and `layers`"
                 )
+            if streams := shape.num_heads((site, layer)):
+                raise ConfigError(
+                    f"{KEY}.reconstruct: an SAE reconstructs one stream, and {site}:{layer} has "
+                    f"{streams}"
+                )
 
     def get(self, name: str) -> RegisteredSae:
         registered = self._registered.get(name)

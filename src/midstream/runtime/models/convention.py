@@ -99,6 +99,9 @@ class LayerConvention:
     mlp_in: Input | Output | Lack = UNKNOWN
     mlp_out: Half | Output | Lack = UNKNOWN
     tp_partial: bool = False  # the hidden half, at the exit or `mid`, is not reduced over ranks yet
+    # Attribute with the number of streams where there are several: the layer takes and returns
+    # [streams, T, H], and `resid_pre` and `resid_post` are all of them, side by side as heads are.
+    streams: str = ""
     float16_scaled: bool = False  # both halves are scaled down in float16: they are not the stream
     # Sites whose stream is not that of the site before it plus the branch between them: resid_mid,
     # resid_post, or resid_pre, which means that of the next layer.

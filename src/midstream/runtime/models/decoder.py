@@ -9,7 +9,7 @@ from torch import nn
 
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.convention import LayerConvention, Refusal
-from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
+from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites, find_streams
 from midstream.runtime.models.registry import (
     layer_lists,
     load_registrations,
@@ -97,6 +97,8 @@ def find_decoder(
                 )
             else:
                 inner[site] = place
+        streams = find_streams(module, convention)
+        inner |= {site: place for site, place in streams.items() if site in sites}
         ends: dict[str, nn.Module | None] = {}
         for site in set(sites) & set(ENDS):
             if ENDS[site] % len(module_list) == index:

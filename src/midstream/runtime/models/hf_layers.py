@@ -98,7 +98,7 @@ HF_MODELS: dict[str, Entry] = {
     "cohere2_moe.Cohere2MoeDecoderLayer": S_PARALLEL,
     "cohere_compass.CohereCompassDecoderLayer": S_PARALLEL,
     "deepseek_v4.DeepseekV4DecoderLayer": Refusal(
-        "it has several streams mixed by hyper-connections, not one"
+        "its streams are mixed by hyper-connections, of which midstream knows no layer"
     ),
     "exaone4.Exaone4DecoderLayer": S_POST_NORM,
     "exaone4_5.Exaone4_5_DecoderLayer": S_POST_NORM,
@@ -109,7 +109,9 @@ HF_MODELS: dict[str, Entry] = {
     "flex_olmo.FlexOlmoDecoderLayer": S_POST_NORM,
     "gemma2.Gemma2DecoderLayer": S_SANDWICH,
     "gemma3.Gemma3DecoderLayer": S_SANDWICH,
-    "gemma3n.Gemma3nTextDecoderLayer": Refusal("it has four streams (AltUp), not one"),
+    "gemma3n.Gemma3nTextDecoderLayer": Refusal(
+        "it has four streams (AltUp); use vLLM's own, model_impl='vllm'"
+    ),
     "gemma4.Gemma4TextDecoderLayer": Choice(
         "enable_moe_block",
         replace(S_GEMMA4, mlp_in=Lack("its experts read the stream through another norm")),

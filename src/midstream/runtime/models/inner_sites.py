@@ -26,7 +26,7 @@ from torch import nn
 
 from midstream.errors import UnsupportedError
 from midstream.runtime.models import forward_source
-from midstream.runtime.models.convention import Input, Lack, Refusal
+from midstream.runtime.models.convention import Input, Lack, LayerConvention, Refusal
 from midstream.runtime.models.expert_choice import SPLIT, internal_gate_lack, routing_of
 from midstream.runtime.models.forward_flow import Flow, FlowCall, OutputPart, Trace, Value
 from midstream.runtime.models.registry import lookup
@@ -56,6 +56,7 @@ class InnerPlace:
     ranks: Ranks = "sliced"
     copies: int = 1  # number of ranks with the same part
     routing: int | str = 0  # of a router, how many are chosen, or why others may be; 0: none
+    streams: bool = False  # the tensor is [heads, tokens, width // heads]
 
     def parts(self, ranks: int) -> int:
         """Return the number of parts in which a group of ranks has the vectors."""
@@ -95,6 +96,19 @@ GATE_FIRST = frozenset(
 )  # fmt: skip
 GATE_SECOND = frozenset(("MulAndSilu",))
 FUSED_QUANT = "maybe_fused_act_quant()"
+
+
+def find_streams(layer: nn.Module, convention: LayerConvention) -> dict[str, InnerPlace]:
+    """Return where a layer with several streams takes and returns them."""
+    if not convention.streams:
+        return {}
+    count = forward_source.number(layer, f"self.{convention.streams}")
+    norm: Any = layer.get_submodule(convention.mid or "")
+    width = int(norm.weight.shape[-1])
+    assert count is not None
+    place = InnerPlace("", "output", None, 0, count * width, count, "whole", streams=True)
+    entry = replace(place, at="input", argument=convention.hidden)
+    return {"resid_pre": entry, "resid_post": place}
 
 
 def find_inner_sites(layer: nn.Module) -> dict[str, Found]:

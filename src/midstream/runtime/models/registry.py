@@ -40,6 +40,7 @@ LAYER_LISTS: tuple[str, ...] = (
     "backbone.layers",  # mamba, mamba2
     "transformer.blocks",  # dbrx, mpt
     "transformer.encoder.layers",  # chatglm
+    "encoder.layers",  # glm4v's language model
     "model.layers.layers",  # plamo2, plamo3
     "gpt_neox.layers",  # gpt_neox up to 0.30
     "text.blocks",  # moondream3

@@ -137,6 +137,7 @@ class _Walk:
         self.into_layers: frozenset[str] = frozenset()  # of what the first layer is called with
         self.returned: list[frozenset[str]] = []  # after the layers, each
         self._passed = False
+        self._nones: set[str] = set()  # names that are None
         self._block(tree_of(function).body, {"inputs_embeds": frozenset({_GIVEN})})
         if not self._passed:
             raise UnsupportedError("its forward has no loop over its layers")
@@ -161,7 +162,10 @@ class _Walk:
             return self._loop(node, values)
         if isinstance(node, ast.With):
             return self._block(node.body, values)
+        self._nones -= _stored(node)
         if isinstance(node, ast.Assign):
+            if isinstance(node.value, ast.Constant) and node.value.value is None:
+                self._nones |= _stored(node)
             state = self._state(node.value, values)
             for target in node.targets:
                 values = _assigned(target, state, values)
@@ -178,10 +182,20 @@ class _Walk:
         return values
 
     def _branches(self, node: ast.If, values: _Values) -> _Values | None:
-        blocks = [self._block(body, dict(values)) for body in self._taken(node)]
-        ends = [block_values for block_values in blocks if block_values is not None]
+        # A branch that sets no embedding is another pipeline stage's, if one does.
+        before, ends, nones, embedding = self._nones, [], [], []
+        for body in self._taken(node):
+            self._nones = set(before)
+            block_values = self._block(body, dict(values))
+            if block_values is not None:
+                ends.append(block_values)
+                nones.append(self._nones)
+                stored = {name for statement in body for name in _stored(statement)}
+                if any(block_values.get(name) for name in stored):
+                    embedding.append(self._nones)
         if not ends:
             return None
+        self._nones = set.intersection(*(embedding or nones))
         names = {name for end in ends for name in end}
         return {
             name: frozenset().union(*(end.get(name, frozenset()) for end in ends)) for name in names
@@ -198,6 +212,7 @@ class _Walk:
             if not self._passed:
                 self.into_layers = self._given_to_first(node, values)
             self._passed = True
+        self._nones -= _stored(node)
         # What a loop assigns is nothing that is looked for.
         stored = _stored(node)
         return {
@@ -225,7 +240,10 @@ class _Walk:
         """Return what the first layer is called with in a loop over the layers."""
         layers = _stored(loop.target) if isinstance(loop, ast.For) else set()
         states: frozenset[str] = frozenset()
+        nones = set(self._nones)
         for statement in loop.body:
+            if _fails(statement, nones):
+                continue  # a branch that is not taken before the first layer
             if isinstance(statement, ast.Assign) and self._is_a_layer(statement.value):
                 layers |= _stored(statement)
             for node in ast.walk(statement):
@@ -238,6 +256,7 @@ class _Walk:
             if states:
                 return states
             stored = _stored(statement)
+            nones -= stored
             values = {
                 name: frozenset({_OTHER}) if name in stored and state else state
                 for name, state in values.items()
@@ -299,6 +318,32 @@ class _Walk:
             values = self._statement(statement, values) or {}
         assert body[-1].value is not None
         return self._state(body[-1].value, values) or frozenset({_OTHER})
+
+
+def _fails(branch: ast.stmt, nones: set[str]) -> bool:
+    """Return whether an `if` runs nothing that can run while these names are None: it asserts that
+    one is not, calculates with one, or joins it to others.
+    """
+    if not isinstance(branch, ast.If) or branch.orelse:
+        return False
+    nones = set(nones)
+    for statement in branch.body:
+        if not isinstance(statement, ast.Assign | ast.Assert | ast.Expr):
+            return False
+        for node in ast.walk(statement):
+            if isinstance(node, ast.IfExp | ast.BoolOp | ast.Lambda):
+                return False
+            used: list[ast.expr] = []
+            if isinstance(node, ast.BinOp):
+                used = [node.left, node.right]
+            elif isinstance(node, ast.Assert) and ast.unparse(node.test).endswith(" is not None"):
+                used = [node.test.left] if isinstance(node.test, ast.Compare) else []
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.cat":
+                used = [item for part in node.args[:1] for item in getattr(part, "elts", [])]
+            if any(isinstance(name, ast.Name) and name.id in nones for name in used):
+                return True
+        nones -= _stored(statement)
+    return False
 
 
 def _stored(node: ast.AST) -> set[str]:

@@ -101,7 +101,11 @@ TWO_STREAMS = Lack("the MLP runs on a separate CUDA stream")
 
 SHARDED = Refusal("its stream is sharded by token over the ranks (sequence-parallel MoE)")
 LOOPED = Refusal("the same layer runs several times in one forward pass")
-HYPER = Refusal("it has several streams mixed by hyper-connections, not one")
+# Beside a branch's output it returns the streams from before, and the numbers that mix both.
+HYPER = Refusal(
+    "its streams are mixed by hyper-connections in the next layer's kernel: at a layer's end no "
+    "tensor has them"
+)
 CROSS = Refusal("it is an encoder-decoder layer with cross-attention")
 BANK = Refusal("its stream is a bank of residuals that attention mixes")
 LATE_SUM = Refusal("it leaves the sum of its MLP to the next layer, after a convolution")
@@ -204,7 +208,16 @@ MODELS: dict[str, Entry] = {
     "flex_olmo.FlexOlmoDecoderLayer": replace(POST_NORM, returns=Returns.PAIR_NONE),
     "gemma2.Gemma2DecoderLayer": P_PRE_FF,
     "gemma3.Gemma3DecoderLayer": P_PRE_FF,
-    "gemma3n.Gemma3nDecoderLayer": Refusal("it has four streams (AltUp), not one"),
+    # Attention and the MLP read the active one of its streams (AltUp). What the layer keeps of it
+    # halfway has a low-rank branch, LAuReL, in it too.
+    "gemma3n.Gemma3nDecoderLayer": single(
+        PRE_FF,
+        attention=BOTH_READ,
+        attn=NORM,
+        mlp_out=POST_FF,
+        unsummed=("resid_mid", "resid_post"),
+        streams="altup.altup_num_inputs",
+    ),
     "gemma4.Gemma4DecoderLayer": Choice(
         "enable_moe_block",
         replace(GEMMA4, mlp_in=Lack("its experts read the stream through another norm")),

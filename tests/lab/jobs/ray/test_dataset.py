@@ -1,7 +1,5 @@
 """Columns of a capture in a pipeline, without Ray: cells of one column are of one width."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

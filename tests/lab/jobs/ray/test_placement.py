@@ -1,7 +1,5 @@
 """How many engines there are on a cluster, what is refused, and what travels."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

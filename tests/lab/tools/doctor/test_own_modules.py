@@ -1,7 +1,5 @@
 """vLLM's own modules as a reference, on models in vLLM's form that are run here."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

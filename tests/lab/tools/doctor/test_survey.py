@@ -1,12 +1,12 @@
 """What docs/data/models.json says of vLLM's architectures."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path
 
 from support.sources import package_path
+
+from midstream.lab.tools.doctor.drawn_images import DRAWN, PROCESSED, SOUND
 
 ROOT = Path(__file__).resolve().parents[4]
 FOUND = json.loads((ROOT / "docs/data/models.json").read_text())
@@ -29,6 +29,20 @@ def test_every_decoder_only_text_architecture_of_vllm_has_an_outcome():
     assert len(own) > 100
     missing = {*own, *(name for name in through if name.endswith("ForCausalLM"))} - set(MODELS)
     assert missing == set()
+
+
+def test_every_multimodal_architecture_of_vllm_has_an_outcome():
+    names = registry("_MULTIMODAL_MODELS")
+    assert len(names) > 100
+    assert set(names) - set(MODELS) == set()
+    assert {name for name in names if not MODELS[name].get("multimodal")} == set()
+
+
+def test_those_with_an_image_say_how_and_were_compared_with_something():
+    shown = [one for one in MODELS.values() if one.get("images")]
+    assert {one["images"] for one in shown} == {DRAWN, PROCESSED, SOUND}
+    assert sum(one["outcome"] == "ok" and one["images"] != SOUND for one in shown) >= 60
+    assert all(one["multimodal"] and one["compared_with"] for one in shown)
 
 
 def test_at_least_sixty_are_ok_and_each_outcome_has_what_it_stands_on():

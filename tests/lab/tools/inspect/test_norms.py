@@ -1,7 +1,5 @@
 """Norms of a store's rows, and their chart."""
 
-from __future__ import annotations
-
 import sys
 from xml.etree import ElementTree
 

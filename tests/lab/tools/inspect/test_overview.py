@@ -1,7 +1,5 @@
 """What a store contains: sites with the widths of their vectors."""
 
-from __future__ import annotations
-
 import json
 
 from rich.console import Console

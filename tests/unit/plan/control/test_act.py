@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.conditions import first_met
+from support.refusals import refused, refused_calls
 
 from midstream import Flag, Gate, Local, Plan, Probe, SpecError, Steer, Stop, Switch
 from midstream.plan.control.act import Progress, follow, read_act
@@ -69,16 +70,6 @@ def test_names_in_a_switch_are_bound_with_the_plan():
     assert caught.value.path.startswith("probes[0].act.switch.edits[0]")
 
 
-def test_a_function_cannot_be_switched_on():
-    with pytest.raises(SpecError, match="cannot be switched on") as caught:
-        Switch([STEER, Local(print, 1)], above=1)
-    assert caught.value.path == "edits[1]"
-
-
-def test_stop_and_flag_of_the_same_condition_differ():
-    assert Stop(above=1.0) != Flag(above=1.0)
-
-
 @given(SCORES, CONDITIONS, st.lists(st.integers(0, 40), max_size=4))
 def test_a_condition_followed_in_parts_is_met_where_its_definition_says(scores, fields, cuts):
     wanted = first_met(scores, **fields)
@@ -92,19 +83,20 @@ def test_a_condition_followed_in_parts_is_met_where_its_definition_says(scores, 
     assert found == wanted
 
 
-@pytest.mark.parametrize("pool", ["none", "max", "mean:2", "ema:0.5"])
-def test_a_score_that_is_not_finite_meets_nothing_and_does_not_stay(pool):
+def test_a_score_that_is_not_finite_meets_nothing_and_does_not_stay():
     scores = [float("inf"), float("nan"), -float("inf"), 0.0, 5.0, 5.0]
-    progress, met = follow(Stop(above=1.0, for_=2, pool=pool), Progress(), scores[:5])
-    assert met is None
-    _, met = follow(Stop(above=1.0, for_=2, pool=pool), progress, scores[5:])
-    assert met is not None
-    assert np.isfinite(met.pooled)
+    for pool in ("none", "max", "mean:2", "ema:0.5"):
+        progress, met = follow(Stop(above=1.0, for_=2, pool=pool), Progress(), scores[:5])
+        assert met is None
+        _, met = follow(Stop(above=1.0, for_=2, pool=pool), progress, scores[5:])
+        assert met is not None
+        assert np.isfinite(met.pooled)
 
 
-@pytest.mark.parametrize(
-    ("value", "path", "words"),
-    [
+def test_a_malformed_act_is_refused_by_its_field():
+    steer, local = {"op": "steer", "token": 3, "layer": 1}, {"op": "local"}
+    refused(
+        read_act,
         ({"stop": {}}, "stop.above", "missing"),
         ({"stop": {"above": 1, "below": 2}}, "stop.below", "give `above` or `below`"),
         ({"stop": {"above": float("nan")}}, "stop.above", "finite"),
@@ -119,21 +111,15 @@ def test_a_score_that_is_not_finite_meets_nothing_and_does_not_stay(pool):
         ({"stop": {"edits": [], "above": 1}}, "stop", "edits"),
         ({"switch": {"above": 1}}, "switch", "edits"),
         ({"switch": {"edits": []}}, "switch.above", "missing"),
-        ({"switch": {"edits": [{"op": "steer"}], "above": 1}}, "switch.edits[0]", "vector"),
-        ({"switch": {"edits": [{"op": "local"}], "above": 1}}, "switch.edits[0].op", "functions"),
+        ({"switch": {"edits": [{"op": "steer"}], "above": 1}}, "switch.edits[0].vector", "missing"),
+        ({"switch": {"edits": [local], "above": 1}}, "switch.edits[0].op", "functions"),
+        ({"switch": {"edits": [steer], "above": 1}}, "switch.edits[0].token", "cannot be switched"),
+    )
+    refused_calls(
+        (lambda: Switch([STEER, Local(print, 1)], above=1), "edits[1]", "cannot be switched on"),
         (
-            {"switch": {"edits": [{"op": "steer", "token": 3, "layer": 1}], "above": 1}},
-            "switch.edits[0].token",
-            "cannot be switched on",
+            lambda: Probe([1.0], 0, positions=["prompt", "last"], act=Stop(above=1)),
+            "known only when the request has ended",
         ),
-    ],
-)
-def test_a_malformed_act_is_refused_by_its_field(value, path, words):
-    with pytest.raises(SpecError, match=words) as caught:
-        read_act(value)
-    assert caught.value.path.startswith(path)
-
-
-def test_a_probe_of_the_last_position_cannot_act():
-    with pytest.raises(SpecError, match="known only when the request has ended"):
-        Probe([1.0], 0, positions=["prompt", "last"], act=Stop(above=1))
+    )
+    assert Stop(above=1.0) != Flag(above=1.0)

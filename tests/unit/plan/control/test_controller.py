@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.refusals import refused, refused_calls
 
-from midstream import (
-    Controller,
-    Plan,
-    Probe,
-    SpecError,
-    Steer,
-    Threshold,
-    Vector,
-)
+from midstream import Controller, Plan, Probe, SpecError, Steer, Threshold, Vector
 from midstream.plan.control.control_laws import Observed
 
 numbers = st.floats(-100, 100, width=32)
@@ -75,39 +68,31 @@ def test_names_of_its_edits_are_bound():
 
 
 def test_what_is_malformed_says_so():
-    law = Threshold("p", 1.0)
-    for make, path in (
-        (lambda: Controller(print, mode="sync"), "mode"),
-        (lambda: Controller("guard", mode="async"), "mode"),
-        (lambda: Controller("a:b"), "decide"),
-        (lambda: Controller(law, mode="sync", seconds=1), "seconds"),
-        (lambda: Controller(law, edits={}), "edits"),
-        (lambda: Controller(law, mode="sync", edits={"a": []}), "edits"),
-        (lambda: Plan.make(probes=Probe([1.0], 0, name="p"), controller=law), "controller"),
-        (lambda: Controller("guard", edits={"a b": []}), "edits"),
-        (lambda: Controller("guard", edits={"a": [Steer([1.0], 0), 3]}), "edits.a[1]"),
-        (lambda: Controller(law, mode="sync", name="a/b"), "name"),
-        (lambda: Controller.parse(3), ""),
-        (lambda: Controller.parse({}), ""),
-        (lambda: Controller.parse({"threshold": {"probe": "p"}, "declared": "a"}), ""),
-        (
-            lambda: Controller.parse({"threshold": {"probe": "p", "above": 1, "on": None}}),
-            "threshold.on",
-        ),
-        (lambda: Controller.parse({"threshold": {"probe": "p", "over": 1}}), "threshold"),
-        (lambda: Controller.parse({"threshold": 1}), "threshold"),
-        (lambda: Controller.parse({"threshold": {"probe": 1, "above": 1}}), "threshold.probe"),
-        (lambda: Controller.parse({"threshold": {"probe": "p", "above": "x"}}), "threshold.above"),
-        (lambda: Controller.parse({"declared": "a", "mode": "sync"}), ""),
-        (lambda: Controller.parse(Controller(law)), "mode"),
-    ):
-        with pytest.raises(SpecError) as caught:
-            make()
-        assert caught.value.path == path
-
-
-def test_an_unknown_law_is_refused_by_its_name_with_those_that_there_are():
-    words = "unknown field 'pid'.*known: `threshold`, `declared`"
-    with pytest.raises(SpecError, match=words) as caught:
-        Plan.parse({"controller": {"pid": {"probe": "p", "target": 1.0}}})
-    assert caught.value.path == "controller"
+    law, words = Threshold("p", 1.0), "unknown field 'pid'.*known: `threshold`, `declared`"
+    probe, steer = Probe([1.0], 0, name="p"), Steer([1.0], 0)
+    refused_calls(
+        (lambda: Controller(print, mode="sync"), "mode", ""),
+        (lambda: Controller("guard", mode="async"), "mode", ""),
+        (lambda: Controller("a:b"), "decide", ""),
+        (lambda: Controller(law, mode="sync", seconds=1), "seconds", ""),
+        (lambda: Controller(law, edits={}), "edits", ""),
+        (lambda: Controller(law, mode="sync", edits={"a": []}), "edits", ""),
+        (lambda: Plan.make(probes=probe, controller=law), "controller", ""),
+        (lambda: Controller("guard", edits={"a b": []}), "edits", ""),
+        (lambda: Controller("guard", edits={"a": [steer, 3]}), "edits.a[1]", ""),
+        (lambda: Controller(law, mode="sync", name="a/b"), "name", ""),
+        (lambda: Plan.parse({"controller": {"pid": {"probe": "p"}}}), "controller", words),
+    )
+    refused(
+        Controller.parse,
+        (3, "", ""),
+        ({}, "", ""),
+        ({"threshold": {"probe": "p"}, "declared": "a"}, "", ""),
+        ({"threshold": {"probe": "p", "above": 1, "on": None}}, "threshold.on", ""),
+        ({"threshold": {"probe": "p", "over": 1}}, "threshold", ""),
+        ({"threshold": 1}, "threshold", ""),
+        ({"threshold": {"probe": 1, "above": 1}}, "threshold.probe", ""),
+        ({"threshold": {"probe": "p", "above": "x"}}, "threshold.above", ""),
+        ({"declared": "a", "mode": "sync"}, "", ""),
+        (Controller(law), "mode", ""),
+    )

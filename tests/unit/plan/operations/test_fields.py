@@ -199,11 +199,6 @@ def test_a_scale_has_one_factor_or_one_for_each_component():
     assert "shift" not in Scale(2, 0).to_dict()
 
 
-def test_a_scalar_is_rounded_to_float32_only_when_lowered():
-    assert Scale(0.1, 0).to_dict()["factor"] == 0.1
-    assert Scale(0.1, 0).instructions(2)[0].a == np.float32(0.1)
-
-
 NEARLY = [[1.0, 0.01], [0.0, 1.0]]
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from support.refusals import refused
 
 from midstream.ops.layout import Flags, Op
-from midstream.plan import Affine, Gate, Mass, Named, Positions, Probe, Reading, Steer
+from midstream.plan import Gate, Mass, Named, Probe, Reading, Steer
 
 STEER = Steer([1, 2], [3, 4], site="resid_mid", positions=[0, 1], phase="prompt")
 FULL = {
@@ -17,12 +17,7 @@ FULL = {
 
 def test_a_gate_is_where_its_edit_is():
     gate = Gate(STEER, [1, 2])
-    assert (gate.layers, gate.sites, gate.positions) == (
-        STEER.layers,
-        STEER.sites,
-        Positions([0, 1], "prompt"),
-    )
-    assert gate.probe == Reading([1, 2])
+    assert (gate.layers, gate.sites, gate.positions) == (STEER.layers, STEER.sites, STEER.positions)
     assert (gate.probe.tap, gate.threshold, gate.sharpness) == (None, 0.0, None)
 
 
@@ -57,47 +52,27 @@ def test_a_gate_is_lowered_to_a_gate_and_its_edit():
     assert gate.flags == Flags.FRESH | Flags.STEP
 
 
-def test_all_terms_of_an_edit_are_gated_and_only_the_gate_takes_h():
-    edit = Affine([[1, 0], [0, 1]], [[1, 0], [0, 1]], 0)
-    flags = [step.flags for step in Gate(edit, [1, 0]).instructions(2)]
-    assert flags == [Flags.FRESH | Flags.STEP, Flags.GATED, Flags.GATED | Flags.COUNTED]
-
-
 def test_a_malformed_field_is_refused_by_its_path():
     refused(
         lambda change: Gate.parse({**FULL, **change}),
         ({"op": "steer"}, "op", "expected one of `gate`, got 'steer'"),
         ({"edit": FULL}, "edit", "a `gate` cannot contain another `gate`"),
-        ({"edit": Gate(STEER, [1, 2])}, "edit", "a `gate` cannot contain another `gate`"),
         ({"edit": {"vector": [1], "layer": 0}}, "edit", "missing field `op`; known: `steer`"),
-        ({"edit": {"op": "scael"}}, "edit.op", "did you mean `scale`"),
-        ({"edit": [1.0]}, "edit", "expected an edit, or a dict with `op`, got `list`"),
         ({"edit": {"op": "scale", "factor": "x", "layer": 0}}, "edit.factor", "got `str`"),
         ({"probe": None}, "probe.direction", "got `None`"),
         ({"probe": {}}, "probe", "missing field `direction`"),
         ({"probe": {"directions": [1]}}, "probe", "did you mean `direction`"),
-        ({"probe": {"direction": [None]}}, "probe.direction[0]", "got `None`"),
         ({"probe": {"direction": [1], "layer": "all"}}, "probe.layer", "expected one or several"),
         ({"probe": {"direction": [1], "site": "resid_pre"}}, "probe.layer", "missing: `site`"),
         ({"probe": {"direction": [1], "layer": 0, "site": 1}}, "probe.site", "got `int`"),
-        (
-            {"probe": Named("a", 2.0)},
-            "probe.direction.scale",
-            "expected 1, because only the direction",
-        ),
+        ({"probe": Named("a", 2.0)}, "probe.direction.scale", "expected 1, because only the dir"),
         (
             {"probe": Probe([1], 0, positions="last")},
             "probe.positions",
-            "a gate uses the edit's positions",
+            "uses the edit's positions",
         ),
-        (
-            {"probe": Probe(attention=Mass(1), layer=0)},
-            "probe.attention",
-            "a gate cannot read attention: its weights are computed after the forward pass",
-        ),
-        ({"probe": {"attention": "entropy", "layer": 0}}, "probe.attention", "cannot read"),
+        ({"probe": Probe(attention=Mass(1), layer=0)}, "probe.attention", "cannot read attention"),
         ({"threshold": "1"}, "threshold", "got `str`"),
         ({"sharpness": 0}, "sharpness", "must not be 0"),
-        ({"sharpness": 1e-60}, "sharpness", "must not be 0"),
         ({"positions": "all"}, "", "unknown field 'positions'"),
     )

@@ -7,16 +7,7 @@ from support.refusals import refused
 
 from midstream.errors import SpecError
 from midstream.ops.layout import HELD, Flags, Op
-from midstream.plan import (
-    Gate,
-    ModelShape,
-    Plan,
-    Prompt,
-    Reading,
-    Scale,
-    Steer,
-    TokenIds,
-)
+from midstream.plan import Gate, ModelShape, Plan, Prompt, Reading, Scale, Steer, TokenIds
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.resolve.wire import from_bytes, to_bytes
 
@@ -54,14 +45,11 @@ def test_a_malformed_argument_is_rejected_by_its_name():
     refused(
         lambda given: Gate.parse({"edit": STEER.to_dict(), "probe": V, "threshold": 1.0, **given}),
         ({"hold": "always"}, "hold", 'expected "rest", or a number of tokens from 1, got \'alw'),
-        ({"hold": "conversation:a"}, "hold", "expected .* got 'conversation:a'"),
         ({"hold": 0}, "hold", "a number of tokens from 1, got 0"),
-        ({"hold": 1.5}, "hold", "got `float`"),
         ({"hold": True}, "hold", "got `bool`"),
         ({"hold": 2**30}, "hold", "from 1, got"),
         ({"smooth": 0}, "smooth", "between 0 and 1, the weight of the newest score, got 0"),
         ({"smooth": 1}, "smooth", "omit `smooth`"),
-        ({"smooth": "x"}, "smooth", "got `str`"),
         ({"release": 1.25}, "release", "opens above 1.0 must close at that or below, got 1.25"),
         ({"hold": 2, "sharpness": 1.0}, "hold", "omit `sharpness`, or use `smooth` alone"),
         ({"release": 0, "sharpness": 1.0}, "release", "open to a degree"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from support.refusals import refused_calls
 
@@ -24,25 +23,21 @@ def bound(*edits):
     return Plan.make(edits=list(edits)).bind(nothing, 4).edits
 
 
-@pytest.mark.parametrize(
-    "steer",
-    [
+def test_steer_with_a_vector_per_layer_is_one_steer_per_layer():
+    for steer in (
         Steer({1: V, 3: W}, scale=2.0, phase="prompt"),
         Steer({np.int64(1): np.array(V), 3: torch.tensor(W)}, scale=2.0, phase="prompt"),
         Steer([V, W], layer=[1, 3], scale=2.0, phase="prompt"),
         Steer(np.array([V, W]), layers=(1, 3), scale=2.0, phase="prompt"),
-    ],
-)
-def test_steer_with_a_vector_per_layer_is_one_steer_per_layer(steer):
-    wanted = (Steer(V, 1, 2.0, phase="prompt"), Steer(W, 3, 2.0, phase="prompt"))
-    assert bound(steer) == wanted
-    steps = resolve(Plan(edits=bound(steer)), SHAPE, Prompt(2), 1)
-    assert steps == resolve(Plan(edits=wanted), SHAPE, Prompt(2), 1)
+    ):
+        wanted = (Steer(V, 1, 2.0, phase="prompt"), Steer(W, 3, 2.0, phase="prompt"))
+        assert bound(steer) == wanted, steer
+        steps = resolve(Plan(edits=bound(steer)), SHAPE, Prompt(2), 1)
+        assert steps == resolve(Plan(edits=wanted), SHAPE, Prompt(2), 1)
 
 
-@pytest.mark.parametrize(
-    ("edit", "parts"),
-    [
+def test_each_layers_part_has_every_other_argument_of_the_edit():
+    for edit, parts in (
         (
             Ablate({1: V, 3: W}, strength=0.5, norm="keep", site="resid_mid", phase="prompt"),
             [
@@ -61,10 +56,8 @@ def test_steer_with_a_vector_per_layer_is_one_steer_per_layer(steer):
             Steer({1: V, 3: W}, scale=2.0, norm="keep", exclude=0),
             [Steer(each, layer, 2.0, norm="keep", exclude=0) for each, layer in ((V, 1), (W, 3))],
         ),
-    ],
-)
-def test_each_layers_part_has_every_other_argument_of_the_edit(edit, parts):
-    assert bound(edit) == tuple(parts)
+    ):
+        assert bound(edit) == tuple(parts), edit
 
 
 def test_a_plan_counts_the_parts_of_an_edit_as_that_edit():

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from support.refusals import refused
+from support.refusals import refused, refused_calls
 
 from midstream.errors import SpecError
 from midstream.plan.positions.items import Image, Media, Role, Text
@@ -130,9 +130,11 @@ def test_what_is_costly_is_worked_out_once_and_only_when_asked_for():
 
 
 def test_a_prompt_that_contradicts_itself_is_refused():
-    with pytest.raises(SpecError, match="at least 1 token, got 0"):
-        Prompt(0)
-    with pytest.raises(SpecError, match="expected 3, one per token, got 2"):
-        Prompt(3, (1, 2))
-    with pytest.raises(SpecError, match="the text has 5 tokens, but the prompt has 4"):
-        select(Positions(Text("cat")), Prompt(4, text=WORDS), 4)
+    refused_calls(
+        (lambda: Prompt(0), "at least 1 token, got 0"),
+        (lambda: Prompt(3, (1, 2)), "expected 3, one per token, got 2"),
+        (
+            lambda: select(Positions(Text("cat")), Prompt(4, text=WORDS), 4),
+            "the text has 5 tokens, but the prompt has 4",
+        ),
+    )

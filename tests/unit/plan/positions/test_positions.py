@@ -123,11 +123,7 @@ def test_what_selects_nothing_or_is_malformed_is_refused():
         ({"tokens": [5], "occurrence": 0}, "", "unknown field 'occurrence'; known: `tokens`"),
         ({"text": "a", "occurrence": "last"}, "occurrence", "`int` or \"all\", got 'last'"),
         ([TokenIds(5), {"tokens": 5}], "[1]", r"TokenIds\(5\) is listed twice"),
-        (
-            [TokenIds(list(range(4096))), 3, TokenIds(9999)],
-            "[2]",
-            "4096 token ids in total",
-        ),
+        ([TokenIds(list(range(4096))), 3, TokenIds(9999)], "[2]", "4096 token ids in total"),
         ({1: 2}, "", "field names must be `str`, got `int`"),
         (list(range(4097)), "", "expected at most 4096 items, got 4097; use slices"),
     )

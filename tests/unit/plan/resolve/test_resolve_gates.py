@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import formulas
+from support.refusals import refused
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
@@ -39,9 +40,6 @@ def steps_at(plan, layer):
     """The instructions of the only edit at a tap."""
     (edit,) = [one for one in plan.edits if (one.site, one.layer) == ("resid_post", layer)]
     return edit.steps.instructions
-
-
-# ---------------------------------------------------------------- gates
 
 
 def test_a_gate_without_a_place_reads_where_the_edit_is():
@@ -80,15 +78,8 @@ def test_a_gate_at_several_layers_notes_the_score_at_its_own_site_and_reads_it_a
         assert (gate.op, gate.slot, gate.read) == (Op.GATE, 0, None)
 
 
-def test_a_gate_that_reads_only_its_own_site_takes_no_score():
-    plan = _resolve(Gate(Steer(W, 3), Reading(V, layer=-3)))
-    assert plan.probes == ()
-    assert steps_at(plan, 3)[0].slot is None
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
+def test_behind_a_score_the_first_that_reads_the_stream_takes_it_itself():
+    for edit in (
         Scale(2.0, 4),
         Clamp(W, 4, value=1.0),
         Ablate([V, W], 4),
@@ -96,17 +87,15 @@ def test_a_gate_that_reads_only_its_own_site_takes_no_score():
         Steer(W, 4, norm="keep"),
         Steer(W, 4, norm="match"),
         Replace(W, 4),
-    ],
-    ids=lambda edit: edit.op,
-)
-def test_behind_a_score_the_first_that_reads_the_stream_takes_it_itself(edit):
-    own = steps_at(_resolve(Gate(edit, Reading(V))), 4)
-    assert [Flags.FRESH in step.flags for step in own] == [True] + [False] * (len(own) - 1)
-    later = steps_at(_resolve(Gate(edit, Reading(V, layer=1))), 4)
-    fresh = [Flags.FRESH in step.flags for step in later]
-    assert fresh == [False, True] + [False] * (len(later) - 2)
-    assert all(Flags.GATED in step.flags for step in later[1:])
-    assert sum(step.counted for step in later) == 1
+    ):
+        own = steps_at(_resolve(Gate(edit, Reading(V))), 4)
+        fresh = [Flags.FRESH in step.flags for step in own]
+        assert fresh == [True] + [False] * (len(own) - 1), edit
+        later = steps_at(_resolve(Gate(edit, Reading(V, layer=1))), 4)
+        fresh = [Flags.FRESH in step.flags for step in later]
+        assert fresh == [False, True] + [False] * (len(later) - 2), edit
+        assert all(Flags.GATED in step.flags for step in later[1:])
+        assert sum(step.counted for step in later) == 1
 
 
 def test_gates_on_one_score_share_its_slot_however_they_decide():
@@ -122,20 +111,17 @@ def test_gates_on_one_score_share_its_slot_however_they_decide():
     assert {edit.steps.instructions[0].slot for edit in plan.edits} == {0}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_gates_that_read_something_else_have_a_slot_of_their_own():
+    for other in (
         Gate(Steer(V, 4), Reading(W, 0.5, layer=1)),
         Gate(Steer(V, 4), Reading(V, 0.25, layer=1)),
         Gate(Steer(V, 4), Reading(V, 0.5, layer=2)),
         Gate(Steer(V, 4), Reading(V, 0.5, layer=1, site="resid_pre")),
         Gate(Steer(V, 4, positions=[3]), Reading(V, 0.5, layer=1)),
-    ],
-)
-def test_gates_that_read_something_else_have_a_slot_of_their_own(other):
-    plan = _resolve([Gate(Steer(V, 4), Reading(V, 0.5, layer=1)), other])
-    assert [probe.slot for probe in plan.probes] == [0, 1]
-    assert [edit.steps.instructions[0].slot for edit in plan.edits] == [0, 1]
+    ):
+        plan = _resolve([Gate(Steer(V, 4), Reading(V, 0.5, layer=1)), other])
+        assert [probe.slot for probe in plan.probes] == [0, 1], other
+        assert [edit.steps.instructions[0].slot for edit in plan.edits] == [0, 1]
 
 
 def test_what_gates_read_comes_after_the_plans_own_probes():
@@ -147,27 +133,20 @@ def test_what_gates_read_comes_after_the_plans_own_probes():
 
 
 def test_a_gate_on_what_is_computed_later_is_refused():
-    for reading, after in (
-        (
-            Reading(V, layer=4),
-            "resid_post of layer 4, which is computed after resid_post of layer 3",
-        ),
-        (
-            Reading(V, layer=3),
-            "resid_post of layer 3, which is computed after resid_mid of layer 3",
-        ),
-    ):
-        site = "resid_mid" if "resid_mid" in after else "resid_post"
-        with pytest.raises(
-            SpecError, match=f"the gate reads {after}, where its edit applies"
-        ) as caught:
-            _resolve(Gate(Steer(V, [3, 5], site=site), reading))
-        assert caught.value.path == "edits[0].probe.layer"
+    for layer, site, after in ((4, "resid_post", "resid_post"), (3, "resid_mid", "resid_mid")):
+        words = f"resid_post of layer {layer}, which is computed after {after} of layer 3, where"
+        refused(
+            _resolve,
+            (
+                Gate(Steer(V, [3, 5], site=site), Reading(V, layer=layer)),
+                "edits[0].probe.layer",
+                words,
+            ),
+        )
 
 
-@pytest.mark.parametrize(
-    ("gate", "path", "problem"),
-    [
+def test_an_error_in_a_gate_has_the_path_of_its_json_form():
+    for gate, path, problem in (
         (Gate(Steer(V, 9), Reading(V)), "edit.layer", "layer 9 is out of range"),
         (Gate(Steer(V, [1, 9]), Reading(V)), "edit.layer[1]", "layer 9 is out of range"),
         (Gate(Steer(V, 1, site="mlp_out"), Reading(V)), "edit.site", "mlp_out at layer 1 is not"),
@@ -175,38 +154,17 @@ def test_a_gate_on_what_is_computed_later_is_refused():
         (Gate(Steer([1.0], 1), Reading(V)), "edit.vector", "expected 2 numbers"),
         (Gate(Steer(V, 1), Reading([1.0])), "probe.direction", "expected 2 numbers"),
         (Gate(Steer(V, 1), Reading(V, layer=9)), "probe.layer", "layer 9 is out of range"),
-        (
-            Gate(Steer(V, 1), Reading(V, layer=0, site="mlp_out")),
-            "probe.site",
-            "mlp_out at layer 0 is not tapped",
-        ),
-        (
-            Gate(Replace(ROWS, 1, positions=slice(0, 5)), Reading(V)),
-            "edit.rows",
-            "6 rows for 5 positions",
-        ),
+        (Gate(Steer(V, 1), Reading(V, layer=0, site="mlp_out")), "probe.site", "is not tapped"),
+        (Gate(Replace(ROWS, 1, positions=slice(0, 5)), Reading(V)), "edit.rows", "6 rows for 5"),
         (Gate(Replace(ROWS, 1), Reading(V)), "edit.positions", "must be fixed and bounded"),
-    ],
-)
-def test_an_error_in_a_gate_has_the_path_of_its_json_form(gate, path, problem):
-    with pytest.raises(SpecError, match=problem) as caught:
-        _resolve([Steer(V, 0), gate])
-    assert caught.value.path == f"edits[1].{path}"
-    place = gate.to_dict()
-    for name in path.split("[")[0].split("."):
-        assert name in place, "there is no such field"
-        place = place[name]
-
-
-# ---------------------------------------------------------------- rows
-
-
-def test_one_row_is_for_all_positions():
-    plan = _resolve(Replace(ROWS[0], 2))
-    (step,) = steps_at(plan, 2)
-    assert (len(step.write), step.first) == (1, 0)
-    assert Flags.ROW_BY_POSITION not in step.flags
-    assert plan.edits[0].where == Where(((0, None),))
+    ):
+        with pytest.raises(SpecError, match=problem) as caught:
+            _resolve([Steer(V, 0), gate])
+        assert caught.value.path == f"edits[1].{path}", gate
+        place = gate.to_dict()
+        for name in path.split("[")[0].split("."):
+            assert name in place, "there is no such field"
+            place = place[name]
 
 
 def test_of_several_rows_each_run_of_positions_gets_its_own():
@@ -225,26 +183,15 @@ def test_of_several_rows_each_run_of_positions_gets_its_own():
     assert {one.source for one in plan.edits} == {0}
 
 
-def test_rows_may_be_of_generated_positions_that_are_known():
-    plan = _resolve(Replace(ROWS[:3], 2, positions=slice(9, 12)))
-    assert plan.edits[0].where == Where(((9, 12),))
-
-
-@pytest.mark.parametrize(
-    ("positions", "path", "problem"),
-    [
-        (slice(0, 5), "rows", "6 rows for 5 positions; give one row, or one per position"),
-        (slice(0, 7), "rows", "6 rows for 7 positions"),
-        ("all", "positions", "must be fixed and bounded; give a single row"),
-        ("generated", "positions", "must be fixed and bounded"),
-        ({"tokens": [3]}, "positions", "must be fixed and bounded"),
-    ],
-)
-def test_rows_that_do_not_match_their_positions_are_refused(positions, path, problem):
-    phase = "generated" if isinstance(positions, dict) else None
-    with pytest.raises(SpecError, match=problem) as caught:
-        _resolve(Replace(ROWS, 2, positions=positions, phase=phase))
-    assert caught.value.path == f"edits[0].{path}"
+def test_rows_that_do_not_match_their_positions_are_refused():
+    bounded = "must be fixed and bounded"
+    refused(
+        lambda where: _resolve(Replace(ROWS, 2, **where)),
+        ({"positions": slice(0, 5)}, "edits[0].rows", "6 rows for 5 positions; give one row, or"),
+        ({"positions": slice(0, 7)}, "edits[0].rows", "6 rows for 7 positions"),
+        ({"positions": "all"}, "edits[0].positions", bounded + "; give a single row"),
+        ({"positions": {"tokens": [3]}, "phase": "generated"}, "edits[0].positions", bounded),
+    )
 
 
 def test_rows_of_many_runs_behind_a_gate_read_one_score():
@@ -273,9 +220,6 @@ def test_a_gate_over_its_own_tap_and_later_ones_decides_once_by_what_it_read_bef
             assert (out - h).tolist() == [[moved, 0.0]], layer
     counted = [sum(step.counted for step in steps_at(plan, layer)) for layer in range(3)]
     assert counted == [1, 1, 1]
-
-
-# ---------------------------------------------------------------- gates with memory
 
 
 def test_the_score_of_a_gate_with_memory_keeps_its_column_whatever_other_gates_there_are():

@@ -38,37 +38,25 @@ def row(nth: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("kind", [Replace, Steer])
-@pytest.mark.parametrize(
-    ("positions", "listed"),
-    [
-        ([5, 2], [5, 2]),
-        ([3, 1], [3, 1]),
-        ([-1, 0, -3], [9, 0, 7]),
-        ([8, 9, 1, 2, 3, 6], [8, 9, 1, 2, 3, 6]),
-        ([range(4, 6), 9, slice(0, 2)], [4, 5, 9, 0, 1]),
-        ([Window(0, 2), 3], [10, 11, 3]),
-        ([11, 10, 3], [11, 10, 3]),
-        (["last_prompt", 2], [9, 2]),
-        ([Text("ef"), Text("b")], [4, 5, 1]),
-        ([TokenIds([8]), TokenIds([3, 0])], [8, 0, 3]),
-        (slice(2, 5), [2, 3, 4]),
-    ],
-)
-def test_each_row_goes_to_the_position_of_its_place_in_the_list(kind, positions, listed):
+def test_each_row_goes_to_the_position_of_its_place_in_the_list(kind):
     text = "abcdefghij"
-    spans = TextMap(text, tuple(range(10)), tuple(range(1, 11)))
-    prompt = Prompt(10, tuple(range(10)), spans)
-    rows = [row(nth) for nth in range(len(listed))]
-    given_rows = {"rows": rows}
-    phase = "prompt" if any(isinstance(one, TokenIds) for one in list_of(positions)) else None
-    edit = kind(layer=2, positions=positions, phase=phase, **given_rows)
-    wanted = dict(zip(listed, rows, strict=True))
-    assert rows_at(edit, prompt) == wanted
-    assert rows_at(Gate(edit, Reading([1.0, 0.0]), 0.5), prompt) == wanted
-
-
-def list_of(value):
-    return value if isinstance(value, list) else [value]
+    prompt = Prompt(10, tuple(range(10)), TextMap(text, tuple(range(10)), tuple(range(1, 11))))
+    for positions, listed, phase in (
+        ([5, 2], [5, 2], None),
+        ([-1, 0, -3], [9, 0, 7], None),
+        ([8, 9, 1, 2, 3, 6], [8, 9, 1, 2, 3, 6], None),
+        ([range(4, 6), 9, slice(0, 2)], [4, 5, 9, 0, 1], None),
+        ([Window(0, 2), 3], [10, 11, 3], None),
+        (["last_prompt", 2], [9, 2], None),
+        ([Text("ef"), Text("b")], [4, 5, 1], None),
+        ([TokenIds([8]), TokenIds([3, 0])], [8, 0, 3], "prompt"),
+        (slice(2, 5), [2, 3, 4], None),
+    ):
+        rows = [row(nth) for nth in range(len(listed))]
+        edit = kind(layer=2, positions=positions, phase=phase, rows=rows)
+        wanted = dict(zip(listed, rows, strict=True))
+        assert rows_at(edit, prompt) == wanted
+        assert rows_at(Gate(edit, Reading([1.0, 0.0]), 0.5), prompt) == wanted
 
 
 @given(
@@ -101,15 +89,16 @@ def test_rows_follow_the_items_whatever_these_are(include, exclude, prompt):
     assert rows_at(edit, prompt) == dict(zip(listed, rows, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("positions", "position"),
-    [([2, -8], 2), ([slice(1, 4), 3], 3), ([0, slice(4, 6), range(5, 6)], 5)],
-)
-def test_a_position_that_is_listed_twice_would_have_two_rows(positions, position):
-    edit = Replace([row(nth) for nth in range(4)], 1, positions=positions)
-    with pytest.raises(SpecError, match=f"position {position} is listed twice") as caught:
-        rows_at(edit, Prompt(10))
-    assert caught.value.path == "edits[0].positions"
+def test_a_position_that_is_listed_twice_would_have_two_rows():
+    for positions, position in (
+        ([2, -8], 2),
+        ([slice(1, 4), 3], 3),
+        ([0, slice(4, 6), range(5, 6)], 5),
+    ):
+        edit = Replace([row(nth) for nth in range(4)], 1, positions=positions)
+        with pytest.raises(SpecError, match=f"position {position} is listed twice") as caught:
+            rows_at(edit, Prompt(10))
+        assert caught.value.path == "edits[0].positions", positions
 
 
 def test_rows_in_the_same_places_are_the_same_edit_to_the_prefix_cache():

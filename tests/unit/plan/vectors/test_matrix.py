@@ -35,9 +35,8 @@ matrices = st.integers(1, 4).flatmap(
 )
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_every_form_gives_the_same_rows():
+    for value in (
         NUMBERS,
         tuple(map(tuple, NUMBERS)),
         ROWS,
@@ -49,11 +48,9 @@ matrices = st.integers(1, 4).flatmap(
         torch.tensor(NUMBERS),
         torch.tensor(NUMBERS, dtype=torch.bfloat16, requires_grad=True),
         {"f32": TEXT, "shape": [2, 3]},
-    ],
-)
-def test_every_form_gives_the_same_rows(value):
-    assert read_rows(value) == ROWS
-    assert read_directions(value) == ROWS
+    ):
+        assert read_rows(value) == ROWS, value
+        assert read_directions(value) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -82,11 +79,8 @@ def test_what_is_no_matrix_is_refused():
     refused(
         read_rows,
         ([], "", "at least one row, got none"),
-        (np.zeros((0, 3)), "", "at least one row, got none"),
         (np.zeros((3, 0)), "[0]", "empty"),
-        (np.zeros((1, 2, 3)), "", "one dimension"),
         ([[1], [2, 3]], "[1]", "expected 1 numbers, as in earlier rows, got 2"),
-        ([[1.0], 2.0], "[1]", "got `float`"),
         ([1.0, [2.0]], "[1]", "one dimension"),
         ([[1, float("nan")]], "[0][1]", "finite number, got nan"),
         (torch.tensor([[1.0], [float("inf")]]), "[1][0]", "finite number, got inf"),
@@ -97,24 +91,18 @@ def test_what_is_no_matrix_is_refused():
         ({"f32": TEXT, "shape": [3, 3]}, "f32", "expected 36 bytes, 3 rows of 3 float32, got 24"),
         ({"f32": TEXT, "shape": [2, 0]}, "shape[1]", "at least 1, got 0"),
         ({"f32": TEXT, "shape": [2.0, 3]}, "shape[0]", "expected `int`"),
-        ({"f32": TEXT, "shape": [2]}, "shape", r"expected \[rows, width\], got 1 parts"),
         ({"f32": TEXT, "shape": 6}, "shape", r"expected \[rows, width\], got `int`"),
         ({"f32": TEXT, "shape": [257, 3]}, "shape", "at most 256 rows"),
-        ({"f32": 3, "shape": [2, 3]}, "f32", "base64 as `str`"),
-        ({"shape": [2, 3]}, "", "missing field `f32`"),
         ({"f32": TEXT, "shape": [2, 3], "x": 1}, "", "unknown field 'x'"),
     )
 
-
-# ---------------------------------------------------------------- whole matrices
 
 SQUARE = [[1.5, -2.0], [0.25, 8.0]]
 WORDS = base64.b64encode(struct.pack("<4f", *SQUARE[0], *SQUARE[1])).decode()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_every_form_gives_the_same_matrix():
+    for value in (
         SQUARE,
         tuple(map(tuple, SQUARE)),
         [Vector.parse(row) for row in SQUARE],
@@ -124,14 +112,12 @@ WORDS = base64.b64encode(struct.pack("<4f", *SQUARE[0], *SQUARE[1])).decode()
         torch.tensor(SQUARE, dtype=torch.bfloat16, requires_grad=True),
         torch.tensor(SQUARE, dtype=torch.float64).T.contiguous().T,
         {"f32": WORDS, "shape": [2, 2]},
-    ],
-)
-def test_every_form_gives_the_same_matrix(value):
-    found = read_matrix(value)
-    assert isinstance(found, Matrix)
-    assert found.numpy().reshape(2, 2).tolist() == SQUARE
-    assert found == matrix_of(SQUARE) == read_matrix(found)
-    assert (found.width, found.emit()) == (2, {"f32": WORDS, "shape": [2, 2]})
+    ):
+        found = read_matrix(value)
+        assert isinstance(found, Matrix), value
+        assert found.numpy().reshape(2, 2).tolist() == SQUARE
+        assert found == matrix_of(SQUARE) == read_matrix(found)
+        assert (found.width, found.emit()) == (2, {"f32": WORDS, "shape": [2, 2]})
 
 
 def test_a_matrix_of_one_number_and_a_name_are_read():
@@ -152,33 +138,24 @@ def test_what_is_no_square_matrix_is_refused_with_what_would_be_right():
         (NUMBERS, "", r"square matrix \[width, width\], got shape \[2, 3\]"),
         (np.zeros(4), "", r"got shape \[4\]"),
         (torch.zeros(0, 0), "", r"got shape \[0, 0\]"),
-        (np.zeros((2, 2, 2)), "", r"got shape \[2, 2, 2\]"),
         (torch.zeros(2, 2, dtype=torch.complex64), "", "real numbers, got a tensor of"),
-        (torch.zeros(2, 2, dtype=torch.bool), "", "real numbers, got a tensor of torch.bool"),
         (np.zeros((2, 2), bool), "", "real numbers, got an array of bool"),
         (np.array([[1, 2], [3, np.inf]]), "[1][1]", "finite number, got inf"),
-        (torch.tensor([[1, 2], [np.nan, 4]]), "[1][0]", "finite number, got nan"),
         (np.array([[1, 1e39], [3, 4]]), "[0][1]", r"1e\+39 overflows float32"),
-        (torch.eye(2).to_sparse(), "", "the tensor's values cannot be read"),
         (torch.zeros(2, 2, device="meta"), "", "the tensor's values cannot be read"),
         (np.ma.masked_array(np.eye(2), mask=[[0, 1], [0, 0]]), "", "numbers are masked"),
         ([[1, 2], [3]], "[1]", "expected 2 numbers, as in earlier rows, got 1"),
         ([1.0, 2.0], "", "a square matrix: .*got `list`"),
         (Vector.parse([1.0] * 4), "", "a square matrix: .*got a vector of 4 numbers"),
-        (5, "", "a square matrix: .*got `int`"),
         ({"f32": WORDS}, "", "missing field `shape`"),
-        ({"f32": WORDS, "shape": [2, 3]}, "shape", "square matrix"),
         ({"f32": WORDS, "shape": [3, 3]}, "f32", "expected 36 bytes, 3 rows of 3 float32, got 16"),
         ({"f32": "", "shape": [MAX_WIDTH + 1] * 2}, "shape", "at most 16384, got 16385"),
         ({"name": "act", "scale": 2}, "scale", "expected 1"),
     )
 
 
-def test_a_tensor_that_is_a_negative_view_is_read_as_what_it_is():
-    given_ = torch._neg_view(torch.tensor(SQUARE, dtype=torch.float32))
-    assert matrix_of(given_) == matrix_of(-torch.tensor(SQUARE, dtype=torch.float32))
-
-
-def test_rows_of_a_tensor_without_numbers_are_refused():
-    with pytest.raises(SpecError, match="the tensor's values cannot be read"):
-        read_rows(torch.zeros(2, 3, device="meta"))
+def test_tensors_of_other_storage_are_read_as_what_they_are_or_refused():
+    negative = torch._neg_view(torch.tensor(SQUARE, dtype=torch.float32))
+    assert matrix_of(negative) == matrix_of(-torch.tensor(SQUARE, dtype=torch.float32))
+    meta = torch.zeros(2, 3, device="meta")
+    refused(read_rows, (meta, "the tensor's values cannot be read"))

@@ -49,12 +49,8 @@ def test_a_name_has_three_forms():
         assert Steer(form).vector == Named("happy")
     assert Steer({"name": "happy", "scale": 2}).vector == Named("happy", 2.0)
     assert Named.parse(Named("a", 2).emit()) == Named("a", 2)
-
-
-@pytest.mark.parametrize("name", ["", "a b", ".a", "/a", "é", "a" * 129, "a\n", 3, None])
-def test_what_is_no_name_is_refused(name):
-    with pytest.raises(SpecError, match="^name: expected "):
-        Named(name)
+    names = ("", "a b", ".a", "/a", "é", "a" * 129, "a\n", 3, None)
+    refused(Named, *((name, "^name: expected ") for name in names))
 
 
 def test_a_steer_without_a_layer_is_one_for_each_tap_of_the_name():
@@ -67,36 +63,28 @@ def test_a_steer_without_a_layer_is_one_for_each_tap_of_the_name():
     assert all(edit.names() == () and edit.left == () for edit in bound)
 
 
-@pytest.mark.parametrize(
-    ("place", "expected"),
-    [
-        ({"layer": 3}, [(3, "resid_post")]),
+def test_what_is_given_of_the_place_is_kept_to():
+    for place, expected in (
         ({"layer": 5}, [(5, "resid_mid"), (5, "resid_post")]),
-        ({"layer": 5, "site": "resid_post"}, [(5, "resid_post")]),
         ({"layer": [5, 3], "site": "resid_post"}, [(3, "resid_post"), (5, "resid_post")]),
         ({"site": "resid_mid"}, [(5, "resid_mid")]),
         (
             {"site": ["resid_mid", "resid_post"]},
             [(3, "resid_post"), (5, "resid_mid")] + [(5, "resid_post")],
         ),
-        ({"layer": "all", "site": "resid_post"}, [(3, "resid_post"), (5, "resid_post")]),
         ({"layer": -3}, [(5, "resid_mid"), (5, "resid_post")]),
-    ],
-)
-def test_what_is_given_of_the_place_is_kept_to(place, expected):
-    assert places(Steer("happy", **place).bind(lookup, num_layers=8)) == expected
+    ):
+        assert places(Steer("happy", **place).bind(lookup, num_layers=8)) == expected, place
 
 
-def test_a_vector_without_a_tap_is_used_where_the_edit_is():
-    (bound,) = Steer("any", [1, 2], site="resid_pre").bind(lookup)
-    assert bound == Steer(ANY, [1, 2], site="resid_pre")
-    (bound,) = Steer("any", "all").bind(lookup)
-    assert bound == Steer(ANY, "all")
-
-
-def test_the_scale_of_the_name_multiplies_that_of_the_edit():
-    (bound,) = Steer(Named("sad", 3), scale=-2).bind(lookup)
-    assert bound == Steer(V7, 7, scale=-6)
+def test_a_vector_without_a_tap_is_used_where_the_edit_is_and_scales_multiply():
+    for edit, wanted in (
+        (Steer("any", [1, 2], site="resid_pre"), Steer(ANY, [1, 2], site="resid_pre")),
+        (Steer("any", "all"), Steer(ANY, "all")),
+        (Steer(Named("sad", 3), scale=-2), Steer(V7, 7, scale=-6)),
+        *((edit, edit) for edit in (Steer([1], 0), Scale(2, "all"), Gate(Steer([1], 0), [1]))),
+    ):
+        assert edit.bind(lookup) == (wanted,)
 
 
 def test_a_replaced_row_can_be_a_name():
@@ -114,19 +102,10 @@ def test_a_replaced_row_can_be_a_name():
 
 def test_directions_can_be_names_beside_vectors():
     bound = Ablate(["low", [1.0, 9.0]], strength=0.5).bind(lookup)
-    assert bound == (
-        Ablate([V3, [1.0, 9.0]], 3, 0.5),
-        Ablate([V5, [1.0, 9.0]], 5, 0.5),
-    )
+    assert bound == (Ablate([V3, [1.0, 9.0]], 3, 0.5), Ablate([V5, [1.0, 9.0]], 5, 0.5))
     assert Clamp("sad", low=1).bind(lookup) == (Clamp(V7, 7, low=1),)
     assert Ablate(["any", "sad"]).bind(lookup) == (Ablate([ANY, V7], 7),)
     assert Ablate(["any", "sad"]).names() == ("any", "sad")
-
-
-def test_an_edit_by_value_is_bound_to_itself():
-    for edit in (Steer([1], 0), Scale(2, "all"), Gate(Steer([1], 0), [1])):
-        (same,) = edit.bind(lookup)
-        assert same == edit
 
 
 def test_a_gates_direction_is_read_where_it_is_registered():
@@ -141,10 +120,7 @@ def test_a_gates_direction_is_read_where_it_is_registered():
     each = Gate(Steer(ANY, [3, -3]), "low").bind(lookup, 8)
     assert each == (Gate(Steer(ANY, 3), V3), Gate(Steer(ANY, 5), V5))
     both = Gate(Steer("low"), "low", sharpness=2).bind(lookup)
-    assert both == (
-        Gate(Steer(V3, 3), V3, sharpness=2),
-        Gate(Steer(V5, 5), V5, sharpness=2),
-    )
+    assert both == (Gate(Steer(V3, 3), V3, sharpness=2), Gate(Steer(V5, 5), V5, sharpness=2))
 
 
 def test_a_probe_by_name_is_at_the_one_tap_of_the_name():
@@ -157,23 +133,13 @@ def test_what_a_name_does_not_have_is_refused_by_name():
     refused(
         lambda edit: edit.bind(lookup),
         (Replace("nobody"), "", "no vector is registered as `nobody`"),
-        (Replace("any"), "layer", "missing: `any` is registered without layers"),
-        (Steer("nobody"), "", "no vector is registered as `nobody`"),
         (Steer("any"), "layer", "missing: `any` is registered without layers"),
-        (Steer("any", site="resid_mid"), "layer", "missing: `any` is registered without layers"),
         (Steer("happy", 4), "layer", "`happy` has no vector for layer 4; it has resid_post at lay"),
         (Steer("happy", [3, 5], site="resid_mid"), "layer", "no vector for resid_mid at layer 3"),
-        (Steer("happy", 3, site=["resid_mid", "resid_post"]), "layer", "resid_mid at layer 3"),
         (Steer("happy", site="mlp_out"), "site", "`happy` has no vector for the site mlp_out"),
         (Steer("happy", -3), "layer", "no vector for layer -3"),
-        (
-            Ablate(["low", "sad"]),
-            "layer",
-            "`low` has no vector for resid_post at layer 7, where `sad`",
-        ),
-        (Ablate(["low", "happy"]), "layer", "`low` has no vector for resid_mid at layer 5"),
+        (Ablate(["low", "sad"]), "layer", "`low` has no vector for .* at layer 7, where `sad`"),
         (Clamp("zero", value=1), "direction", "the vector is zero"),
-        (Steer("zero", norm="match"), "vector", "the vector is zero"),
         (Ablate("zero"), "directions[0]", "the row is zero"),
         (Steer(Named("sad", 1e30), scale=1e30), "scale", "overflows float32"),
         (Gate(Steer("happy", 4), "sad"), "edit.layer", "`happy` has no vector for layer 4"),
@@ -182,7 +148,6 @@ def test_what_a_name_does_not_have_is_refused_by_name():
         (Gate(Steer(V3, 4), Reading("sad", layer=3)), "probe.layer", "for resid_post at layer 3"),
         (Gate(Steer(V3, 4), "nobody"), "probe.direction", "no vector is registered"),
         (Probe("happy"), "layer", "`happy` is registered for 3 taps, of which"),
-        (Probe("happy", 5), "layer", "`happy` is registered for 2 taps"),
     )
 
 
@@ -208,12 +173,7 @@ def test_a_plan_is_bound_as_a_whole():
     )
     assert plan.names() == ("low", "sad", "any")
     bound = plan.bind(lookup)
-    assert bound.edits == (
-        Steer(V3, 3, 2),
-        Steer(V5, 5, 2),
-        Scale(2, 0),
-        Gate(Steer(V7, 7), ANY),
-    )
+    assert bound.edits == (Steer(V3, 3, 2), Steer(V5, 5, 2), Scale(2, 0), Gate(Steer(V7, 7), ANY))
     assert bound.probes == (Probe(V7, 7, name="a"), Probe([1, 2], 0))
     assert bound.origins == (0, 0, 1, 2)
     assert bound.names() == ()
@@ -223,13 +183,11 @@ def test_a_plan_is_bound_as_a_whole():
 
 
 def test_a_plans_errors_lead_to_the_edit_as_it_was_written():
-    plan = Plan.make(None, [Steer("low"), Steer("happy", 4)], Probe("happy"))
-    with pytest.raises(SpecError) as caught:
-        plan.bind(lookup)
-    assert caught.value.path == "edits[1].layer"
-    with pytest.raises(SpecError) as caught:
-        Plan.make(None, Steer("low"), Probe("happy")).bind(lookup)
-    assert caught.value.path == "probes[0].layer"
+    refused(
+        lambda plan: plan.bind(lookup),
+        (Plan.make(None, [Steer("low"), Steer("happy", 4)], Probe("happy")), "edits[1].layer", ""),
+        (Plan.make(None, Steer("low"), Probe("happy")), "probes[0].layer", ""),
+    )
 
 
 def test_what_was_left_out_is_left_out_of_the_json_form():

@@ -20,9 +20,8 @@ NUMBERS = [1.5, -2.0, 0.25]
 DATA = struct.pack("<3f", *NUMBERS)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_every_form_gives_the_same_vector():
+    for value in (
         NUMBERS,
         tuple(NUMBERS),
         [np.float32(1.5), -2, np.float16(0.25)],
@@ -36,19 +35,27 @@ DATA = struct.pack("<3f", *NUMBERS)
         torch.nn.Parameter(torch.tensor(NUMBERS, dtype=torch.float16)),
         {"f32": base64.b64encode(DATA).decode()},
         Vector(DATA),
-    ],
-)
-def test_every_form_gives_the_same_vector(value):
-    vector = Vector.parse(value)
-    assert vector == Vector(DATA)
-    assert hash(vector) == hash(Vector(DATA))
-    assert vector.data == DATA
+    ):
+        vector = Vector.parse(value)
+        assert vector == Vector(DATA), value
+        assert hash(vector) == hash(Vector(DATA))
+        assert vector.data == DATA
 
 
-def test_integers_are_numbers_wherever_they_come_from():
+class Series:
+    """What pandas's Series has of an array."""
+
+    shape = (2,)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array([1.0, 2.0])
+
+
+def test_integers_a_series_and_one_row_are_vectors():
     expected = Vector.parse([1.0, 2.0])
-    for value in ([1, 2], np.array([1, 2]), np.array([1, 2], np.uint8), torch.tensor([1, 2])):
-        assert Vector.parse(value) == expected
+    several = (np.array([1, 2]), np.array([1, 2], np.uint8), torch.tensor([1, 2]))
+    for value in ([1, 2], *several, Series(), np.array([[1, 2]]), torch.tensor([[1.0, 2.0]])):
+        assert Vector.parse(value) == expected, value
 
 
 def test_a_vector_tells_its_size_norm_and_digest():
@@ -59,19 +66,16 @@ def test_a_vector_tells_its_size_norm_and_digest():
     assert repr(vector) == f"Vector(size=2, norm=5, digest='{vector.digest[:8]}')"
 
 
-def test_a_vector_cannot_be_changed():
-    vector = Vector.parse(NUMBERS)
+def test_a_vector_cannot_be_changed_nor_by_its_source():
+    source = np.array(NUMBERS, np.float32)
+    vector = Vector.parse(source)
+    source[:] = 0
     with pytest.raises(AttributeError):
         vector.data = b""
     with pytest.raises(ValueError, match="read-only"):
         vector.numpy()[0] = 1
-
-
-def test_changing_the_source_afterwards_changes_nothing():
-    source = np.array(NUMBERS, np.float32)
-    vector = Vector.parse(source)
-    source[:] = 0
     assert vector.data == DATA
+    refused(Vector, ([1.0], "expected `bytes`, got `list`; see Vector.parse"))
 
 
 def test_a_vector_survives_copying_and_pickling():
@@ -94,72 +98,39 @@ def test_values_are_rounded_to_float32():
     assert Vector.parse([3.4028234663852886e38]).norm == 3.4028234663852886e38
 
 
-class Series:
-    """What pandas's Series has of an array."""
-
-    shape = (3,)
-
-    def __array__(self, dtype=None, copy=None):
-        return np.array([1.0, 2.0, 3.0])
-
-
-@pytest.mark.parametrize(
-    "value", [Series(), np.array([[1, 2, 3]]), torch.tensor([[1.0, 2.0, 3.0]])]
-)
-def test_a_series_or_one_row_is_a_vector(value):
-    assert Vector.parse(value) == Vector.parse([1, 2, 3])
-
-
 def test_what_is_no_vector_is_refused():
     refused(
         Vector.parse,
         ([], "", "empty"),
         (np.zeros(0), "", "empty"),
-        (torch.zeros(0), "", "empty"),
         ({"f32": ""}, "f32", "empty"),
         (np.zeros((2, 3)), "", r"one dimension, got shape \[2, 3\]"),
-        (torch.zeros(3, 1), "", r"one dimension, got shape \[3, 1\]"),
         (np.float32(1), "", r"got shape \[\]"),
         ([[1.0, 2.0]], "[0]", "expected a number, got `list`: a vector has one dimension"),
         ([1.0, float("nan")], "[1]", "finite number, got nan"),
-        ([1.0, float("-inf")], "[1]", "finite number, got -inf"),
         (np.array([1, np.inf, np.nan]), "[1]", "finite number, got inf"),
         (torch.tensor([1, 2, float("nan")]), "[2]", "finite number, got nan"),
         ({"f32": base64.b64encode(struct.pack("<2f", 0, float("nan"))).decode()}, "f32[1]", "nan"),
         ([0, 1e39], "[1]", r"1e\+39 overflows float32"),
-        (np.array([0, -1e39]), "[1]", r"-1e\+39 overflows float32"),
         (torch.tensor([0, 1e39], dtype=torch.float64), "[1]", r"1e\+39 overflows float32"),
         ([0, 10**400], "[1]", "overflows float32"),
         ([0, True], "[1]", "expected a number, got `bool`"),
-        ([0, 1j], "[1]", "expected a number, got `complex`"),
-        ([0, "1"], "[1]", "expected a number, got `str`"),
         ([0, None], "[1]", "expected a number, got `None`"),
-        (np.array([1j]), "", "real numbers, got an array of complex128"),
         (np.array([True]), "", "real numbers, got an array of bool"),
         (np.array(["1"]), "", "real numbers, got an array of <U1"),
         (np.array([1.0, None]), "", "real numbers, got an array of object"),
         (torch.tensor([1j]), "", "real numbers, got a tensor of torch.complex64"),
-        (torch.tensor([True]), "", "real numbers, got a tensor of torch.bool"),
         (torch.zeros(3, device="meta"), "", "the tensor's values cannot be read"),
-        (torch.zeros(3).to_sparse(), "", "the tensor's values cannot be read"),
         (np.ma.masked_array([1.0, 2.0], mask=[0, 1]), "", "numbers are masked"),
         ({"f32": "AAAA"}, "f32", "3 bytes are not a whole number"),
         ({"f32": "AA*A"}, "f32", "expected base64"),
-        ({"f32": "é"}, "f32", "expected base64"),
         ({"f32": [1.0]}, "f32", "expected base64 as `str`, got `list`"),
         ({"f64": "AAAA"}, "", "unknown field 'f64'; known: `f32`"),
         ({}, "", "missing field `f32`"),
         ("happy", "", "expected a list of numbers.*got `str`"),
-        (b"AAAA", "", "expected a list of numbers.*got `bytes`"),
         (None, "", "expected a list of numbers.*got `None`"),
-        (range(3), "", "expected a list of numbers.*got `range`"),
         ([0.0] * (2**20 + 1), "", "at most 1048576 numbers, got 1048577"),
     )
-
-
-def test_the_constructor_takes_only_bytes():
-    with pytest.raises(SpecError, match="expected `bytes`, got `list`; see Vector.parse"):
-        Vector([1.0])
 
 
 @given(

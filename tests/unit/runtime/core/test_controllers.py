@@ -110,6 +110,18 @@ def test_a_step_that_a_preemption_overtook_is_known():
         assert is_overtaken(asked) is expected
 
 
+class Hostile(dict):
+    """An answer that cannot be read."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("hostile")
+
+    __str__ = __repr__
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("hostile")
+
+
 def test_an_answer_is_a_version_a_stop_or_a_failure():
     answers: list[Any] = []
     calls = declared(lambda _: answers[-1])
@@ -133,12 +145,13 @@ def test_an_answer_is_a_version_a_stop_or_a_failure():
     assert answer({"stop": True}) == Decision(reason="controller:c")
     for value in (
         "much", float("nan"), 0.3, {"edits": "who"}, {"edits": []}, {"stop": 1}, {"stop": False},
-        {"stop": True, "scale": 1}, {"what": 1}, [1.0], True,
+        {"stop": True, "scale": 1}, {"what": 1}, [1.0], True, Hostile(scale=1.0, edits=2),
+        {"stop": {"scale": Hostile()}},
     ):  # fmt: skip
         one.has_failed = False
         found = answer(value)
-        assert found.version is not None, value
-        assert found.version.number == 6 + 2, value
+        assert found.version is not None
+        assert found.version.number == 6 + 2
         assert one.has_failed
         assert answer(0.5) == Decision(), "it is not called again"
 
@@ -229,25 +242,3 @@ def test_a_class_is_made_for_each_request_and_what_cannot_be_imported_says_so():
     for path, words in (("no.such:Name", "cannot be imported"), ("os:sep", "neither")):
         with pytest.raises(ConfigError, match=words):
             DeclaredCalls("d", DeclaredController(path))
-
-
-class Hostile(dict):
-    """An answer that cannot be read."""
-
-    def __repr__(self) -> str:
-        raise RuntimeError("hostile")
-
-    __str__ = __repr__
-
-    def __iter__(self) -> Any:
-        raise RuntimeError("hostile")
-
-
-def test_an_answer_that_cannot_be_read_fails_alone() -> None:
-    one = asking(declared(lambda _: Hostile(scale=1.0, edits=2)), on_error="end")
-    (found,) = decide([one])
-    assert found.is_error
-    answer = {"scale": Hostile()}
-    one = asking(declared(lambda _: {"stop": answer}), on_error="end")
-    (found,) = decide([one])
-    assert found.is_error

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
 from support.plans import SMALL, plan_of, random_plan
+from unit.runtime.core.blocks import Scheduler
 
 from midstream.plan import ResolvedPlan
 from midstream.plan.resolve.wire import to_bytes
-from midstream.runtime.core.failed_requests import end_failed
-from midstream.runtime.core.image_ranges import end_of_images, start_of_images
 from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.failures import Failure
@@ -129,15 +128,17 @@ def test_an_edit_at_the_last_token_of_an_image_is_in_the_key_of_the_block_of_its
     assert _chain(_request(plan, [(33, 37)]), 16, 3)[:2] == [None, None]
 
 
-@given(st.integers(0, 10**9), st.integers(0, LENGTH), st.integers(0, LENGTH), st.integers(1, 9))
+@given(st.integers(0, 10**9), st.integers(0, LENGTH), st.integers(1, 9))
 @settings(max_examples=rounds(suite=200, nightly=1600))
 def test_a_hit_ends_in_no_image_and_below_what_is_read_and_is_the_longest_of_these(
-    seed, cached, read, size
+    seed, read, size
 ):
     draw = random.Random(seed)
     images = _images(draw)
     reads = draw.random() < 0.5
-    request = _request(plan_of([], [([TAP], [(read, None)])] if reads else []), images)
+    captures = [([TAP], [(read, None)])] if reads else []
+    request, causal = (_request(plan_of([], captures), images, prefix) for prefix in (True, False))
+    cached = 0
 
     class Coordinator:
         def find_longest_cache_hit(self, hashes, most):
@@ -150,56 +151,25 @@ def test_a_hit_ends_in_no_image_and_below_what_is_read_and_is_the_longest_of_the
     def original(manager, request):
         return manager.coordinator.find_longest_cache_hit(hashes, LENGTH)
 
-    found, hit, _ = computed_blocks(original, manager, request)
-    assert len(found) * size == hit
-    most = min(cached, read if reads else LENGTH)
-    allowed = [
-        length
-        for length in range(0, most + 1, size)
-        if not any(start < length < stop for start, stop in images)
-    ]
-    assert hit == max(allowed)
-    # Without such attention, hits may end anywhere.
-    causal = _request(plan_of([], [([TAP], [(read, None)])] if reads else []), images, False)
-    assert computed_blocks(original, manager, causal)[1] == most // size * size
-
-
-@given(st.integers(0, 10**9), st.integers(0, LENGTH - 1))
-@settings(max_examples=rounds(suite=100, nightly=800))
-def test_the_first_token_that_depends_on_another_and_the_last_that_one_depends_on(seed, position):
-    images = _images(random.Random(seed))
-    request = _request(plan_of(), images)
-    assert end_of_images(request, position) == max(_reached(position, images), default=-1) + 1
-    depending = [token for token in range(LENGTH) if position in _reached(token + 1, images)]
-    assert start_of_images(request, position) == depending[0]
+    for cached in range(LENGTH + 1):
+        found, hit, _ = computed_blocks(original, manager, request)
+        assert len(found) * size == hit
+        most = min(cached, read if reads else LENGTH)
+        allowed = [
+            length
+            for length in range(0, most + 1, size)
+            if not any(start < length < stop for start, stop in images)
+        ]
+        assert hit == max(allowed)
+        # Without such attention, hits may end anywhere; without a plan, with what is read too.
+        assert computed_blocks(original, manager, causal)[1] == most // size * size
+        plain = SimpleNamespace(sampling_params=None)
+        assert computed_blocks(original, manager, plain)[1] == cached // size * size
 
 
 def test_a_request_that_was_served_an_image_ends_with_the_one_that_failed_to_edit_it():
     plan = plan_of([(TAP, SMALL[0], 1.0, [(6, 7)])])
     for mm_prefix, ended in ((True, {"bad", "reader"}), (False, {"bad"})):
-        requests = {name: _request(plan, [(2, 7)], mm_prefix) for name in ("bad", "reader")}
-        found = end_failed(_Scheduler(requests), {"bad": Failure(0, "broken")})
-        assert {request.request_id for request, _ in found} == ended
-
-
-class _Scheduler:
-    """Requests that share the first of two blocks of four tokens."""
-
-    def __init__(self, requests):
-        self.requests = requests
-        for name, request in requests.items():
-            request.request_id = name
-        spec = SimpleNamespace(block_size=4)
-        groups = [SimpleNamespace(kv_cache_spec=spec)]
-        self.kv_cache_manager = SimpleNamespace(
-            kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
-            get_blocks=lambda name: SimpleNamespace(blocks=(self._blocks(name),)),
-            block_pool=SimpleNamespace(blocks=[], evict_blocks=lambda ids: None),
-        )
-
-    def _blocks(self, name):
-        ids = (1, 2 + list(self.requests).index(name))
-        return [SimpleNamespace(block_id=one, is_null=False) for one in ids]
-
-    def finish_requests(self, names, status):
-        return [self.requests[name] for name in names]
+        bad, reader = (_request(plan, [(2, 7)], mm_prefix) for _ in range(2))
+        scheduler = Scheduler(bad=(bad, [1, 2]), reader=(reader, [1, 3]))
+        assert set(scheduler.end(bad=Failure(0, "broken"))) == ended

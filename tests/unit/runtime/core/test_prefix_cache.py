@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 from support.plans import SMALL, plan_of
+from unit.runtime.core.blocks import Scheduler
 
 from midstream.errors import SpecError
 from midstream.plan.resolve.wire import to_bytes
-from midstream.runtime.core.failed_requests import end_failed
 from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys, keys_of
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.failures import Failure, failures_of
@@ -17,7 +17,6 @@ from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.worker.model_runner.hooks import attach_results
 
 TAP = ("resid_post", 0)
-BLOCK = 4
 
 
 def _request(start=None, read=None):
@@ -76,44 +75,8 @@ def test_the_cap_is_gone_after_a_look_up_that_failed():
     assert "find_longest_cache_hit" not in vars(manager.coordinator)
 
 
-class _Scheduler:
-    """Requests with their blocks; ids over 0, as 0 is the null block's."""
-
-    def __init__(self, **blocks):
-        self.requests = {}
-        self.blocks = {}
-        self.evicted = None
-        self.kv_cache_manager = SimpleNamespace(
-            kv_cache_config=SimpleNamespace(
-                kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
-            ),
-            get_blocks=lambda name: SimpleNamespace(blocks=(self.blocks[name],)),
-            block_pool=SimpleNamespace(
-                blocks=[
-                    SimpleNamespace(block_id=nth, block_hash=b"h" if nth % 2 else None)
-                    for nth in range(9)
-                ],
-                evict_blocks=self._evict,
-            ),
-        )
-        for name, (request, ids) in blocks.items():
-            request.request_id = name
-            self.requests[name] = request
-            self.blocks[name] = [SimpleNamespace(block_id=n, is_null=n == 0) for n in ids]
-
-    def _evict(self, ids):
-        self.evicted = ids
-
-    def finish_requests(self, names, status):
-        assert status.name == "FINISHED_ERROR"
-        return [self.requests.pop(name) for name in names if name in self.requests]
-
-    def end(self, **failed):
-        return {request.request_id: why for request, why in end_failed(self, failed)}
-
-
 def test_a_failed_request_ends_and_whoever_has_read_its_wrong_kv():
-    scheduler = _Scheduler(
+    scheduler = Scheduler(
         bad=(_request(start=4), [1, 2, 3]),
         reader=(_request(start=4), [1, 2, 3, 4]),
         grandchild=(_request(start=4), [1, 2, 3, 4, 5]),
@@ -144,7 +107,7 @@ def test_a_failed_request_ends_and_whoever_has_read_its_wrong_kv():
 )
 def test_others_end_exactly_if_they_have_a_block_that_is_wrong(bad, position, others, ended):
     blocks = {name: (_request(0), ids) for name, ids in others.items()}
-    scheduler = _Scheduler(**blocks, **({} if bad is None else {"bad": bad}))
+    scheduler = Scheduler(**blocks, **({} if bad is None else {"bad": bad}))
     assert set(scheduler.end(bad=Failure(position, "x"))) == ended
     assert set(scheduler.requests) == {*others} - ended
 

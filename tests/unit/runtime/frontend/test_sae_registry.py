@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.sae_oracle import RandomSae
 
-from midstream import SAE, BusyError, JacobianLens, SpecError
+from midstream import SAE, BusyError, ConfigError, JacobianLens, SpecError
 from midstream.plan import ModelShape
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.sae_registry import SaeRegistry
@@ -37,6 +38,14 @@ class Fixture:
 def sae(kind: str, folder: Path) -> tuple[RandomSae, SAE]:
     given = RandomSae(kind, WIDTH, FEATURES, "blocks.2.hook_resid_post")
     return given, SAE.load(given.write(folder / kind))
+
+
+def test_where_the_model_has_several_streams_no_sae_reconstructs_them() -> None:
+    tap = ("resid_post", 0)
+    shape = ModelShape(3, WIDTH, [tap], widths={tap: 4 * WIDTH}, heads={tap: 4})
+    memory = WeightMemory(ONE, set[Any]().__contains__, lambda: None)
+    with pytest.raises(ConfigError, match=r"one stream, and resid_post:0 has 4"):
+        SaeRegistry(memory, shape, {tap: FEATURES})
 
 
 def test_encoders_are_read_where_they_were_written_beside_lenses(tmp_path: Path) -> None:

@@ -135,12 +135,8 @@ def test_layers_of_other_pipeline_stages_are_skipped_and_keep_their_numbers(know
     decoder = find(holding("model.layers", [gone(), gone(), cls(), cls(), gone()]))
     assert decoder.num_layers == 5
     assert [layer.index for layer in decoder.layers] == [2, 3]
-
-
-def test_a_stage_may_have_no_layer_at_all():
-    decoder = find(holding("model.layers", [nn.Identity(), nn.Identity()]))
-    assert decoder.layers == ()
-    assert decoder.num_layers == 2
+    nothing = find(holding("model.layers", [gone(), gone()]))
+    assert (nothing.layers, nothing.num_layers) == ((), 2)
 
 
 def test_an_unknown_class_is_refused_by_name(known):
@@ -196,6 +192,82 @@ def test_what_cannot_be_tapped_is_refused_under_its_setting_only(
         assert len(find(model).layers) == 1
     with pytest.raises(UnsupportedError, match=message):
         find(model, **(setting or {}))
+
+
+PARTIAL = {
+    "deepseek_v32.nvidia.model.DeepseekV32DecoderLayer": "DeepSeek-V3.2 and GLM-5",
+    "deepseek_v32.amd.model.DeepseekV32DecoderLayer": "the same on ROCm",
+    "minimax_m3.nvidia.model.MiniMaxM3DecoderLayer": "MiniMax-M3",
+    "minimax_m3.amd.model.MiniMaxM3DecoderLayer": "the same on ROCm",
+}
+STREAMS = [
+    *(
+        f"{folder}.model.DeepseekV4DecoderLayer"
+        for folder in (
+            "deepseek_v4.amd",
+            "deepseek_v4.cpu",
+            "deepseek_v4.nvidia",
+            "deepseek_v4.xpu",
+            "deepseek_v41.amd",
+            "deepseek_v41.nvidia",
+        )
+    ),
+    *(f"glm5next.{folder}.model.Glm5NextDecoderLayer" for folder in ("common", "nvidia")),
+]
+
+
+def vendor_layer(name):
+    """A layer of a class as vLLM's file of that name under `vllm/models` defines it."""
+    module, _, cls = name.rpartition(".")
+
+    def forward(self, hidden_states):
+        return hidden_states
+
+    module = f"vllm.models.{module}"
+    forward.__module__, forward.__qualname__ = module, f"{cls}.forward"
+    namespace = {"__module__": module, "__qualname__": cls, "forward": forward}
+    namespace |= {"is_moe_layer": False}
+    return type(cls, (nn.Module,), namespace)()
+
+
+@pytest.mark.parametrize("name", PARTIAL, ids=str)
+def test_models_whose_reduction_is_left_to_the_next_layer_are_refused_by_name(name):
+    model = holding("model.layers", [vendor_layer(name)])
+    cls = name.rpartition(".")[2]
+    with pytest.raises(UnsupportedError, match=f"layer 0 of .*, a {cls}, returns a partial sum"):
+        find(model, tensor_parallel_size=2)
+    assert len(find(model).layers) == 1
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_models_whose_streams_hyper_connections_mix_are_refused_and_say_what_is_missing(name):
+    with pytest.raises(UnsupportedError, match="cannot be tapped: its streams are mixed by hyper"):
+        find(holding("model.layers", [vendor_layer(name)]))
+
+
+def test_several_streams_are_parts_of_the_vectors_where_a_layer_begins_and_ends(known):
+    cls = known(single("norm", streams="mixer.count"))
+
+    def layer():
+        made = cls()
+        made.norm, made.mixer = nn.LayerNorm(6), nn.Module()
+        made.mixer.count = 3
+        return made
+
+    decoder = find_decoder(
+        holding("model.layers", [layer(), layer()]), 1, False, ["resid_mid", "resid_post"]
+    )
+    assert set(decoder.inner) == {("resid_post", 0), ("resid_post", 1)}
+    place = decoder.inner["resid_post", 1]
+    assert (place.width, place.heads, place.ranks, place.streams) == (18, 3, "whole", True)
+
+
+def test_a_scaled_down_stream_is_refused_in_float16_only(known):
+    cls = known(LayerConvention(Returns.SINGLE, mid="norm", float16_scaled=True))
+    model = holding("model.layers", [cls()])
+    assert len(find(model).layers) == 1
+    with pytest.raises(UnsupportedError, match=r"scaled-down stream in float16.*dtype=bfloat16"):
+        find(model, float16=True)
 
 
 def test_sites_that_a_layer_lacks_are_listed_with_the_reason(known):

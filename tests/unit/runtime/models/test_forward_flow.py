@@ -8,15 +8,7 @@ import textwrap
 import pytest
 
 from midstream.errors import UnsupportedError
-from midstream.runtime.models.forward_flow import (
-    NOTHING,
-    Flow,
-    Names,
-    OutputPart,
-    Trace,
-    Value,
-    read,
-)
+from midstream.runtime.models.forward_flow import Flow, Names, OutputPart, Trace, Value, read
 
 KINDS = {"qkv": "matrix", "attn": "matrix", "out": "matrix", "norm": "module", "rope": "module"}
 
@@ -42,10 +34,6 @@ def piece(index: int, *sizes: str, through: tuple[str, ...] = ()) -> Value:
 
 SPLIT = "qkv, _ = self.qkv(x)\nq, k, v = qkv.split([self.a, self.b, self.b], dim=-1)\n"
 SIZES = ("self.a", "self.b", "self.b")
-
-
-def test_pieces_of_a_matrix_are_followed_to_attention() -> None:
-    assert given(SPLIT + "self.attn(q, k, v)") == [piece(i, *SIZES) for i in range(3)]
 
 
 def test_a_module_that_is_given_vectors_by_name_returns_them_in_that_order() -> None:
@@ -127,10 +115,6 @@ def test_a_matrix_that_is_used_without_a_call_is_bypassed(use: str) -> None:
     found = flow(f"y = {use}")
     assert found.bypassed == {"qkv"}
     assert not found.of("qkv")
-
-
-def test_none_is_told_from_a_value() -> None:
-    assert given("self.attn(x, None, None)") == [NOTHING, None, None]
 
 
 @pytest.mark.parametrize(

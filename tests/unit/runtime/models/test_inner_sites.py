@@ -6,10 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from unit.runtime.models.inner_modules import (
+    FAKE,
+    MLP,
+    Attention,
+    Column,
+    Latent,
+    Layer,
+    Linear,
+    Mamba,
+    Mixture,
+    MulAndSilu,
+    OtherAttention,
+    SelfAttention,
+    SiluAndMul,
+    SwigluOAIAndMul,
+)
 
 from midstream.runtime.models.convention import Lack
-from midstream.runtime.models.expert_choice import SPLIT, UNKNOWN
 from midstream.runtime.models.forward_source import Types
 from midstream.runtime.models.inner_sites import (
     BIAS,
@@ -24,119 +39,9 @@ from midstream.runtime.models.inner_sites import (
 )
 
 
-class Linear(nn.Module):
-    """A matrix as vLLM's, without numbers."""
-
-    tp_size, skip_bias_add, input_is_parallel = 1, False, True
-    num_kv_head_replicas = 1
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.input_size = self.input_size_per_partition = inputs
-        self.output_size = self.output_size_per_partition = outputs
-        self.bias: nn.Parameter | None = None
-
-
-Column = type("Column", (Linear,), {})
-QKV = type("QKV", (Column,), {})
-Row, Replicated = type("Row", (Linear,), {}), type("Replicated", (Linear,), {})
-Latent, Rotary, SiluAndMul, MulAndSilu, SwigluOAIAndMul = (
-    type(name, (nn.Module,), {})
-    for name in ("Latent", "Rotary", "SiluAndMul", "MulAndSilu", "SwigluOAIAndMul")
-)
-
-
-class Attention(nn.Module):
-    attn_type = "decoder"
-
-    def __init__(self, heads: int = 4, kv_heads: int = 2, size: int = 8) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_size = heads, kv_heads, size
-        self.head_size_v = size
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return query
-
-
-class OtherAttention(Attention):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return value
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate: nn.Module | None = None
-
-
-class Mixer:
-    """The base of everything with a cache."""
-
-
-class Mamba(nn.Module, Mixer):
-    pass
-
-
-FAKE = Types(
-    attention=Attention,
-    latent=Latent,
-    mixer=(Attention, Latent, Mixer),  # type: ignore[arg-type]
-    linear=Linear,
-    column=Column,
-    row=Row,
-    qkv=QKV,
-    replicated=Replicated,
-    rotary=Rotary,
-    experts=Experts,
-)
-
-
 @pytest.fixture(autouse=True)
 def _fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Types, "of_vllm", staticmethod(lambda: FAKE))
-
-
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_size, self.kv_size = 32, 16
-        self.qkv_proj = QKV(64, 64)
-        self.rotary_emb = Rotary()
-        self.attn = Attention()
-        self.o_proj = Row(32, 64)
-
-    def forward(self, positions: Any, hidden_states: Any) -> Any:
-        qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = self.rotary_emb(positions, q, k)
-        attn_output = self.attn(q, k, v)
-        output, _ = self.o_proj(attn_output)
-        return output
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj = Column(64, 192)
-        self.act_fn: nn.Module = SiluAndMul()
-        self.down_proj = Row(96, 64)
-
-    def forward(self, x: Any) -> Any:
-        gate_up, _ = self.gate_up_proj(x)
-        x = self.act_fn(gate_up)
-        x, _ = self.down_proj(x)
-        return x
-
-
-class Layer(nn.Module):
-    def __init__(self, attention: nn.Module | None = None, mlp: nn.Module | None = None) -> None:
-        super().__init__()
-        self.self_attn = attention or SelfAttention()
-        self.mlp = mlp or MLP()
-
-    def forward(self, positions: Any, hidden_states: Any) -> Any:
-        hidden_states = self.self_attn(positions, hidden_states)
-        return self.mlp(hidden_states)
 
 
 def reasons(found: dict[str, Found]) -> dict[str, str]:
@@ -239,7 +144,8 @@ def _gated(self: Any, positions: Any, hidden_states: Any) -> Any:
 def _sharing(self: Any, positions: Any, hidden_states: Any) -> Any:
     qkv, _ = self.qkv_proj(hidden_states)
     q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-    return self.o_proj(self.attn(q, None, None) if self.is_shared else self.attn(q, k, v))[0]
+    attn_output = self.attn(q, None, None) if self.is_shared else self.attn(q, k, v)
+    return self.o_proj(attn_output)[0]
 
 
 def _asking(self: Any, positions: Any, hidden_states: Any) -> Any:
@@ -282,8 +188,8 @@ MATRICES = {"q_proj": Column(64, 32), "k_proj": Column(64, 16), "v_proj": Column
 def test_places_are_what_the_code_proves(
     forward: Any, has: dict[str, Any], expected: dict[str, Found]
 ) -> None:
-    found = find_inner_sites(Layer(_with(forward, **has)))
-    assert {site: found[site] for site in expected} == expected
+    places = find_inner_sites(Layer(_with(forward, **has)))
+    assert {site: places[site] for site in expected} == expected
 
 
 def test_code_that_cannot_be_read_gives_no_place() -> None:
@@ -385,11 +291,11 @@ def test_channels_in_another_order_than_the_checkpoints_give_no_place() -> None:
 def test_the_activation_tells_the_gate(activation: Any, expected: tuple[Any, Any]) -> None:
     layer = Layer()
     layer.mlp.act_fn = activation()
-    found = find_inner_sites(layer)
-    places = [found[site] for site in ("mlp_pre", "mlp_pre_linear")]
-    told = [one.reason if isinstance(one, Lack) else one.start for one in places]
+    places = find_inner_sites(layer)
+    halves = [places[site] for site in ("mlp_pre", "mlp_pre_linear")]
+    told = [half.reason if isinstance(half, Lack) else half.start for half in halves]
     assert tuple(told) == expected
-    assert isinstance(found["mlp_act"], InnerPlace)
+    assert isinstance(places["mlp_act"], InnerPlace)
 
 
 def test_two_mlps_give_no_place() -> None:
@@ -399,35 +305,6 @@ def test_two_mlps_give_no_place() -> None:
     assert found["mlp_act"] == "this layer has no MLP of a form that midstream knows"
 
 
-class Mixture(nn.Module):
-    is_internal_router = is_sequence_parallel = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = Replicated(64, 8)
-        self.experts = Experts()
-
-    def forward(self, hidden_states: Any) -> Any:
-        if self.is_sequence_parallel:
-            hidden_states = sequence_parallel_chunk(hidden_states)  # type: ignore[name-defined] # noqa: F821
-        if self.is_internal_router:
-            return self.experts(hidden_states, router_logits=hidden_states)
-        router_logits, _ = self.gate(hidden_states)
-        return self.experts(hidden_states=hidden_states, router_logits=router_logits)
-
-
-def test_a_mixture_has_a_router_and_no_neurons() -> None:
-    found = find_inner_sites(Layer(mlp=Mixture()))
-    assert found["router"] == InnerPlace("mlp.gate", "output", None, 0, 8, 0, "whole", 1, UNKNOWN)
-    assert {reasons(found)[site] for site in ("mlp_pre", "mlp_pre_linear", "mlp_act")} == {EXPERTS}
-
-
-@pytest.mark.parametrize(
-    ("setting", "reason"), [("is_internal_router", UNPROVEN), ("is_sequence_parallel", SPLIT)]
-)
-def test_a_router_that_the_block_does_not_call_for_all_tokens_gives_no_place(
-    setting: str, reason: str
-) -> None:
-    mixture = Mixture()
-    setattr(mixture, setting, True)
-    assert find_inner_sites(Layer(mlp=mixture))["router"] == Lack(reason)
+def test_a_mixture_has_no_neurons() -> None:
+    lacking = reasons(find_inner_sites(Layer(mlp=Mixture(is_inside=False))))
+    assert {lacking[site] for site in ("mlp_pre", "mlp_pre_linear", "mlp_act")} == {EXPERTS}

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import linecache
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,7 +240,39 @@ def test_a_layer_whose_attention_does_not_see_its_entry_has_no_embedding():
     assert "a copy is read" in found.reason
 
 
-NO_NORM, CHANGED = "not the output of one norm", "changes the embeddings before the first layer"
+def changing(body: str) -> type:
+    """A trunk whose loop runs these statements, if a condition holds, before it calls a layer."""
+    source = textwrap.dedent(inspect.getsource(Trunk.forward)).replace(
+        "    for layer in self.layers:\n",
+        "    for layer in self.layers:\n        if layer.is_odd:\n            " + body + "\n",
+    )
+    file = Path(tempfile.mkdtemp()) / "changing.py"
+    file.write_text(source)
+    names = {**vars(sys.modules[__name__])}
+    exec(compile(source, str(file), "exec"), names)
+    linecache.cache[str(file)] = (len(source), None, source.splitlines(keepends=True), str(file))
+    return type("Changing", (Trunk,), {"forward": names["forward"]})
+
+
+@pytest.mark.parametrize(
+    ("body", "is_known"),
+    [
+        ("hidden_states = hidden_states + residual", True),
+        ("hidden_states = torch.cat([hidden_states, residual], dim=-1)", True),
+        ("assert residual is not None; hidden_states = hidden_states.clone()", True),
+        ("hidden_states = hidden_states * 2", False),
+        ("residual = hidden_states; hidden_states = hidden_states + residual", False),
+        ("hidden_states = hidden_states + residual if residual is not None else hidden_states * 2",
+         False),
+        ("hidden_states = torch.cat([hidden_states, tensors], dim=-1)", False),
+    ],
+)  # fmt: skip
+def test_a_branch_that_fails_without_a_residual_is_not_taken_before_the_first_layer(body, is_known):
+    found = find(changing(body)(), "embed")
+    assert found is None if is_known else isinstance(found, NoEnd)
+
+
+NO_NORM = "not the output of one norm"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +281,8 @@ NO_NORM, CHANGED = "not the output of one norm", "changes the embeddings before 
         ("gpt_oss.GptOssModel", "", ""),
         ("llama.LlamaModel", "", ""),
         ("openpangu.OpenPanguModel", "", ""),
-        ("solar.SolarModel", CHANGED, ""),  # of some layers, by its settings
+        ("deepseek_v2.DeepseekV2Model", "", ""),  # not before the first layer
+        ("solar.SolarModel", "", ""),  # of some layers, not the first
         ("step3p5.Step3p5Model", "", NO_NORM),  # its head has the norm
     ],
 )

@@ -31,10 +31,6 @@ LENGTH = 24
 DIGEST = "714dd6c9328bae1b99a4a2ac76856072eb57b02dee7d96a283f415fafb39dfc9"
 
 
-def _steer(where):
-    return plan_of([(TAP, SMALL[0], 1.0, where)])
-
-
 def _asked(plan: ResolvedPlan, position: int) -> list[object]:
     """What changes the computation at a position, looked up one edit at a time."""
     found: list[object] = []

@@ -17,6 +17,7 @@ from midstream.errors import MessageError
 from midstream.runtime.protocol.codec import pack, unpack
 from midstream.runtime.protocol.results import ResultHeader, WorkerAnswer, split
 from midstream.runtime.protocol.runs import expand
+from midstream.runtime.protocol.scores import RequestScores, score_blocks
 from midstream.runtime.worker.request_state import RequestState
 
 TAPS = [("resid_pre", 0), ("resid_mid", 0), ("resid_post", 1)]
@@ -145,3 +146,11 @@ def test_a_block_that_does_not_fit_the_worker_is_refused(change, problem):
 def test_ranges_as_positions():
     assert expand([(2, 4), (9, 10)]).tolist() == [2, 3, 9]
     assert expand([]).dtype == expand([(0, 1)]).dtype == np.int64
+
+
+@pytest.mark.parametrize("data", [b"", b"abc", bytes(15), bytes(17)])
+def test_scores_that_are_cut_off_or_too_long_are_refused(data):
+    requests = [RequestScores("u", 2, [(3, 1), (7, 1)])]
+    assert [uid for uid, _ in score_blocks(WORKER, requests, bytes(16))] == ["u"]
+    with pytest.raises(MessageError, match=f"worker 0.0.0 sent {len(data)} bytes .* described 16"):
+        list(score_blocks(WORKER, requests, data))

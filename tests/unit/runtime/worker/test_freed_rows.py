@@ -9,7 +9,7 @@ from typing import Any
 
 from support.fake_steps import TAPS, Fake, FakeEngine, check_taken
 from support.plans import plan_of
-from support.stored import SEGMENT, make_arena
+from support.stored import make_arena
 
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Parcel, Shipment
@@ -102,18 +102,4 @@ def test_rows_that_were_streamed_before_they_were_computed_again() -> None:
     engine.step([(fake, 5)])
     with engine.session.collection.collect_partial({"a": {"a": 5}}) as found:
         assert not found["a"][0].blocks
-    late.check_next()
-
-
-def test_rows_of_a_full_arena_that_were_stored_request_by_request() -> None:
-    arena = make_arena(2 * SEGMENT, "drop")
-    late = Late(arena, max_tokens=256, ring_rows=256 * len(TAPS))
-    fakes = [Fake(f"r{nth}", ALL) for nth in range(6)]
-    for fake in fakes:
-        late.engine.add(fake)
-    late.is_late = True
-    late.engine.step([(fake, 16) for fake in fakes])
-    for fake in fakes:  # aborted
-        with late.engine.session.collection.collect([fake.id]):
-            pass
     late.check_next()

@@ -100,15 +100,6 @@ def test_a_request_with_the_slot_of_an_ended_one_is_armed_though_the_step_has_th
     assert rows_of(buffers) == [[0, 0], [1, 1], [0, 0]]
 
 
-def test_no_state_is_armed_once_the_last_one_is_released():
-    states, buffers = states_of([0])
-    states.arm(runs_of((0, 0, 1)))
-    states.release(0)
-    states.arm(runs_of((1, 0, 1)))
-    assert not bool(buffers.scans.any())
-    states.check_integrity()
-
-
 def test_nothing_stays_armed_where_a_forward_pass_may_not_be_armed(sent):
     states, buffers = states_of([0], only_armed=False)
     runs = runs_of((0, 2, 1))

@@ -143,11 +143,7 @@ def test_stages_of_a_pipeline_do_different_things_and_are_told_the_same():
     for rank in (first, second):
         rank.step((rank.add("a"), 2))
     assert first.trace.marks[-1].executed != second.trace.marks[-1].executed
-    check(
-        first,
-        second,
-        workers=[worker_info(stage=stage) for stage in range(2)],
-    )
+    check(first, second, workers=[worker_info(stage=stage) for stage in range(2)])
 
 
 def test_a_rank_that_is_some_steps_ahead_is_compared_where_both_have_been():

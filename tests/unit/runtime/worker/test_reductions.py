@@ -42,12 +42,7 @@ def encoding_of(*columns: list[PatternColumns]) -> PatternEncoding:
 def segment_of(encoding: PatternEncoding) -> Segment:
     reads = tuple(
         PatternRead(
-            each.tap,
-            each.capture,
-            each.place,
-            Pattern(each.kind, each.size, (), (), (), ()),
-            (),
-            1,
+            each.tap, each.capture, each.place, Pattern(each.kind, each.size, (), (), (), ()), (), 1
         )
         for each in encoding.patterns
     )

@@ -190,25 +190,16 @@ def collect(monkeypatch, workers, uids):
     return fetching.carry_out(exchange, call)
 
 
-def test_large_results_are_read_in_pieces_and_put_together(monkeypatch):
-    monkeypatch.setattr(results, "INLINE_BYTES", 10)
-    worker = Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)])
-    [answer] = collect(monkeypatch, [worker], ["u"])["u"]
-    assert len(answer.data) == answer.header.nbytes > 16
-    other = outbox_of()
-    put_one(other, "u", worker.requests, mapped=False)
-    assert answer.data == other.read("u", 0, 9999)
-    assert worker.outbox._data == {}
-
-
-@pytest.mark.parametrize("done", [[], [1] * 3], ids=["empty", "small"])
-def test_large_results_of_one_rank_are_read_beside_small_ones_of_another(monkeypatch, done):
+@pytest.mark.parametrize("done", [None, [], [1] * 3], ids=["alone", "empty", "small"])
+def test_large_results_are_read_in_pieces_beside_small_ones_of_another_rank(monkeypatch, done):
     # Ranks after the first may have states only; a stage may have no taps.
     monkeypatch.setattr(results, "INLINE_BYTES", 10)
-    large = Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 3)])
-    small = Worker(0, 1, [request(done=done)])
-    found = collect(monkeypatch, [large, small], ["u"])["u"]
-    assert [len(one.data) for one in found] == [one.header.nbytes for one in found]
-    assert len(found[0].data) > 16
-    assert found[1].data == np.array(done, np.uint16).tobytes()
-    assert large.outbox._data == small.outbox._data == {}
+    workers = [Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 3)])]
+    workers += [] if done is None else [Worker(0, 1, [request(done=done)])]
+    large, *small = collect(monkeypatch, workers, ["u"])["u"]
+    whole = outbox_of()
+    put_one(whole, "u", workers[0].requests, mapped=False)
+    assert large.data == whole.read("u", 0, 9999)
+    assert len(large.data) == large.header.nbytes > 16
+    assert [answer.data for answer in small] == [np.array(done, np.uint16).tobytes() for _ in small]
+    assert not any(worker.outbox._data for worker in workers)

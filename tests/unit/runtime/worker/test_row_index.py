@@ -14,18 +14,19 @@ from support.nightly import rounds
 from midstream.runtime.worker import row_index
 from midstream.runtime.worker.row_index import CapturedRowIndex
 
-TALLY = torch.zeros(0, 4, dtype=torch.int32)
 KINDS = [(0,), (0, 2), (1, 3, 4)]
 
 
 @dataclass
 class Given:
-    """A step's rows, and how often they were freed."""
+    """A step's rows, and how often they were read and freed."""
 
     values: torch.Tensor
     freed: int = 0
+    reads: int = 0
 
     def rows(self) -> torch.Tensor:
+        self.reads += 1
         return self.values
 
     def free(self) -> None:
@@ -131,25 +132,39 @@ def test_no_row_is_lost_when_the_index_makes_room_for_more():
     assert len(ledger) == 0
 
 
+def record(ledger: CapturedRowIndex, serial: int, position: int, value: float) -> Given:
+    """Record a row of one number."""
+    rows, kind = Given(torch.tensor([[value]])), ledger.kind((0,))
+    ledger.record(rows, *(np.array([number]) for number in (serial, position, 1, 0, kind)))
+    return rows
+
+
 @pytest.mark.parametrize("stays", [True, False], ids=["but one", "all"])
-def test_the_index_is_small_again_when_the_runs_of_a_rush_were_taken(stays: bool):
-    ledger, many = CapturedRowIndex(), 20 * row_index._COLUMNS
-    kind = ledger.kind((0,))
-
-    def record(serial: int, position: int, value: float) -> None:
-        columns = [np.array([one]) for one in (serial, position, 1, 0, kind)]
-        ledger.record(Given(torch.tensor([[value]])), *columns)
-
+def test_the_index_is_small_again_when_the_runs_of_a_rush_were_taken(stays: bool, monkeypatch):
+    monkeypatch.setattr(row_index, "_COLUMNS", 64)
+    ledger = CapturedRowIndex()
     if stays:
-        record(5, 0, 7.0)
-    for step in range(many):
-        record(6, step, 0.0)
+        record(ledger, 5, 0, 7.0)
+    for step in range(20 * row_index._COLUMNS):
+        record(ledger, 6, step, 0.0)
     ledger.take([6])
-    record(5, 1, 8.0)
+    record(ledger, 5, 1, 8.0)
     assert ledger._table.shape[1] == row_index._COLUMNS
     (block,) = ledger.take([5])[5]
     assert block.values.flatten().tolist() == [7.0, 8.0][not stays :]
     assert len(ledger) == 0
+
+
+def test_a_look_waits_for_the_steps_that_it_needs_and_no_other():
+    ledger = CapturedRowIndex()
+    steps = [record(ledger, 7, position, float(position)) for position in range(6)]
+    block = ledger.read((0,), {7: (3, 5)}, 2)[7]
+    assert block.positions.tolist() == [3, 4]
+    assert block.values.flatten().tolist() == [3.0, 4.0]
+    assert [bool(step.reads) for step in steps] == [False, False, False, True, True, False]
+    assert ledger.read((0,), {7: (3, 5)}, 0) == {}
+    assert ledger.read((0, 1), {7: (3, 5)}, 2) == {}
+    assert len(ledger) == 6
 
 
 def within(rows: dict[int, list[float]], start: int, stop: int) -> dict[int, list[float]]:

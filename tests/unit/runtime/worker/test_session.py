@@ -185,18 +185,6 @@ def test_adding_a_request_twice_or_finishing_it_twice_changes_nothing():
     assert engine.take("a") == []
 
 
-def test_programs_of_a_finished_request_are_free_while_its_steps_are_under_way():
-    engine = FakeEngine(lag=4, bank_rows=1)
-    first, second = Fake("a", STEER), Fake("b", plan_of([(POST, VECTORS[1], 1.0, EVERYWHERE)]))
-    engine.add(first)
-    engine.step([(first, 3)])
-    engine.session.requests.finish(["a"])
-    engine.add(second)
-    engine.step([(second, 2)])
-    check_taken(engine.take("b"), [second])
-    check_taken(engine.take("a"), [first])
-
-
 def test_a_plain_request_with_the_id_of_one_that_just_ended_is_left_alone():
     # Its rows must not be mapped to the old slot, whose program is another request's by now.
     engine = FakeEngine(lag=2)
@@ -296,10 +284,8 @@ def test_a_request_keeps_its_first_problem():
     engine, fake = FakeEngine(), Fake("a", READ)
     engine.add(fake)
     engine.step([(fake, 2)])
-    for computed, tap in ((2, ("resid_pre", 0)), (3, ("resid_pre", 1))):
-        engine.session.before_forward(view_of(["a"], [1], [computed]))
-        engine.forward(1, skip=(tap,))
-        engine.session.after_forward()
+    for tap in (("resid_pre", 0), ("resid_pre", 1)):
+        engine.step([(fake, 1)], skip=(tap,))
     assert "resid_pre of layer 0 did not fire" in engine.take("a")[0].problem
 
 

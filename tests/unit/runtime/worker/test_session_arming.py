@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.fake_steps import Fake, FakeEngine, SlowTransport, check_taken, scored, view_of
-from support.plans import VECTORS, add, gated, plan_of, probe, rows
+from support.fake_steps import Fake, FakeEngine, SlowTransport, check_taken, view_of
+from support.plans import VECTORS, plan_of, rows
 
 from midstream.ops import layout
-from midstream.plan import Match, ResolvedPlan, ResolvedProbe, Steps, Where
+from midstream.plan import Match, Where
 from midstream.runtime.protocol.segments import APPLIED_0, RankShare
 from midstream.runtime.worker.rank_agreement import RankLinks
 from midstream.runtime.worker.session import StepRules, WorkerSession
@@ -104,35 +104,6 @@ def test_what_every_forward_is_armed_for_is_neither_disarmed_nor_set_again(uploa
     assert filled == [0] * 4
 
 
-def test_a_program_that_takes_the_place_of_another_is_armed_with_its_own_edits():
-    # The same small integers, so nothing is sent: what they stand for has changed.
-    engine = FakeEngine()
-    first = Fake("1", STEER)
-    second = Fake("2", plan_of(edits=[(POST, VECTORS[1], -1.0, EVERYWHERE)]))
-    engine.add(first)
-    run(engine, (first, 2))
-    engine.session.requests.finish(["1"])
-    engine.add(second)
-    run(engine, (second, 2))
-    check_taken(engine.take("1"), [first])
-    check_taken(engine.take("2"), [second])
-
-
-def test_scores_that_only_a_gate_reads_stay_on_the_device():
-    hidden = ResolvedProbe("", *PRE, Steps(probe(slot=0)), Where(EVERYWHERE))
-    gate = gated(add(VECTORS[1]), slot=0, b=0.5)
-    edits = plan_of(edits=[(POST, gate, EVERYWHERE)]).edits
-    engine, fake = FakeEngine(), Fake("a", ResolvedPlan(8, edits, (), (hidden,)))
-    engine.add(fake)
-    run(engine, (fake, 12))
-    request = engine.take("a")[0]
-    assert scored(request) == {}
-    check_taken([request], [fake])
-    assert request.done.tolist() == [APPLIED_0 + 2] * 12, (
-        "the gate's reading and the edit count each"
-    )
-
-
 @pytest.fixture
 def shipped(monkeypatch):
     """Rows of scores of each shipment."""
@@ -196,19 +167,3 @@ def test_a_count_outside_of_what_ids_allow_is_found():
         engine.forward(1)
         engine.session.after_forward()
         assert problem in engine.take("a")[0].problem
-
-
-def test_more_edits_than_any_ids_allow_are_found():
-    plan = plan_of(edits=[(POST, VECTORS[0], 1.0, ids(1, start=4))], prompt_len=4)
-    engine, fake = FakeEngine(), Fake("a", plan)
-    engine.add(fake)
-    run(engine, (fake, 5))
-    engine.buffers.instructions[:, layout.IDS_COUNT] = 0
-    engine.buffers.table[:, 2:, layout.EDIT_COUNT] *= 2
-    engine.buffers.instructions[1] = engine.buffers.instructions[0]
-    engine.session.before_forward(view_of(["a"], [1], [5], [0]))
-    engine.forward(1)
-    engine.session.after_forward()
-    assert "position 5: expected 0 to 1 edits and 0 captured vectors, the device counted 2" in (
-        engine.take("a")[0].problem
-    )

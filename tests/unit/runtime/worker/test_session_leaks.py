@@ -13,7 +13,6 @@ from support.plans import plan_of, random_plan
 
 from midstream.plan import Vector
 from midstream.plan.resolve.wire import to_bytes
-from midstream.runtime.protocol.segments import APPLIED_0, UNSEEN
 from midstream.runtime.worker import plan_table
 
 POST = ("resid_post", 1)
@@ -95,26 +94,6 @@ def test_thousands_of_requests_come_and_go_and_leave_nothing_behind(lag):
     assert all(fates.values())
     assert len(session.requests._slots._by_slot) <= 64, "slots are not used again"
     assert_empty(session)
-
-
-def test_requests_that_found_no_room_leave_nothing_behind_either():
-    engine = FakeEngine(max_model_len=16, bank_rows=6, programs=8, max_edits=12, token_ids=3)
-    session, draw = engine.session, random.Random(2)
-    packed = many_plans(60)
-    refused = 0
-    for made in range(300):
-        session.requests.add(f"r{made}", f"u{made}", draw.choice(packed))
-        if made % 5 == 4:
-            names = [f"r{made - n}" for n in range(5)]
-            session.before_forward(view_of(names, [2] * 5, [0] * 5, [1] * 10))
-            engine.forward(10)
-            session.after_forward()
-            for n in range(5):
-                (request,) = engine.take(f"u{made - n}")
-                refused += "raise the setting" in request.problem
-                assert not request.problem or set(request.done.tolist()) <= {UNSEEN, APPLIED_0}
-            assert_empty(session)
-    assert 25 < refused < 275
 
 
 def test_memory_is_the_same_after_hundreds_of_requests_with_plans_of_their_own(monkeypatch):

@@ -47,30 +47,6 @@ def test_the_newest_requests_lose_their_rows_and_the_others_none(lag):
     assert ended(engine, fakes) == [0, 0, 0, 0, 18 * len(TAPS), 18 * len(TAPS)]
 
 
-def test_a_request_that_lost_rows_leaves_the_room_to_others():
-    engine = small(1)
-    old, new = Fake("old", ALL), Fake("new", ALL)
-    engine.add(old)
-    engine.step([(old, 30)])
-    engine.add(new)
-    engine.step([(old, 1), (new, 20)])
-    for _ in range(8):  # each takes 128 bytes
-        engine.step([(new, 1), (old, 1)])
-    assert ended(engine, [old, new]) == [0, 28 * len(TAPS)]
-
-
-def test_a_request_of_a_former_slot_begins_complete():
-    engine = small(1)
-    for name in ("a", "b"):
-        large, later = Fake(f"large {name}", ALL), Fake(name, ALL)
-        engine.add(large)
-        engine.step([(large, 50)])
-        assert ended(engine, [large]) == [50 * len(TAPS)]
-        engine.add(later)
-        engine.step([(later, 20)])
-        assert ended(engine, [later]) == [0]
-
-
 @pytest.mark.parametrize("seed", range(rounds(suite=2, nightly=40)))
 def test_whatever_fits_is_right_and_what_does_not_is_counted(seed):
     draw = random.Random(seed)

@@ -16,22 +16,6 @@ from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.worker.plan_table import VectorStore
 
 
-def test_drops_come_before_additions_and_unknown_drops_are_nothing():
-    store = VectorStore()
-    store.update(VectorUpdate((), (VECTORS[0].data, VECTORS[1].data)))
-    store.update(VectorUpdate((VECTORS[0].digest, "ab"), (VECTORS[0].data,)))
-    store.update(VectorUpdate((VECTORS[1].digest,), ()))
-    assert dict(store.by_digest) == {VECTORS[0].digest: VECTORS[0]}
-
-
-def test_a_vector_that_is_added_again_stays_the_same_object():
-    store = VectorStore()
-    store.update(VectorUpdate((), (VECTORS[0].data,)))
-    found = store.by_digest[VECTORS[0].digest]
-    store.update(VectorUpdate((), (bytes(bytearray(VECTORS[0].data)),)))
-    assert store.by_digest[VECTORS[0].digest] is found
-
-
 def test_a_vector_stays_until_each_front_end_that_added_it_has_dropped_it():
     store = VectorStore()
     one, two = VECTORS[0], VECTORS[1]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load
-from support.serving_fake import refused, scope_of, serving
+from support.serving_fake import refused, serving
 
 from midstream.deadlines import within
 
@@ -41,41 +39,6 @@ async def test_a_parameter_that_the_setting_does_not_name_is_not_read():
         await refused(client.get("/v1/midstream/parameters/model.norm.weight"), 400)
 
 
-async def test_a_client_that_reads_nothing_gets_no_more_and_the_next_one_is_served():
-    async with serving(parameters=[HEAD], stall_seconds=0.3) as (site, client):
-        site.engine.parameters[HEAD] = torch.randn(7, 3)
-
-        async def send(message):
-            await asyncio.sleep(60)
-
-        scope = {**scope_of(), "method": "GET", "path": PATH, "raw_path": PATH.encode()}
-        stalled = asyncio.ensure_future(site.app(scope, _nothing, send))
-        await asyncio.sleep(0.1)
-        assert site.server.parameter_lock.locked()
-        answer = await asyncio.wait_for(client.get(PATH), 20)
-        assert answer.status_code == 200
-        await stalled
-
-
-async def test_a_request_that_is_cancelled_during_the_read_does_not_block_the_next():
-    async with serving(parameters=[HEAD]) as (site, client):
-        site.engine.parameters[HEAD] = torch.randn(7, 3)
-        begun = asyncio.Event()
-
-        async def forever():
-            begun.set()
-            await asyncio.sleep(60)
-
-        site.engine.pause = forever
-        first = asyncio.ensure_future(client.get(PATH))
-        await begun.wait()
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        site.engine.pause = lambda: asyncio.sleep(0)
-        assert (await asyncio.wait_for(client.get(PATH), 20)).status_code == 200
-
-
 async def test_a_client_that_waits_too_long_for_others_is_503():
     async with serving(parameters=[HEAD]) as (site, client):
         site.engine.parameters[HEAD] = torch.randn(7, 3)
@@ -83,7 +46,3 @@ async def test_a_client_that_waits_too_long_for_others_is_503():
         async with site.server.parameter_lock:
             await refused(within(30, client.get(PATH)), 503, "http.wait_seconds")
         assert (await client.get(PATH)).status_code == 200
-
-
-async def _nothing():
-    return {"type": "http.request", "body": b"", "more_body": False}

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
-from support.serving_fake import Site, make, refused, scope_of, serving
+from support.serving_fake import Site, make, refused, serving
+from unit.server.asgi import body_of, raw_request
 
 from midstream.server.body_values import LONG, MAX_VALUES
 from midstream.server.middleware import _OWN
@@ -53,21 +54,8 @@ async def post(
     site: Site, method: str, path: str, parts: list[bytes], length: str | None = None
 ) -> tuple[int, dict[str, Any], int]:
     """Status and JSON of an answer to a body, and how many parts of the body were read."""
-    sent: list[Any] = []
-    left = list(parts)
-
-    async def receive() -> dict[str, Any]:
-        if not left:
-            return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {**scope_of(length), "method": method, "path": path, "raw_path": path.encode()}
-    await site.app(scope, receive, send)
-    body = b"".join(message.get("body", b"") for message in sent[1:])
-    return sent[0]["status"], json.loads(body or b"{}"), len(parts) - len(left)
+    sent, taken = await raw_request(site.app, parts, method=method, path=path, length=length)
+    return sent[0]["status"], json.loads(body_of(sent) or b"{}"), taken
 
 
 @pytest.fixture

@@ -192,14 +192,3 @@ async def test_an_update_has_cached_rows_too():
             assert error["param"].startswith("edits[0].rows.captured")
         ((_, (given,), _),) = site.engine.updates
         assert [np.frombuffer(row.data, "<f4").tolist() for row in given.rows] == [[21.0] * 3]
-
-
-def test_the_id_of_a_request_is_that_of_its_calls_with_a_number():
-    def is_of(call_id, request_id):
-        return RunningCall("a", call_id, "me", CallPlan(None), 0).is_of(request_id)
-
-    assert is_of("cmpl-8f-0", "cmpl-8f")
-    assert is_of("chat_12", "chat")
-    for other in ("cmpl-8f", "cmpl-8f-", "cmpl-8f-x", "cmpl-8f0", "cmpl-8", "x-cmpl-8f"):
-        assert not is_of(other, "cmpl-8f")
-    assert not is_of("cmpl-8f-0-1", "cmpl-8f")

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 from support.open_files import open_files
-from support.serving_fake import SHAPE, refused, rows, scope_of, serving
+from support.serving_fake import SHAPE, refused, rows, serving
 from support.sinking import delivery, put_now
+from unit.server.asgi import raw_request
 
 from midstream.errors import HttpError, SpecError
 from midstream.plan.vectors.vector import Vector
@@ -37,23 +38,6 @@ def holding(site, count=5):
 
 
 # ------------------------------------------------------------------ held rows
-
-
-async def test_rows_are_fetched_listed_and_deleted():
-    async with serving() as (site, client):
-        data, held = holding(site)
-        answer = await client.get(f"{ROWS}/{held.id}")
-        assert (answer.status_code, answer.content) == (200, data)
-        assert answer.headers["content-type"] == "application/octet-stream"
-        assert answer.headers["cache-control"] == "no-store"
-        listed = (await client.get(CAPTURES)).json()
-        assert [one["id"] for one in listed["captures"]] == [held.id]
-        assert listed["bytes"] == len(data)
-        assert (await client.delete(f"{ROWS}/{held.id}")).status_code == 204
-        await refused(client.get(f"{ROWS}/{held.id}"), 404)
-        await refused(client.delete(f"{ROWS}/{held.id}"), 404)
-        left = (await client.get(CAPTURES)).json()
-        assert left == {"captures": [], "bytes": 0, "server_wide": []}
 
 
 async def test_server_wide_captures_are_set_shown_collected_and_cleared():
@@ -161,19 +145,9 @@ async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_no_f
 async def test_a_client_that_reads_nothing_of_its_rows_gets_no_more_of_them():
     async with serving(stall_seconds=0.3) as (site, _):
         _, held = holding(site, count=20_000)
-        before, sent = open_files(), []
-
-        async def receive():
-            return await asyncio.Event().wait()
-
-        async def send(message):
-            sent.append(message)
-            if len(sent) == 2:
-                await asyncio.sleep(60)
-
-        path = f"{ROWS}/{held.id}"
-        scope = {**scope_of(), "method": "GET", "path": path, "raw_path": path.encode()}
-        await asyncio.wait_for(site.app(scope, receive, send), 20)
+        before, path = open_files(), f"{ROWS}/{held.id}"
+        answer = raw_request(site.app, method="GET", path=path, stays=True, reads=2)
+        sent, _ = await asyncio.wait_for(answer, 20)
         assert len(sent) == 2
         assert not site.server.captures._read
         assert open_files() <= before

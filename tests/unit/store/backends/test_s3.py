@@ -1,7 +1,5 @@
 """A store in an object store is the same store: against a server that speaks S3."""
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import partial
@@ -242,7 +240,7 @@ class Fetched(CloudFolder):
     def __init__(self, data):
         super().__init__("s3://bucket/x")
         self.data = data
-        self.fetched: list[tuple[int, int]] = []
+        self.fetched = []
 
     def _fetch(self, name, start, stop):
         self.fetched.append((start, stop))

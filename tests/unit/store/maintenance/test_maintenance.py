@@ -1,7 +1,5 @@
 """Stores are verified, merged and pruned, and nothing is lost on the way."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil
@@ -57,16 +55,6 @@ def crashing(monkeypatch, method, after):
     monkeypatch.setattr(LocalFolder, method, wrapper)
 
 
-def test_a_store_that_is_right_is_found_to_be(tmp_path):
-    for i in range(3):
-        write(tmp_path, seeded([2 * i, 2 * i + 1], metadata={"i": i}))
-    found = verify(tmp_path)
-    assert found.ok
-    assert (found.shards, found.requests, found.findings) == (3, 6, ())
-    assert found.nbytes == open_store(tmp_path).nbytes
-    assert str(found).startswith(f"{tmp_path}: 3 of 3 shards are intact, 6 requests, ")
-
-
 def test_every_shard_that_is_wrong_is_named_with_a_reason(tmp_path):
     for i in range(4):
         write(tmp_path, seeded([i]))
@@ -85,10 +73,17 @@ def test_every_shard_that_is_wrong_is_named_with_a_reason(tmp_path):
     assert f"\n{second}: truncated" in str(found)
 
 
-def test_verify_of_nothing(tmp_path):
+def test_a_store_that_is_right_or_empty_is_found_to_be(tmp_path):
     assert verify(tmp_path).ok
     with pytest.raises(StoreError, match="no such store"):
         verify(tmp_path / "nowhere")
+    for i in range(3):
+        write(tmp_path, seeded([2 * i, 2 * i + 1], metadata={"i": i}))
+    found = verify(tmp_path)
+    assert found.ok
+    assert (found.shards, found.requests, found.findings) == (3, 6, ())
+    assert found.nbytes == open_store(tmp_path).nbytes
+    assert str(found).startswith(f"{tmp_path}: 3 of 3 shards are intact, 6 requests, ")
 
 
 def test_small_shards_become_one(tmp_path):
@@ -293,16 +288,13 @@ def test_a_store_that_is_merged_while_it_is_opened_is_seen_whole(tmp_path):
     assert [each.request for each in store.requests] == ["r0", "r1", "r2"]
 
 
-def test_one_merge_or_prune_at_a_time(tmp_path):
+def test_one_merge_or_prune_at_a_time_and_none_into_an_object_store(tmp_path, monkeypatch):
     write(tmp_path, seeded([0]))
     with LocalFolder(str(tmp_path)).exclusive():
         for call in (lambda: merge(tmp_path, tmp_path), lambda: prune(tmp_path)):
             with pytest.raises(StoreError, match="another merge or prune is running"):
                 call()
     prune(tmp_path)
-
-
-def test_merging_into_an_object_store_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("midstream.store.backends.local.folder_of", lambda root: f"{root}")
     with pytest.raises(
         StoreError, match="s3://bucket: unsupported here; expected a local directory"

@@ -25,6 +25,8 @@ from midstream.sites import ENDS, INNER, OUTER, Tap
 
 # Fields of configurations with the number of layers.
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Parts of the names of towers.
+TOWERS = ("visual", "vision", "audio")
 _DEEPEST = 3
 
 
@@ -133,12 +135,16 @@ def _hook_inside(module: nn.Module, place: SitePlace, replaced: Record, site: st
 
 
 def _decoder_layers(model: nn.Module, config: Any) -> list[nn.Module]:
-    """Return the outermost module list whose length is the configured number of layers."""
+    """Return the outermost module list whose length is the configured number of layers, of those
+    that are not in a tower.
+    """
     counts = [getattr(config, name) for name in COUNTS if hasattr(config, name)]
     lists = [
         (name.count("."), list(module))
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) in counts
+        if isinstance(module, nn.ModuleList)
+        and len(module) in counts
+        and not any(part in name for part in TOWERS)
     ]
     if not lists:
         raise ValueError(

@@ -33,6 +33,8 @@ class Case:
     Attributes:
         name: name of the operation; empty for a plain request.
         tap: tap of the operation; None for a plain request.
+        prompt: token ids, with those of an image.
+        request: the engine's prompt.
         edit: edit with vectors by value, or None.
         probe: probe with its direction by value, or None.
         logits: float32 [T, V] over prompt and continuation, without the last token.
@@ -44,6 +46,7 @@ class Case:
     name: str
     tap: Tap | None
     prompt: list[int]
+    request: dict[str, Any]
     edit: Any
     probe: Any
     tokens: list[int]
@@ -72,7 +75,7 @@ def prompts(vocabulary: int, seed: int) -> list[list[int]]:
 def plain_cases(reference: Reference, seed: int) -> list[Case]:
     """Return the requests that only capture."""
     cases = []
-    for prompt in prompts(reference.vocabulary, seed):
+    for prompt in [*prompts(reference.vocabulary, seed), *reference.image_prompts]:
         cases.append(_case(reference, "", None, prompt, None, PLAIN_TOKENS))
     return cases
 
@@ -109,11 +112,18 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
     cases += [_operation_case(reference, "Steer", maker(tap), prompt) for tap in ends]
     taps = [(site, count // 2) for site in OUTER]
     taps = [tap for tap in taps if reference.missing(tap) is None]
+    # Several streams are too wide for a matrix.
+    width = min(plain.values[tap].shape[1] for tap in taps)
+    taps = [tap for tap in taps if plain.values[tap].shape[1] == width]
     others = [name for name in OPERATIONS if name != "Steer"]
     for index, name in enumerate(others):
         # The engine may lack a branch site; the stream site always exists.
         for tap in dict.fromkeys((taps[index % len(taps)], taps[-1], *ends[-1:])):
             cases.append(_operation_case(reference, name, maker(tap, index), prompt))
+    for prompt in reference.image_prompts:
+        for tap in dict.fromkeys((taps[0], taps[-1])):
+            cases += [_operation_case(reference, name, maker(tap), prompt) for name in WITH_IMAGE]
+    prompt = prompts(reference.vocabulary, seed)[EDITED]
     inner = [(site, count // 2) for site in INNER if can_edit((site, count // 2))]
     for name in OF_PARTS:
         for tap in inner if "head" not in name else filter(reference.heads, inner):
@@ -122,7 +132,7 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
 
 
 def _operation_case(reference: Reference, name: str, maker: _Maker, prompt: list[int]) -> Case:
-    made = {**OPERATIONS, **OF_PARTS}[name](maker)
+    made = {**OPERATIONS, **OF_PARTS, **WITH_IMAGE}[name](maker)
     return _case(reference, name, maker.tap, prompt, made, EDITED_TOKENS)
 
 
@@ -146,7 +156,8 @@ def _case(
         moved = seen.values[tap] - seen.before[tap]
         effect = float(moved.norm() / seen.before[tap].norm())
     values = {other: rows for other, rows in seen.values.items() if compares(tap, other)}
-    return Case(name, tap, prompt, edit, probe, tokens, seen.logits, values, effect, heads)
+    request = reference.request(prompt)
+    return Case(name, tap, prompt, request, edit, probe, tokens, seen.logits, values, effect, heads)
 
 
 class _Maker:
@@ -258,4 +269,9 @@ OF_PARTS: dict[str, Callable[[_Maker], Any]] = {
     "Scale of components": lambda make: Scale(
         -0.5, dims=range(0, make.rows.shape[1], 2), **make.place
     ),
+}
+# In a prompt with an image.
+WITH_IMAGE: dict[str, Callable[[_Maker], Any]] = {
+    "Steer with an image": OPERATIONS["Steer"],
+    "Probe with an image": OPERATIONS["Probe"],
 }

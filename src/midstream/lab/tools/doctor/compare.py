@@ -43,7 +43,7 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
         return math.inf
     if actual.numel() == 0:
         return 0.0
-    a, b = actual.double().cpu(), expected.double()
+    a, b = actual.double().cpu(), expected.double().cpu()
     lengths = b.norm(dim=-1)
     floor = max(1e-6, 0.1 * float(lengths.median()))
     error = float(((a - b).norm(dim=-1) / lengths.clamp_min(floor)).max())

@@ -67,7 +67,7 @@ def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) 
         ]
 
     outputs: list[Any] = llm.generate(
-        [{"prompt_token_ids": case.prompt} for case in cases],
+        [case.request for case in cases],
         [sampling(len(case.tokens)) for case in cases],
         capture=[captures(case.tap) for case in cases],
         edits=[None if case.edit is None else [case.edit] for case in cases],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -14,10 +14,19 @@ from typing import Any
 from midstream.errors import MidstreamError, UnsupportedError
 from midstream.lab.tools.doctor import cases, compare
 from midstream.lab.tools.doctor.cases import Case
+from midstream.lab.tools.doctor.drawn_images import (
+    DRAWN,
+    IMAGE_SETTINGS,
+    drawn_images,
+    image_requests,
+    picture,
+    shown,
+)
 from midstream.lab.tools.doctor.engine import engine, run_cases
 from midstream.lab.tools.doctor.judge import CaseOutputs, Judgement, judge, merge
 from midstream.lab.tools.doctor.model_copy import (
     drawn_weights,
+    is_multimodal,
     read_config,
     save_config,
     save_copy,
@@ -29,6 +38,7 @@ from midstream.lab.tools.doctor.own_modules import OwnModules
 from midstream.lab.tools.doctor.reference import Reference
 from midstream.lab.tools.doctor.report import (
     INCOMPARABLE,
+    OK,
     REFUSED,
     UNBUILT,
     UNCOMPARED,
@@ -49,6 +59,8 @@ class Options:
         dtype: dtype of the engine; transformers always runs in float32.
         architecture: architecture name for vLLM to load the copy; None: the class's own name.
         engine: further arguments of the engine, as (name, value).
+        images: DRAWN, PROCESSED by the processor in the model's folder, or empty.
+        text: text with an image's mark, for PROCESSED.
     """
 
     model: str
@@ -57,6 +69,8 @@ class Options:
     seed: int = 0
     architecture: str | None = None
     engine: tuple[tuple[str, Any], ...] = ()
+    images: str = ""
+    text: str = ""
 
 
 class CannotBuild(Exception):
@@ -76,7 +90,9 @@ def examine_config(options: Options, config: Any) -> Report:
     """Examine a model by its transformers configuration; `options.model` is its name."""
     try:
         if options.size is None:
-            return _examine_folder(options, options.model, "")
+            drawn = "load_format" in dict(options.engine)
+            why = "its weights are drawn in vLLM" if drawn else ""
+            return _examine_folder(options, options.model, why)
         with tempfile.TemporaryDirectory(prefix="midstream-doctor-") as folder:
             return _examine_copy(options, config, Path(folder))
     except UnsupportedError as error:
@@ -92,15 +108,11 @@ def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
     here, else of the language model.
     """
     note = ""
-    if options.architecture is None and config.get_text_config(decoder=True) is not config:
-        try:
-            with _as_cannot_build("no small copy of it can be made"):
-                save_config(small_whole(config, options.size or Size()), folder)
-            served = replace(options, engine=(*options.engine, ("language_model_only", True)))
-            why = "transformers has no model of the language model alone in that class"
-            return _examine_folder(_drawn(served), str(folder), why)
-        except CannotBuild as error:
-            note = f"its language model alone was loaded: {error}"
+    if options.architecture is None and is_multimodal(config):
+        report = _examine_whole(options, config, folder)
+        if report.outcome != UNBUILT:
+            return report
+        note = f"its language model alone was loaded: {report.reason}"
     with _as_cannot_build("no small copy of it can be made"):
         small = small_config(config, options.size or Size())
     try:
@@ -116,8 +128,26 @@ def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
         try:
             report = _examine_folder(_drawn(options), str(folder), str(error))
         except CannotBuild as second:
-            raise CannotBuild(f"{error}; with weights drawn in vLLM: {second}") from second
+            whole = f"{note}; " if note else ""
+            raise CannotBuild(f"{whole}{error}; with weights drawn in vLLM: {second}") from second
     return replace(report, reason="; ".join(filter(None, (report.reason, note))))
+
+
+def _examine_whole(options: Options, config: Any, folder: Path) -> Report:
+    """Examine a small copy of a multimodal class, with an image in the prompt if that runs here."""
+    why = "transformers has no model of the language model alone in that class"
+    without = replace(options, engine=(*options.engine, ("language_model_only", True)))
+    noted: list[str] = []
+    for tried in (replace(options, images=DRAWN), without):
+        try:
+            with _as_cannot_build("no small copy of it can be made"):
+                save_config(small_whole(config, options.size or Size()), folder)
+            report = _examine_folder(_drawn(tried), str(folder), why)
+        except CannotBuild as error:
+            noted.append(f"with an image: {error}" if tried.images else str(error))
+            continue
+        return replace(report, reason="; ".join(filter(None, (report.reason, *noted))))
+    return _report(options, UNBUILT, "; ".join(dict.fromkeys(noted)))
 
 
 def _drawn(options: Options) -> Options:
@@ -148,13 +178,16 @@ def _examine_folder(options: Options, folder: str, lack: str) -> Report:
         # vLLM patches some of transformers' own classes, so transformers runs first.
         try:
             with _as_cannot_build("transformers cannot run it"):
-                reference = Reference(folder)
+                reference = Reference(folder, is_whole=bool(options.text))
+                if options.text:
+                    reference.add_image(folder, options.text, picture(options.seed))
                 reference.find_sites(cases.prompts(reference.vocabulary, options.seed)[-1])
                 asked = _cases_of(reference, options.seed)
         except CannotBuild as error:
             lack, reference = str(error), None
     with _started(options, folder) as llm, _as_cannot_build("vLLM cannot run it here"):
         classes, loaded, named = _model_of(llm)
+        images = shown(llm, options.images)
         judged = None
         if reference is not None:
             judged, compared = _compare(llm, reference, asked, options.dtype), reference.name
@@ -162,9 +195,9 @@ def _examine_folder(options: Options, folder: str, lack: str) -> Report:
                 lack = judged.reason
             elif options.dtype != "float32":
                 lack = f"transformers in float32 is too far from {options.dtype}"
-        if lack:
+        if lack or (options.text and judged is not None and judged.outcome == OK):
             judged, compared = _compare_own(llm, judged, options)
-            lack = f"transformers is not the reference: {lack}"
+            lack = f"transformers is not the reference: {lack}" if lack else ""
     assert judged is not None
     if loaded != named:
         lack = "; ".join(filter(None, (lack, f"vLLM loads {loaded} where {named} is named")))
@@ -173,6 +206,7 @@ def _examine_folder(options: Options, folder: str, lack: str) -> Report:
         _report(options, judged.outcome, judged.reason),
         architecture=loaded,
         compared_with=compared,
+        images=images,
         layer_classes=classes,
         sites=judged.sites,
         operations=judged.operations,
@@ -186,6 +220,8 @@ def _compare_own(llm: Any, theirs: Judgement | None, options: Options) -> tuple[
     """
     try:
         own = OwnModules(llm)
+        for request in image_requests(llm, options.images, options.text, options.seed):
+            own.add_image(request)
         own.find_sites(cases.prompts(own.vocabulary, options.seed)[-1])
     except NoOwnModules as error:
         if theirs is None:
@@ -194,6 +230,10 @@ def _compare_own(llm: Any, theirs: Judgement | None, options: Options) -> tuple[
     judged = _compare(llm, own, _cases_of(own, options.seed), options.dtype)
     if theirs is None:
         return judged, own.name
+    if theirs.outcome == OK and options.dtype == "float32":
+        # Both prove something: what transformers does not show, these do.
+        merged = judged if judged.outcome == WRONG else merge(judged, theirs)
+        return merged, f"{Reference.name} and {own.name}"
     merged = merge(theirs, judged)
     both = merged.sites != judged.sites
     return (
@@ -232,13 +272,15 @@ def _compare(
 
 @contextmanager
 def _started(options: Options, folder: str) -> Iterator[Any]:
-    started = engine(folder, options.dtype, **dict(options.engine))
-    with _as_cannot_build("vLLM cannot load it here"):
-        llm = started.__enter__()
-    try:
+    with ExitStack() as stack:
+        with _as_cannot_build("vLLM cannot load it here"):
+            settings = dict(options.engine)
+            if options.images:
+                settings = {**IMAGE_SETTINGS, **settings}
+            if options.images == DRAWN:
+                stack.enter_context(drawn_images(folder))
+            llm = stack.enter_context(engine(folder, options.dtype, **settings))
         yield llm
-    finally:
-        started.__exit__(None, None, None)
 
 
 def _model_of(llm: Any) -> tuple[tuple[str, ...], str, str]:

@@ -24,6 +24,9 @@ from midstream.lab.tools.doctor.report import (
 from midstream.results.site_table import SiteTable
 from midstream.sites import IN_LAYERS, Tap
 
+# An error that is this many times one of a right site is not one of rounding.
+_ROUNDING = 3.0
+
 
 @dataclass(frozen=True)
 class CaseOutputs:
@@ -94,14 +97,24 @@ def judge(
 
 
 def merge(theirs: Judgement, own: Judgement) -> Judgement:
-    """Return the judgement by vLLM's own modules, with what transformers showed of the sites that
-    those say nothing of. Where vLLM itself differs from transformers, only what matches is shown.
+    """Return the judgement `own`, with what the other showed of the sites that it says nothing of.
+    Where vLLM itself differs from transformers, only what matches is shown; in half precision, what
+    differs no more than sites do that `own` proves right is no evidence.
     """
+    proven = {(site.site, site.layer) for site in own.sites if site.outcome == OK}
+    rounding = max(
+        (
+            site.error or 0.0
+            for site in theirs.sites
+            if site.outcome == OK and (site.site, site.layer) in proven
+        ),
+        default=0.0,
+    )
 
     def shows(finding: SiteFound | OperationFound) -> bool:
-        return finding.outcome == OK or (
-            finding.outcome == WRONG and theirs.outcome != INCOMPARABLE
-        )
+        if finding.outcome != WRONG or theirs.outcome == INCOMPARABLE:
+            return finding.outcome == OK
+        return finding.error is None or not finding.error <= _ROUNDING * rounding
 
     others = {(site.site, site.layer): site for site in theirs.sites if shows(site)}
     sites = [

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from midstream.lab.tools.doctor.small_config import Size, shrink
+from midstream.lab.tools.doctor.small_towers import small_towers
 
 # Large enough that attention, MLP and every layer change the output; biases differ from 0 and norm
 # weights from 1.
@@ -26,12 +27,19 @@ def small_config(config: Any, size: Size) -> Any:
     return type(text).from_dict(fields)
 
 
+def is_multimodal(config: Any) -> bool:
+    """Return whether a configuration has a language model's part, or names a multimodal class."""
+    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
+
+    named = set(config.architectures or ()) & _MULTIMODAL_MODELS.keys()
+    return bool(named) or config.get_text_config(decoder=True) is not config
+
+
 def small_whole(config: Any, size: Size) -> Any:
-    """Return a multimodal configuration with a small language model; its towers are not loaded."""
-    small, fields = small_config(config, size), config.to_dict()
+    """Return a multimodal configuration with a small language model and small towers."""
     text = config.get_text_config(decoder=True)
-    name = next(name for name in fields if getattr(config, name, None) is text)
-    whole = type(config).from_dict({**fields, name: small.to_dict()})
+    fields = small_towers(config, text, small_config(config, size), size)
+    whole = type(config).from_dict(fields)
     whole.architectures = config.architectures
     return whole
 
@@ -123,7 +131,24 @@ def unknown_config(fields: dict[str, Any]) -> Any:
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     name = fields["model_type"]
+
+    def parts(config: Any, **values: Any) -> None:
+        PretrainedConfig.__init__(config, **{key: _part(key, values[key]) for key in values})
+
     if name not in CONFIG_MAPPING:
-        bare = type("BareConfig", (PretrainedConfig,), {"model_type": name})
-        AutoConfig.register(name, _CONFIG_REGISTRY.get(name, bare))
+        bare = type("BareConfig", (PretrainedConfig,), {"model_type": name, "__init__": parts})
+        # Its values are names until they are asked for.
+        known = name in _CONFIG_REGISTRY
+        AutoConfig.register(name, _CONFIG_REGISTRY[name] if known else bare)
     return CONFIG_MAPPING[name].from_dict(fields)
+
+
+def _part(field: str, value: Any) -> Any:
+    """Return a part of a bare configuration as a configuration of its type, or a bare one too."""
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    if not (field.endswith("_config") and isinstance(value, dict)) or "quant" in field:
+        return value
+    if value.get("model_type") not in CONFIG_MAPPING:
+        return PretrainedConfig(**value)
+    return CONFIG_MAPPING[value["model_type"]](**value)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from midstream.lab.attribution.hooked.inner_hooks import removing
+from midstream.lab.attribution.hooked.model import TOWERS
 from midstream.lab.tools.doctor.engine import sampling
 from midstream.lab.tools.doctor.reference import Change, ForwardPass
 from midstream.sites import ENDS, OUTER, Tap
@@ -30,17 +31,21 @@ class HookedModules:
     Attributes:
         layers: its decoder layers.
         vocabulary: number of token ids.
+        image_prompts: token ids of the prompts with an image.
     """
 
     def __init__(self, llm: Any) -> None:
         """Take the modules of an engine in this process that has not run a request with a plan."""
         self._llm = llm
         # After a plain request the runner has the model without taps.
-        llm.generate([{"prompt_token_ids": [1]}], sampling(1), use_tqdm=False)
+        # (Of two tokens: the convolution of Qwen3.5 in vLLM's CPU build does not take one.)
+        llm.generate([{"prompt_token_ids": [1, 1]}], sampling(1), use_tqdm=False)
         self._model: nn.Module = llm.apply_model(lambda model: model)[0]
         text = llm.llm_engine.model_config.hf_text_config
         self.vocabulary = int(text.vocab_size)
         self._width, self.layers = llm.info.shape.hidden_size, self._find_layers()
+        self.image_prompts: list[list[int]] = []
+        self._requests: dict[tuple[int, ...], dict[str, Any]] = {}
         self._changes: Mapping[Tap, Change] = {}
         self._rows: dict[Tap, list[Tensor]] = defaultdict(list)
         self._before: dict[Tap, list[Tensor]] = defaultdict(list)
@@ -52,6 +57,16 @@ class HookedModules:
         self._halves: dict[tuple[int, bool], Halves] = {}
         self._children: dict[Tap, str] = {}
         self._ends: dict[str, nn.Module] = {}
+
+    def add_image(self, request: dict[str, Any]) -> None:
+        """Add an engine's prompt with an image; its token ids are those that vLLM makes of it."""
+        output = self._llm.generate([request], sampling(1), use_tqdm=False)[0]
+        self.image_prompts.append(list(output.prompt_token_ids))
+        self._requests[tuple(output.prompt_token_ids)] = request
+
+    def request(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Return the engine's prompt for token ids."""
+        return self._requests.get(tuple(prompt), {"prompt_token_ids": list(prompt)})
 
     def missing(self, tap: Tap) -> str | None:
         """Return why a tap is not compared; None if it is."""
@@ -92,6 +107,9 @@ class HookedModules:
         logits = torch.cat(self._logits)
         earlier = logits.new_zeros(len(prompt) + count - 1 - len(logits), logits.shape[1])
         values = {tap: torch.cat(parts) for tap, parts in self._rows.items()}
+        if list(prompt) in self.image_prompts:
+            # The table's rows are not those of the image, which take their places later.
+            values = {tap: rows for tap, rows in values.items() if tap[0] != "embed"}
         before = {tap: torch.cat(parts) for tap, parts in self._before.items()}
         return tokens, ForwardPass(torch.cat([earlier, logits]), values, before)
 
@@ -102,7 +120,7 @@ class HookedModules:
             for name, module in self._model.named_modules()
             if isinstance(module, nn.ModuleList)
             and len(module) == count
-            and not any(part in name for part in ("visual", "vision", "audio"))
+            and not any(part in name for part in TOWERS)
         ]
         if not lists:
             raise NoOwnModules(f"no module list of it has {count} layers")
@@ -114,15 +132,17 @@ class HookedModules:
             record.clear()
         with removing(self._hooks()):
             output = self._llm.generate(
-                [{"prompt_token_ids": list(prompt)}], sampling(count), use_tqdm=False, **plan
+                [self.request(prompt)], sampling(count), use_tqdm=False, **plan
             )[0]
         return list(output.outputs[0].token_ids)
 
     def _tensors(self, values: Any) -> list[Tensor]:
-        """Return the rows [T, H] among arguments or results, in their order."""
+        """Return the rows [T, H], or of several streams [T, S, H], among arguments or results."""
         parts = list(values) if isinstance(values, (tuple, list)) else [values]
         return [
-            part.view(-1, self._width)
+            part.transpose(0, 1)
+            if part.dim() == 3 and len(part) > 1
+            else part.view(-1, self._width)
             for part in parts
             if isinstance(part, Tensor)
             and part.is_floating_point()
@@ -178,7 +198,7 @@ class HookedModules:
             taken = self._tensors([*args, *kwargs.values()])
             if (index, False) in self._halves:
                 self._meet(("resid_pre", index), taken, self._halves[index, False])
-            self._taken[index] = [part.clone() for part in taken]
+            self._taken[index] = [part.cpu().clone() for part in taken]
 
         return hook
 
@@ -189,7 +209,7 @@ class HookedModules:
             given = self._tensors(out)
             if (index, True) in self._halves:
                 self._meet(("resid_post", index), given, self._halves[index, True])
-            self._given[index] = [part.clone() for part in given]
+            self._given[index] = [part.cpu().clone() for part in given]
 
         return hook
 
@@ -223,7 +243,7 @@ class HookedModules:
             if site != "resid_mid":
                 self._meet((site, index), given, FIRST)
             elif self._taken:
-                pre = stream(self._taken[index], self._halves[index, False])
+                pre = stream(self._taken[index], self._halves[index, False]).to(given[0])
                 parts = [given[0].clone(), pre.clone()]
                 self._meet((site, index), parts, BOTH)
                 if (site, index) in self._changes:
@@ -238,14 +258,14 @@ class HookedModules:
         if change is not None:
             used = [part for part, factor in zip(parts, halves, strict=False) if factor]
             before = torch.stack([part.cpu().double() for part in used]).sum(dim=0)
-            self._before[tap].append(before.float())
-            changed = change(before)
+            self._before[tap].append(before.flatten(1).float())
+            changed = change(before.flatten(1)).view_as(before)
             # The last half gets the rows, the other what was rounded off.
             for part in reversed(used):
                 part.copy_(changed)
                 changed = changed - part.cpu().double()
             rows = stream(parts, halves)
-        self._rows[tap].append(rows.cpu().float().clone())
+        self._rows[tap].append(rows.flatten(1).cpu().float().clone())
 
 
 def stream(parts: Sequence[Tensor], halves: Halves) -> Tensor:

@@ -68,10 +68,13 @@ class OwnModules(HookedModules):
             entry = FIRST if len(taken[index]) == 1 else before
             if entry is not None and len(taken[index]) <= 2:
                 self._halves[index, False] = entry
+            names = find_inputs(calls[index])
             if entry is not None and halves is not None:
                 pre, post = stream(taken[index], entry), stream(given[index], halves)
-                for site, name in find_branches(calls[index], pre, post).items():
-                    self._children[site, index] = name
+                if pre.dim() == 2:  # one stream
+                    names = find_branches(calls[index], pre, post)
+            for site, name in names.items():
+                self._children[site, index] = name
         self._find_ends(tokens)
         self._check_apart(tokens)
 
@@ -107,7 +110,7 @@ class OwnModules(HookedModules):
 
         def see(module: nn.Module, _args: Any, out: Any) -> None:
             for rows in self._tensors(out)[:1]:
-                outputs.setdefault(module, rows.float().clone())
+                outputs.setdefault(module, rows.cpu().float().clone())
 
         kinds = [(module, type(module).__name__) for module in self._model.modules()]
         tables = [module for module, kind in kinds if kind == "VocabParallelEmbedding"]
@@ -145,16 +148,30 @@ class OwnModules(HookedModules):
         taken: list[Tensor] = []
 
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            taken[:] = [part.clone() for part in self._tensors([*args, *kwargs.values()])]
+            taken[:] = [part.cpu().clone() for part in self._tensors([*args, *kwargs.values()])]
 
         def leave(_module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            given = [part.clone() for part in self._results(args, kwargs, out)]
+            given = [part.cpu().clone() for part in self._results(args, kwargs, out)]
             calls.append(ChildCall(name, list(taken), given))
 
         return [
             child.register_forward_pre_hook(enter, with_kwargs=True),
             child.register_forward_hook(leave, with_kwargs=True),
         ]
+
+
+def find_inputs(calls: Sequence[ChildCall]) -> dict[str, str]:
+    """Return the children of a layer that take the inputs of attention and MLP, by site."""
+    places = {"attn_in": _first_of(calls, ATTENTION), "mlp_in": _first_of(calls, MLPS)}
+    return {
+        site: calls[place].name
+        for site, place in places.items()
+        if place < len(calls) and calls[place].taken
+    }
+
+
+def _first_of(calls: Sequence[ChildCall], names: Sequence[str]) -> int:
+    return next((i for i, call in enumerate(calls) if call.name in names), len(calls))
 
 
 def find_branches(calls: Sequence[ChildCall], pre: Tensor, post: Tensor) -> dict[str, str]:
@@ -167,14 +184,8 @@ def find_branches(calls: Sequence[ChildCall], pre: Tensor, post: Tensor) -> dict
         pre, post: the stream at the layer's entry and exit, [T, H].
     """
     limit, nowhere = _SUMS[pre.dtype], len(calls)
-    attention, mlp = (
-        next((i for i, call in enumerate(calls) if call.name in names), nowhere)
-        for names in (ATTENTION, MLPS)
-    )
-    branches = {}
-    for site, place in (("attn_in", attention), ("mlp_in", mlp)):
-        if place < nowhere and calls[place].taken:
-            branches[site] = calls[place].name
+    attention, mlp = (_first_of(calls, names) for names in (ATTENTION, MLPS))
+    branches = find_inputs(calls)
 
     def outputs(start: int, other: int) -> list[tuple[int, Tensor]]:
         end = other if start < other else nowhere

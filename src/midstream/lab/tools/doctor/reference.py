@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,21 +39,56 @@ class Reference(HookedModel):
 
     name = "transformers"
 
-    def __init__(self, folder: str | Path) -> None:
-        """Load the model."""
-        from transformers import AutoModelForCausalLM
+    def __init__(self, folder: str | Path, is_whole: bool = False) -> None:
+        """Load the model: the language model, or the whole of a multimodal one."""
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        super().__init__(
-            AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
-            )
-        )
+        loader = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+        settings = {"dtype": torch.float32, "attn_implementation": "eager"}
+        super().__init__(loader.from_pretrained(folder, **settings))
+        self.image_prompts: list[list[int]] = []
+        self._images: list[dict[str, Any]] = []
+        self._requests: list[dict[str, Any]] = []
+
+    def add_image(self, folder: str | Path, text: str, picture: Any) -> None:
+        """Add a prompt with an image, by the processor in the model's folder."""
+        from transformers import AutoProcessor
+
+        processor = AutoProcessor.from_pretrained(folder)
+        inputs = dict(processor(text=[text], images=[[picture]], return_tensors="pt"))
+        inputs.pop("labels", None)
+        self.image_prompts.append(inputs.pop("input_ids")[0].tolist())
+        self._images.append(inputs)
+        self._requests.append({"prompt": text, "multi_modal_data": {"image": picture}})
 
     @torch.no_grad()
     def find_sites(self, tokens: Sequence[int]) -> None:
         """Find all sites, those without a layer too, in four plain passes over `tokens`."""
         super().find_sites(tokens)
         self.ends.find(tokens)
+
+    def request(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Return the engine's prompt for token ids."""
+        if prompt in self.image_prompts:
+            return self._requests[self.image_prompts.index(list(prompt))]
+        return {"prompt_token_ids": list(prompt)}
+
+    def _inputs(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the inputs for token ids, with the image of the prompt that they begin with."""
+        ids = self.ids(tokens)
+        for prompt, image in zip(self.image_prompts, self._images, strict=True):
+            if list(tokens[: len(prompt)]) != prompt:
+                continue
+            inputs = {**image, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            for name in inputs.keys() & {"token_type_ids", "mm_token_type_ids"}:
+                # By the first, tokens of an image attend both ways, which they do not in vLLM on a
+                # CPU.
+                types = torch.zeros_like(ids)
+                if name.startswith("mm_"):
+                    types[:, : len(prompt)] = inputs[name]
+                inputs[name] = types
+            return inputs
+        return {"input_ids": ids}
 
     @torch.no_grad()
     def run(
@@ -66,7 +102,10 @@ class Reference(HookedModel):
         forward = ForwardPass(torch.empty(0), {}, {})
         records = {tap: partial(_record, forward, changes or {}, tap) for tap in self._taps()}
         with self.recording(records):
-            logits = self.model(self.ids(tokens), use_cache=False).logits[0]
+            logits = self.model(**self._inputs(tokens), use_cache=False).logits[0]
+        if any(list(tokens[: len(prompt)]) == prompt for prompt in self.image_prompts):
+            # The table's rows are not those of the image, which take their places later.
+            forward.values.pop(("embed", 0), None)
         return ForwardPass(logits.float(), forward.values, forward.before)
 
     def generate(

@@ -60,6 +60,7 @@ class Report:
         model: folder or name, as given.
         architecture: class of vLLM that was loaded.
         compared_with: the reference; empty if nothing was compared.
+        images: how an image was in the prompts; empty if none was.
         layer_classes: classes of vLLM's decoder layers, each once.
         copy: description of the examined model: the model itself, or a copy with its width.
         outcome: one of OK, WRONG, REFUSED, UNBUILT, UNCOMPARED, INCOMPARABLE.
@@ -74,6 +75,7 @@ class Report:
     outcome: str
     reason: str = ""
     compared_with: str = ""
+    images: str = ""
     layer_classes: tuple[str, ...] = ()
     sites: tuple[SiteFound, ...] = ()
     operations: tuple[OperationFound, ...] = ()

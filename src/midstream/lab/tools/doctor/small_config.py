@@ -235,12 +235,25 @@ def _fit_mamba(fields: dict[str, Any], size: Size) -> None:
 
 
 def _fit_rope(fields: dict[str, Any], config: dict[str, Any]) -> None:
-    """Replace RoPE scalings that list one factor per frequency, in place."""
+    """Replace RoPE scalings that list one factor per frequency, in place; sections of multimodal
+    RoPE are shrunk to the head's width.
+    """
     for name in ("rope_parameters", "rope_scaling"):
         rope = fields.get(name)
-        if isinstance(rope, dict) and any(isinstance(setting, list) for setting in rope.values()):
+        if isinstance(rope, dict) and isinstance(rope.get("mrope_section"), list):
+            partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+            head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+            fields[name] = {**rope, "mrope_section": _sections(rope, int(head * partial) // 2)}
+        elif isinstance(rope, dict) and any(isinstance(setting, list) for setting in rope.values()):
             theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
             partial = rope.get("partial_rotary_factor", 1.0)
             fields[name] = {
                 "rope_type": "default", "rope_theta": theta, "partial_rotary_factor": partial,
             }  # fmt: skip
+
+
+def _sections(rope: dict[str, Any], count: int) -> list[int]:
+    """Return the numbers of frequencies of each position, `count` together."""
+    whole = sum(rope["mrope_section"])
+    others = [section * count // whole for section in rope["mrope_section"][1:]]
+    return [count - sum(others), *others]

@@ -77,6 +77,8 @@ def verdict(report: Report) -> Text:
         f"ok: {compared} taps and {len(report.operations)} operations match "
         f"{report.compared_with}; largest relative error {report.worst:.1e}"
     )
+    if report.images:
+        text += f"; also with {report.images} in the prompt"
     if lacking:
         text += f"; {lacking} do not exist in this model"
     if skipped:

@@ -111,6 +111,7 @@ class _Columns(NamedTuple):
     # (name, index) of that with the tensor; not read at an exit
     parameter: tuple[str, int] = ("", 0)
     copies: bool = False  # the module gets a copy of the tensor, which is tapped
+    streams: int = 0  # of a tensor [streams, T, H]; 0: it has a row for each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
     entry = {"resid_pre"}
     if "embed" in layer.ends and layer.ends["embed"] is None:
         entry.add("embed")
-    if tables.keys() & {*entry, "resid_post", *at_exit}:
+    if (tables.keys() - layer.inner.keys()) & {*entry, "resid_post", *at_exit}:
         residual = convention.residual
         hidden_at = _parameter(module, convention.hidden)
         residual_at = None if residual is None else _parameter(module, residual)
@@ -201,13 +202,14 @@ def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
 
 def _add_columns(module: Any, place: InnerPlace, table: Tensor, copies: bool) -> None:
     by_head = place.heads > 0
+    streams = place.heads if place.streams else 0
     if place.at == "output":
-        module.midstream_given += (_Columns(table, place.start, by_head),)
+        module.midstream_given += (_Columns(table, place.start, by_head, streams=streams),)
         return
     # The class is a tapped one by now, whose forward is the module's own.
     names = _parameter_names(module)
     parameter = _parameter(module, place.argument or names[0])
-    module.midstream_taken += (_Columns(table, place.start, by_head, parameter, copies),)
+    module.midstream_taken += (_Columns(table, place.start, by_head, parameter, copies, streams),)
 
 
 def _rotates_in_place(layer: nn.Module) -> bool:
@@ -243,6 +245,11 @@ def _fire(module: Any, table: Tensor, hidden: Tensor, residual: Tensor | None) -
 
 
 def _fire_columns(module: Any, columns: _Columns, value: Tensor) -> None:
+    if columns.streams:
+        wide = value.transpose(0, 1).flatten(1).contiguous()
+        torch.ops.midstream.site(wide, None, columns.table, module.midstream_tally, columns.start)
+        value.copy_(wide.unflatten(1, (columns.streams, -1)).transpose(0, 1))
+        return
     flat = value
     if value.dim() != 2:
         # [T, heads, size], or of the layers of transformers [1, T, width]. A view fails where a
@@ -317,7 +324,7 @@ def _parameter_names(module: nn.Module) -> list[str]:
 
 def _find_module(module: nn.Module, path: str, site: str) -> Any:
     submodule: Any = module
-    for name in path.split("."):
+    for name in path.split(".") if path else ():
         submodule = getattr(submodule, name, None)
     if not isinstance(submodule, nn.Module):
         raise UnsupportedError(

@@ -152,14 +152,10 @@ def test_children_are_told_apart_by_their_exact_index_in_any_order():
         assert completion.receipt.status == "ok"
     assert not hasattr(found, "activations")
     assert not hasattr(found, "receipt")
-
-
-def test_a_child_that_the_workers_lost_is_the_only_one_with_a_problem():
-    answers = [answer(*(child(n) for n in range(12) if n != 1))]
-    found = assembled(READ, answers, completions=12)
-    wrong = [n for n, one in enumerate(found.outputs) if one.receipt.status == "error"]
-    assert wrong == [1]
-    assert "the workers know nothing of it" in found.outputs[1].receipt.problems[0]
+    lost = assembled(READ, [answer(*(child(n) for n in order if n != 1))], completions=12)
+    problems = [completion.receipt.problems for completion in lost.outputs]
+    assert [bool(problem) for problem in problems] == [n == 1 for n in range(12)]
+    assert "the workers know nothing of it" in problems[1][0]
 
 
 # ---------------------------------------------------------------- receipts
@@ -174,22 +170,22 @@ def test_tensor_parallel_ranks_do_the_same_and_are_counted_once():
     assert not receipt.problems
 
 
-def test_a_rank_that_did_other_edits_than_the_first_is_a_problem():
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        (
+            [("x", [0, 3, 2, 2], [])],
+            "2 positions were not edited alike on workers 0.0.0 and 0.0.1; the first is 2",
+        ),
+        ([], "worker 0.0.1 knows nothing of it"),
+    ],
+)
+def test_a_rank_that_did_other_edits_than_the_first_is_a_problem(second, problem):
     answers = [
         answer(("x", [0, 3, 3, 3], []), tensor_rank=0, tensor_ranks=2),
-        answer(("x", [0, 3, 2, 2], []), tensor_rank=1, tensor_ranks=2),
+        answer(*second, tensor_rank=1, tensor_ranks=2),
     ]
-    assert assembled(STEER, answers).receipt.problems == (
-        "2 positions were not edited alike on workers 0.0.0 and 0.0.1; the first is 2",
-    )
-
-
-def test_a_rank_that_knows_nothing_of_a_request_is_a_problem():
-    answers = [
-        answer(("x", [0, 3, 3, 3], []), tensor_rank=0, tensor_ranks=2),
-        answer(tensor_rank=1, tensor_ranks=2),
-    ]
-    assert assembled(STEER, answers).receipt.problems == ("worker 0.0.1 knows nothing of it",)
+    assert assembled(STEER, answers).receipt.problems == (problem,)
 
 
 def test_rows_that_ranks_share_otherwise_from_one_position_to_the_next_come_in_order():
@@ -206,30 +202,21 @@ def test_rows_that_ranks_share_otherwise_from_one_position_to_the_next_come_in_o
 
 
 @pytest.mark.parametrize(
-    ("done", "message"),
+    ("done", "wrong", "first", "edits", "expected"),
     [
-        (
-            [0, 3, 2, 3],
-            "1 positions were not edited as asked: position 2 got 0 edits and probes, expected 1",
-        ),
-        (
-            [0, 4, 3, 3],
-            "1 positions were not edited as asked: position 1 got 2 edits and probes, expected 1",
-        ),
-        (
-            [3, 3, 3, 3],
-            "1 positions were not edited as asked: position 0 got 1 edits and probes, expected 0",
-        ),
-        (
-            [0, 3],
-            "2 positions were not edited as asked: position 2 got 0 edits and probes, expected 1",
-        ),
-        ([], "3 positions were not edited as asked: position 1 got 0 edits and probes, expected 1"),
+        ([0, 3, 2, 3], 1, 2, 0, 1),
+        ([0, 4, 3, 3], 1, 1, 2, 1),
+        ([3, 3, 3, 3], 1, 0, 1, 0),
+        ([0, 3], 2, 2, 0, 1),
+        ([], 3, 1, 0, 1),
     ],
 )
-def test_a_wrong_number_of_edits_is_found_by_position(done, message):
+def test_a_wrong_number_of_edits_is_found_by_position(done, wrong, first, edits, expected):
     receipt = assembled(STEER, [answer(("x", done, []))]).receipt
-    assert receipt.problems == (message,)
+    assert receipt.problems == (
+        f"{wrong} positions were not edited as asked: position {first} got {edits} edits and "
+        f"probes, expected {expected}",
+    )
     with pytest.raises(ReceiptError, match="request x: .* positions were not edited as asked"):
         receipt.check()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.answers import DEEP, POST, PRE, answer, assembled, rows, vector
+from support.answers import POST, PRE, answer, assembled, rows, vector
 from support.plans import VECTORS, plan_of, probe
 
 from midstream.plan import Flag, Match, ResolvedPlan, ResolvedProbe, Steps, Where
@@ -69,28 +69,6 @@ def test_each_probe_has_its_scores_by_name_with_positions_and_tokens():
     assert found.receipt.edited is None
     assert found.activations is None
     assert found.probes is found.outputs[0].probes
-
-
-def test_scores_of_stages_are_those_of_the_stage_that_has_the_tap():
-    plan = plan_of(probes=[("a", PRE, EVERYWHERE), ("b", DEEP, EVERYWHERE)], prompt_len=3)
-    answers = [
-        answer(("x", [3] * 4, []), taps=[PRE], scores=[table(0, 4)]),
-        answer(("x", [3] * 4, []), taps=[DEEP], scores=[table(0, 4, 50.0)], stage=1),
-    ]
-    found = assembled(plan, answers)
-    assert found.probes["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert found.probes["b"].tolist() == [-50.0, -51.0, -52.0, -53.0]
-    assert found.receipt.status == "ok"
-
-
-def test_a_missing_score_is_a_problem_that_names_the_probe():
-    found = assembled(
-        SCORED, [answer(("x", [3, 4, 4, 3], []), taps=[PRE, POST], scores=[table(1, 3)])]
-    )
-    assert found.receipt.problems == ("probe a: 3 scores came, expected 4",)
-    nothing = assembled(SCORED, [answer(("x", [3, 4, 4, 3], []), taps=[PRE, POST])])
-    assert nothing.probes["b"].shape == (0,)
-    assert "probe b: 0 scores came, expected 2" in nothing.receipt.problems
 
 
 def test_requests_of_one_plan_have_their_own_scores_and_are_compared_with_it_each():

@@ -20,11 +20,7 @@ from midstream.results.receipt import CaptureResult
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results.assembly import assemble
-from midstream.runtime.frontend.results.delivery import (
-    FinishedRequest,
-    deliver,
-    deliver_soon,
-)
+from midstream.runtime.frontend.results.delivery import FinishedRequest, deliver, deliver_soon
 from midstream.runtime.frontend.results.partial_rows import PartialRows, RequestProgress
 from midstream.sinks.delivery import run_puts
 from midstream.sinks.queue import SinkQueue

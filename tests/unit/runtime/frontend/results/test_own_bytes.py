@@ -88,16 +88,12 @@ def held(request) -> Held:
     return Held(*request.param)
 
 
-def loaded(data: bytes) -> torch.Tensor:
-    return torch.load(io.BytesIO(data))
-
-
 def by_save(row: torch.Tensor) -> torch.Tensor:
     file = io.BytesIO()
     torch.save(row, file)
     assert len(file.getvalue()) <= NBYTES + MORE
     assert OTHER not in file.getvalue()
-    return loaded(file.getvalue())
+    return torch.load(io.BytesIO(file.getvalue()))
 
 
 def by_pickle(row: torch.Tensor) -> torch.Tensor:
@@ -105,10 +101,6 @@ def by_pickle(row: torch.Tensor) -> torch.Tensor:
     assert len(data) <= NBYTES + MORE
     assert OTHER not in data
     return pickle.loads(data)
-
-
-def by_deepcopy(row: torch.Tensor) -> torch.Tensor:
-    return copy.deepcopy(row)
 
 
 def by_numpy(row: torch.Tensor) -> torch.Tensor:
@@ -130,7 +122,7 @@ def by_queue(row: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "leave", [by_save, by_pickle, by_deepcopy, by_numpy, by_share_memory, by_queue]
+    "leave", [by_save, by_pickle, copy.deepcopy, by_numpy, by_share_memory, by_queue]
 )
 def test_a_tensor_leaves_with_its_own_bytes(held, leave):
     for place, tap in enumerate(held.rows):

@@ -102,10 +102,7 @@ def told(activations):
         (tap, int(position)): (value.tolist(), int(token))
         for tap, values in activations.items()
         for value, position, token in zip(
-            values,
-            activations.positions_of(*tap),
-            activations.token_ids_of(*tap),
-            strict=True,
+            values, activations.positions_of(*tap), activations.token_ids_of(*tap), strict=True
         )
     }
 
@@ -261,17 +258,6 @@ def test_a_request_without_an_end_ends_for_those_who_had_some_of_it():
     assert ending.receipt.captured[0].actual == 4
     assert ending.activations.keys() == (POST,)
     assert len(ending.activations.positions) == 0
-
-
-def test_a_prompt_of_embeddings_has_no_token_ids():
-    plan = plan_of(captures=[([POST], EVERYWHERE)], prompt_len=3)
-    partial = partial_rows_of(plan, (route("rows", (0,), 1),))
-    partial.request({"x": known(2, None)})
-    partial.receive(handed(range(4)))
-    (one,) = put(partial)
-    delivery = one.delivery
-    assert delivery.prompt_token_ids is None
-    assert delivery.activations.token_ids.tolist() == [0, 0, 0, 200]
 
 
 @pytest.mark.parametrize("prompt", [None, [5, 6]])

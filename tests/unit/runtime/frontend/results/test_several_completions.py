@@ -9,10 +9,7 @@ import pytest
 from vllm import RequestOutput
 from vllm.outputs import CompletionOutput
 
-from midstream.runtime.frontend.results.delivery import (
-    PER_COMPLETION,
-    SeveralCompletions,
-)
+from midstream.runtime.frontend.results.delivery import PER_COMPLETION, SeveralCompletions
 
 
 @pytest.fixture

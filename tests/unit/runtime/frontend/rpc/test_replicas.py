@@ -27,7 +27,6 @@ from midstream.runtime.protocol.rpc import (
 )
 from midstream.runtime.vllm.additional_config import Settings
 from midstream.runtime.vllm.additional_config import replicas_of as replicas_here
-from midstream.runtime.vllm.engine_rules import check_offline
 
 
 class Client:
@@ -50,20 +49,16 @@ class Client:
         raise AssertionError("the first engine's answer is not that of all")
 
 
-def test_an_operation_goes_to_the_engine_that_it_is_for_and_to_no_other():
-    client = Client(3)
-    request = ReadData("u", 0, 9)
-    answers = asyncio.run(call(client, 2, request))
-    assert client.calls == [(b"engine 2", request)]
-    assert [one.data for one in answers] == [b"b'engine 2' 0", b"b'engine 2' 1"]
-
-
-def test_an_operation_of_all_gives_the_answers_of_each_in_order():
-    client = Client(3)
-    answers = asyncio.run(call_all(client, ReadData("u", 0, 9)))
-    assert [[one.data for one in each] for each in answers] == [
+def test_an_operation_goes_to_its_engine_or_to_all_in_order():
+    client, request = Client(3), ReadData("u", 0, 9)
+    answers = [
         [f"{engine} {worker}".encode() for worker in range(2)] for engine in client.core_engines
     ]
+    of_one = asyncio.run(call(client, 2, request))
+    assert [answer.data for answer in of_one] == answers[2]
+    assert client.calls == [(b"engine 2", request)]
+    of_all = asyncio.run(call_all(client, request))
+    assert [[answer.data for answer in of_engine] for of_engine in of_all] == answers
 
 
 def test_each_replica_has_a_batcher_of_its_own_and_they_do_not_wait_for_each_other():
@@ -121,12 +116,9 @@ def test_how_busy_engines_are_is_what_waits_and_runs(more):
     client = Client(3)
     client.lb_engines = [[1, 2, *more], [0, 0, *more], [3, 9, *more]]
     assert busy(client) == [3, 0, 12]
-
-
-def test_one_engine_has_no_load_balancer_to_ask():
-    client = Client(1)
-    del client.lb_engines
-    assert busy(client) == [0]
+    alone = Client(1)
+    del alone.lb_engines
+    assert busy(alone) == [0]
 
 
 def test_workers_are_told_apart_by_their_replica():
@@ -148,20 +140,13 @@ def test_how_many_engines_share_a_machine_rides_unseen_with_the_settings():
     assert replicas_here(SimpleNamespace(additional_config={"midstream": {}})) == 1
 
 
-def test_an_offline_engine_of_several_replicas_is_refused_with_what_to_use_instead():
-    check_offline(1)
-    with pytest.raises(UnsupportedError, match=r"data_parallel_size=2: .*midstream\.AsyncLLM"):
-        check_offline(2)
-
-
 def test_any_offline_engine_is_refused_before_it_starts_anything():
     patches = pytest.importorskip("midstream.runtime.install")
     started = []
     config = SimpleNamespace(
-        additional_config={"midstream": {}},
-        parallel_config=SimpleNamespace(data_parallel_size=2),
+        additional_config={"midstream": {}}, parallel_config=SimpleNamespace(data_parallel_size=2)
     )
-    with pytest.raises(UnsupportedError, match="data_parallel_size=2"):
+    with pytest.raises(UnsupportedError, match=r"data_parallel_size=2: .*midstream\.AsyncLLM"):
         patches._engine_init(lambda *_: started.append(1), SimpleNamespace(), config, object, False)
     assert not started
     # One that does not name midstream is vLLM's own affair.

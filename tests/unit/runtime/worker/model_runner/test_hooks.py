@@ -64,7 +64,6 @@ def test_the_scheduler_is_ahead_by_the_steps_under_way_if_it_does_not_wait(
     is_async, batches, ahead
 ):
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(async_scheduling=is_async),
-        max_concurrent_batches=batches,
+        scheduler_config=SimpleNamespace(async_scheduling=is_async), max_concurrent_batches=batches
     )
     assert _ahead(config) == ahead

@@ -207,13 +207,9 @@ def test_the_v1_runners_wrapper_is_made_anew_for_the_tapped_model():
     assert name_of(outer) == "tapped"
     switch.use(PLAIN)
     assert worker.model_runner.model is wrapper
-
-
-def test_where_the_whole_model_is_copied_the_wrapper_holds_the_copy():
-    outer, copy = Outer(), Outer()
-    worker = SimpleNamespace(model_runner=SimpleNamespace(model=Wrapper(outer, "config", "FULL")))
-    switch = ModelSwitch(worker, [Replacement(None, "", outer, copy)], False, False, check)
-    switch.use(TAPPED)
-    assert worker.model_runner.model.runnable is copy
-    switch.use(PLAIN)
-    assert worker.model_runner.model.runnable is outer
+    # Where the whole model is copied, the wrapper holds the copy.
+    copied = Outer()
+    whole = ModelSwitch(worker, [Replacement(None, "", outer, copied)], False, False, check)
+    for model, runs in ((TAPPED, copied), (PLAIN, outer)):
+        whole.use(model)
+        assert worker.model_runner.model.runnable is runs

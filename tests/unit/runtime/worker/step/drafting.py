@@ -128,10 +128,10 @@ class DraftingEngine(FakeEngine):
         uid = fake.uid or fake.id
         request = read_request(pack(ReadScores({uid: (start, fake.computed)})))
         scores = self.session.collection.read_scores(request.spans).values()
-        (found,) = read_answers(request, [pack(pack_scores(scores))])
+        (told,) = read_answers(request, [pack(pack_scores(scores))])
         return {
             position: record
-            for _, block in score_blocks(WORKER, found.requests, found.data)
+            for _, block in score_blocks(WORKER, told.requests, told.data)
             for position, record in zip(block.positions.tolist(), block.values, strict=True)
         }
 

@@ -6,13 +6,10 @@ import random
 
 import pytest
 from support.nightly import rounds
-from support.plans import random_plan
+from support.plans import plan_of, random_plan, rows
 from unit.runtime.worker.step.drafting import Drafted, DraftingEngine, check_scores, check_true
 
 POST = ("resid_post", 1)
-PROMPT = 5
-EVERYWHERE = ((0, None),)
-GENERATED = ((PROMPT, None),)
 
 
 class Decoding:
@@ -26,7 +23,11 @@ class Decoding:
 
     def arrive(self):
         length = self.draw.randint(4, 45)
+        start = self.draw.randrange(length)
         plan = random_plan(self.draw, length)
+        if self.draw.random() < 0.3:  # by positions that only the device may know
+            edits = [(POST, rows(12, start), ((start, start + 12),))]
+            plan = plan_of(edits, [([POST], ((start, None),))], prompt_len=1 + start // 2)
         fake = Drafted(f"r{self.made}", plan)
         self.made += 1
         self.lengths[fake.id] = length

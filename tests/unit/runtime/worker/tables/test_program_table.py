@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from support.fake_steps import make_buffers
 from support.nightly import rounds
 from support.plans import KINDS, VECTORS, add, edits_of, gated, mapped, rows
-from support.programs import assert_free, assert_program, edits, programs
+from support.programs import assert_free, assert_program, programs
 
 from midstream.errors import NoRoomError, SpecError
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
-from midstream.plan import Instruction, Steps, Vector
+from midstream.plan import Instruction, Vector
 from midstream.runtime.protocol.segments import TapProgramStep
 from midstream.runtime.worker.tables import instruction_store
 from midstream.runtime.worker.tables.program_table import ProgramTable
@@ -274,31 +274,6 @@ def test_groups_that_do_not_fit_are_refused_naming_the_setting():
     tables.acquire_group((2,))
 
 
-@pytest.mark.parametrize(
-    ("room", "wanted"),
-    [
-        ({"bank_rows": 8}, edits_of((2, rows(4, 10)))),
-        ({"max_edits": 8}, edits_of((2, add()), (3, add()), (0, add()), (2, add(scale=3.0)))),
-        ({"token_ids": 8}, edits_of((2, add()), ids=(6, 7, 8, 9))),
-    ],
-)
-def test_room_that_is_scattered_is_made_whole_and_nobody_notices(room, wanted):
-    buffers = make_buffers(**room)
-    tables = ProgramTable(buffers)
-    held = [edits_of((0, add(Vector.parse([float(n), 9.0, 9.0, 9.0]))), ids=(n,)) for n in range(8)]
-    places = {each: tables.acquire_program(each) for each in held}
-    for each in held[::2]:
-        tables.release_program(each)
-        del places[each]
-    # Four are free, and no two of them beside each other.
-    places[wanted] = tables.acquire_program(wanted)
-    for each, index in places.items():
-        assert_program(buffers, index, each)
-    for each in places:
-        tables.release_program(each)
-    assert_free(tables)
-
-
 @settings(max_examples=60)
 @given(
     st.lists(
@@ -352,15 +327,3 @@ def _has_room(buffers, held, wanted) -> bool:
         and sum(map(len, runs)) <= buffers.bank.shape[0]
         and sum(map(len, lists)) <= buffers.lists.shape[0]
     )
-
-
-@given(edits(NUM_TAPS))
-def test_an_edit_is_known_by_its_content(edit):
-    digest = Steps(edit.steps).digest
-    again = TapProgramStep(edit.tap, edit.steps, digest, edit.ids, edit.others, edit.bit)
-    assert again == edit
-    assert hash(again) == hash(edit)
-    assert edit != "something else"
-    assert edit.counted == sum(Flags.COUNTED in step.flags for step in edit.steps)
-    assert replace(edit, tap=edit.tap + 1) != edit
-    assert replace(edit, bit=1 + (edit.bit or 0)) != edit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +38,7 @@ class Bitmap:
 
 
 steps = st.lists(
-    st.tuples(st.just("acquire"), st.integers(1, 9))
+    st.tuples(st.just("acquire"), st.integers(0, 9))
     | st.tuples(st.just("release"), st.integers(0, 30)),
     max_size=80,
 )
@@ -65,20 +64,3 @@ def test_it_hands_out_what_a_bitmap_would_and_joins_what_comes_back(size, steps)
         ranges.release(start, length)
     assert ranges.free == size
     assert ranges.acquire(size) == 0
-
-
-@pytest.mark.parametrize("size", [0, 5])
-def test_an_empty_range_costs_nothing(size):
-    ranges = RangeAllocator(size)
-    assert ranges.acquire(0) == 0
-    ranges.release(0, 0)
-    assert ranges.free == size
-
-
-def test_what_does_not_fit_is_none_and_takes_nothing():
-    ranges = RangeAllocator(5)
-    assert ranges.acquire(6) is None
-    assert ranges.acquire(3) == 0
-    assert ranges.acquire(3) is None
-    assert ranges.free == 2
-    assert ranges.acquire(2) == 3

@@ -1,18 +1,18 @@
-"""Small layers in whose every form attention and MLP are added to the stream, each twice: as a
-model has it, with modules and in place where they are, and as plain arithmetic that names its
-sites.
+"""Small layers in whose every form attention and MLP are added to the stream, each twice: with
+modules, as a model has it, and as plain arithmetic that names its sites. And their taps.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from support.tapping import ROWS, WIDTH, arm, read, tapped
 from torch import Tensor, nn
 
 from midstream.ops import layout
+from midstream.ops.layout import Flags, Op
 from midstream.runtime.models.convention import (
     PARALLEL,
     Half,
@@ -24,9 +24,13 @@ from midstream.runtime.models.convention import (
     pair,
     single,
 )
-from midstream.runtime.worker.tables.device_buffers import code
-from midstream.sites import OUTER
+from midstream.runtime.models.decoder import DecoderLayer
+from midstream.runtime.protocol.segments import Room
+from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes, code
+from midstream.runtime.worker.taps.taps import tap_layer
+from midstream.sites import OUTER, Tap
 
+WIDTH, ROWS = 4, 3
 At = Callable[[str, Tensor], Tensor]
 
 
@@ -50,7 +54,7 @@ class Mix(nn.Module):
         self.extra = extra
 
     def forward(self, hidden_states: Tensor):
-        out = torch.tanh(self.linear(hidden_states))
+        out = self.linear(hidden_states)
         return (out, None) if self.extra else out
 
 
@@ -141,23 +145,6 @@ class BareNone(Single):
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: None = None):
         return super().forward(positions, hidden_states), None
-
-
-class Sandwich(Layer):
-    """As Gemma: what attention and MLP return is normed."""
-
-    convention = single("norm", attn="post_attn", mlp_out="post_mlp")
-
-    def forward(self, positions: Tensor, hidden_states: Tensor):
-        hidden_states = hidden_states + self.post_attn(self._attn(self.attn_norm(hidden_states)))
-        return hidden_states + self.post_mlp(self._mlp(self.norm(hidden_states)))
-
-    def reference(self, at: At, stream: Tensor) -> Tensor:
-        stream = at("resid_pre", stream)
-        attn = at("attn_out", 0.5 * self._attn(at("attn_in", stream * 0.5)))
-        stream = at("resid_mid", stream + attn)
-        mlp = self._mlp(at("mlp_in", stream * 0.5))
-        return at("resid_post", stream + at("mlp_out", 0.5 * mlp))
 
 
 class PostNorm(Layer):
@@ -252,20 +239,75 @@ class AttentionInside(LoneAttention):
     """As Jamba's attention layers: attention is a method, so what it reads is the norm's output."""
 
     convention = pair(
-        no_mid="alone",
-        attention=Output("attn_norm"),
-        attn=Half.AT_EXIT,
-        mlp=Lack("it has no MLP"),
+        no_mid="alone", attention=Output("attn_norm"), attn=Half.AT_EXIT, mlp=Lack("it has no MLP")
     )
 
     def _attn(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.self_attn.linear(x))
+        return self.self_attn.linear(x)
 
 
 KINDS = [
-    Pair, Single, SingleOfTuples, SingleByPosition, Dead, BareNone, Sandwich, PostNorm,
+    Pair, Single, SingleOfTuples, SingleByPosition, Dead, BareNone, PostNorm,
     PostNormAlone, Parallel, TwoReaders, LoneAttention, AttentionInside,
 ]  # fmt: skip
+
+
+def make_buffers(taps) -> Buffers:
+    """Small buffers on the CPU, float32."""
+    return Buffers.allocate(
+        dict.fromkeys(taps, WIDTH),
+        BufferSizes(
+            max_tokens=16, hidden_size=WIDTH, ring_rows=256,
+            room=Room(bank_rows=16, programs=16, max_edits=16, token_ids=1, probes=1),
+        ),
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def arm(buffers: Buffers, rows: int, num_taps: int, edits: dict[int, float] | None = None) -> None:
+    """Every row captured at every tap, and a constant added at some of them, by index."""
+    buffers.table[:, 2].zero_()
+    for nth, (tap, value) in enumerate((edits or {}).items()):
+        buffers.bank[nth] = value
+        buffers.instructions[nth, layout.OP] = Op.ADD
+        buffers.instructions[nth, layout.WRITE] = nth
+        buffers.instructions[nth, layout.FLAGS] = Flags.FRESH | Flags.COUNTED
+        buffers.params[nth, layout.A] = 1.0
+        buffers.table[tap, 2, layout.EDIT_START] = nth
+        buffers.table[tap, 2, layout.EDIT_COUNT] = 1
+    buffers.table[:, 1, layout.PLACE] = torch.arange(1, num_taps + 1, dtype=torch.int32)
+    buffers.tokens[:rows, layout.PROGRAM] = 2
+    buffers.tokens[:rows, layout.GROUP] = 1
+    buffers.tokens[:rows, layout.RECORD] = 1 + num_taps * torch.arange(rows, dtype=torch.int32)
+    buffers.tally.zero_()
+
+
+def read(buffers: Buffers, rows: int, num_taps: int) -> Tensor:
+    """[rows, taps, width] as captured."""
+    return buffers.ring[: rows * num_taps].view(rows, num_taps, WIDTH).clone()
+
+
+def tapped(kind, sites: tuple[Tap, ...]):
+    """(a layer, the same layer tapped, the buffers) of a class that has a `convention`."""
+    torch.manual_seed(3)
+    plain = kind()
+    layer = copy.deepcopy(plain)
+    buffers = make_buffers(sites)
+    taps = {tap: n for n, tap in enumerate(sites)}
+    tap_layer(DecoderLayer(0, layer, kind.convention), taps, buffers)
+    return plain, layer, buffers
+
+
+def assert_same_out(found, wanted):
+    """Equal as a layer's return values, to rounding."""
+    found = found if isinstance(found, tuple) else (found,)
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        if other is None:
+            assert one is None
+        else:
+            torch.testing.assert_close(one, other)
 
 
 def has(kind) -> tuple[str, ...]:

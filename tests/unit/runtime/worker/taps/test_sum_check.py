@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.tapping import WIDTH
-from torch import Tensor, nn
+from torch import Tensor
+from unit.runtime.worker.taps.branching import WIDTH, Pair, Parallel, Single
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops.site import bind
-from midstream.runtime.models.convention import (
-    LONE_MIXER,
-    PARALLEL,
-    Lack,
-    LayerConvention,
-    pair,
-    single,
-)
+from midstream.runtime.models.convention import LONE_MIXER, Lack, LayerConvention, single
 from midstream.runtime.models.decoder import DecoderLayer
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes
@@ -32,77 +26,16 @@ SITES = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 LAYERS = 3
 
 
-class Norm(nn.Module):
-    """vLLM's fused add and norm."""
-
-    skip = 1.0
-
-    def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = hidden + residual * self.skip
-        return torch.nn.functional.rms_norm(residual, (WIDTH,)), residual
-
-
-class Attention(nn.Linear):
-    """Attention of a token to itself."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return super().forward(hidden_states)
-
-
-class PairLayer(nn.Module):
-    """A layer that takes and returns both halves of the stream."""
-
-    convention = pair("norm")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry, self.norm = Norm(), Norm()
-        self.self_attn, self.mlp = Attention(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            residual = torch.zeros_like(hidden_states)
-        hidden_states, residual = self.entry(hidden_states, residual)
-        hidden_states, residual = self.norm(self.self_attn(hidden_states), residual)
-        return self.mlp(hidden_states), residual
-
-
-class SingleLayer(nn.Module):
-    """A layer that takes and returns the stream; `scale` is what it multiplies its sum with."""
-
-    convention = single("norm")
-    scale = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.Identity()
-        self.self_attn, self.mlp = Attention(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        middle = hidden_states + self.self_attn(hidden_states=hidden_states)
-        return (middle + self.mlp(self.norm(middle))) * self.scale
-
-
-class ParallelLayer(SingleLayer):
-    """A layer whose attention and MLP read the same."""
-
-    convention = single(no_mid=PARALLEL)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        attended = self.self_attn(hidden_states=hidden_states)
-        return (hidden_states + attended + self.mlp(hidden_states)) * self.scale
-
-
-class MixerLayer(SingleLayer):
+class Mixer(Single):
     """A layer with an MLP alone."""
 
     convention = single(no_mid=LONE_MIXER, attention=Lack("it has no attention"))
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return (hidden_states + self.mlp(hidden_states)) * self.scale
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        return hidden_states + self._mlp(hidden_states)
 
 
-KINDS = (PairLayer, SingleLayer, ParallelLayer, MixerLayer)
+KINDS = (Pair, Single, Parallel, Mixer)
 
 
 class Trunk:
@@ -159,9 +92,9 @@ class Trunk:
         with torch.no_grad():
             for layer in self.layers:
                 if layer.convention.residual is None:
-                    hidden = self.between(layer.module(hidden))
+                    hidden = self.between(layer.module(None, hidden))
                 else:
-                    hidden, residual = layer.module(hidden, residual)
+                    hidden, residual = layer.module(None, hidden, residual)
                     hidden = self.between(hidden)
 
     def check(self) -> None:
@@ -174,27 +107,32 @@ def test_a_layer_whose_sums_hold_starts(kind: type, dtype: torch.dtype) -> None:
     Trunk(kind, dtype=dtype).check()
 
 
+def _changes(module: Any, change: Callable[..., Any]) -> None:
+    """Let a module do something else with what its own forward does."""
+    module.forward = functools.partial(change, module.forward)
+
+
 def _scales_skip(layers: list[Any]) -> None:
-    layers[1].norm.skip = 1.1
+    _changes(layers[1].norm, lambda forward, hidden, residual: forward(hidden, residual * 1.1))
 
 
 def _scales_sum(layers: list[Any]) -> None:
-    layers[1].scale = 1.1
+    _changes(layers[1], lambda forward, *args: forward(*args) * 1.1)
 
 
 def _is_not_finite(layers: list[Any]) -> None:
-    layers[2].scale = torch.nan
+    _changes(layers[2], lambda forward, *args: forward(*args) * torch.nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        (PairLayer, _scales_skip, "resid_mid of layer 1 [+] mlp_out .* not resid_post of layer 1"),
-        (SingleLayer, _scales_sum, "resid_mid of layer 1 [+] mlp_out .* not resid_post of layer 1"),
-        (ParallelLayer, _scales_sum, "resid_pre .* attn_out .* mlp_out .* resid_post of layer 1"),
-        (MixerLayer, _scales_sum, "resid_pre of layer 1 [+] mlp_out .* resid_post of layer 1"),
-        (SingleLayer, _is_not_finite, "is not resid_post of layer 2"),
+        (Pair, _scales_skip, "resid_mid of layer 1 [+] mlp_out .* not resid_post of layer 1"),
+        (Single, _scales_sum, "resid_mid of layer 1 [+] mlp_out .* not resid_post of layer 1"),
+        (Parallel, _scales_sum, "resid_pre .* attn_out .* mlp_out .* resid_post of layer 1"),
+        (Mixer, _scales_sum, "resid_pre of layer 1 [+] mlp_out .* resid_post of layer 1"),
+        (Single, _is_not_finite, "is not resid_post of layer 2"),
     ],
 )
 def test_a_sum_that_does_not_hold_is_refused_by_layer_and_site(
@@ -204,7 +142,7 @@ def test_a_sum_that_does_not_hold_is_refused_by_layer_and_site(
         Trunk(kind, dtype=dtype, change=change).check()
 
 
-@pytest.mark.parametrize("kind", [PairLayer, SingleLayer])
+@pytest.mark.parametrize("kind", [Pair, Single])
 def test_a_stream_that_changes_between_layers_is_refused(kind: type) -> None:
     trunk = Trunk(kind)
     trunk.between = lambda hidden: hidden + 0.5
@@ -213,8 +151,8 @@ def test_a_stream_that_changes_between_layers_is_refused(kind: type) -> None:
 
 
 def test_sums_that_a_convention_does_not_claim_are_not_compared() -> None:
-    convention = replace(SingleLayer.convention, unsummed=("resid_post", "resid_pre"))
-    trunk = Trunk(SingleLayer, convention, change=_scales_sum)
+    convention = replace(Single.convention, unsummed=("resid_post", "resid_pre"))
+    trunk = Trunk(Single, convention, change=_scales_sum)
     trunk.between = lambda hidden: hidden + 0.5
     trunk.check()
 
@@ -237,15 +175,15 @@ HALF: dict[Tap, int] = {("k", 0): WIDTH // 2}  # as the keys of grouped heads ar
     ],
 )
 def test_little_room_is_enough_for_a_check(sizes: dict[str, Any]) -> None:
-    trunk = Trunk(PairLayer, **sizes)
+    trunk = Trunk(Pair, **sizes)
     trunk.check()
     assert (trunk.runs == 2) == ("ring_rows" not in sizes)
-    with pytest.raises(UnsupportedError, match="resid_post of layer 1, a PairLayer"):
-        Trunk(PairLayer, **sizes, change=_scales_skip).check()
+    with pytest.raises(UnsupportedError, match="resid_post of layer 1, a Pair"):
+        Trunk(Pair, **sizes, change=_scales_skip).check()
 
 
 def test_a_check_leaves_the_buffers_as_they_were() -> None:
-    trunk = Trunk(PairLayer)
+    trunk = Trunk(Pair)
     for tensor in (trunk.buffers.table, trunk.buffers.instructions, trunk.buffers.params):
         tensor.random_(0, 2)
     trunk.buffers.table[:, :, 1] = 0
@@ -255,20 +193,20 @@ def test_a_check_leaves_the_buffers_as_they_were() -> None:
     before = {name: getattr(trunk.buffers, name).clone() for name in names}
     with pytest.raises(TapError):  # its codes are others
         trunk.check()
-    trunk.buffers.table[:, 0, 3] = Trunk(PairLayer).buffers.table[:, 0, 3]
+    trunk.buffers.table[:, 0, 3] = Trunk(Pair).buffers.table[:, 0, 3]
     before["table"] = trunk.buffers.table.clone()
     trunk.check()
     for name in names:
         assert torch.equal(getattr(trunk.buffers, name), before[name]), name
 
 
-@pytest.mark.parametrize("kind", [PairLayer, SingleLayer])
+@pytest.mark.parametrize("kind", [Pair, Single])
 def test_what_branches_return_in_a_trial_does_not_matter(kind: type) -> None:
     """Attention does not run in vLLM's trial runs: what it returns is whatever memory had."""
 
     def change(layers: list[Any]) -> None:
         for layer in layers:
-            layer.self_attn.bias.data.fill_(torch.nan)
-            layer.mlp.bias.data.fill_(3e38)
+            layer.self_attn.linear.bias.data.fill_(torch.nan)
+            layer.mlp.linear.bias.data.fill_(3e38)
 
     Trunk(kind, change=change).check()

@@ -29,10 +29,7 @@ def test_items_are_in_the_order_of_the_prompt_and_hold_what_vllm_marks_as_embedd
     request = _request(
         ("image", PlaceholderRange(9, 3)), ("video", PlaceholderRange(2, 5, is_embed=held))
     )
-    wanted = (
-        MediaItem("video", 2, 7, ((3, 5), (6, 7))),
-        MediaItem("image", 9, 12, ((9, 12),)),
-    )
+    wanted = (MediaItem("video", 2, 7, ((3, 5), (6, 7))), MediaItem("image", 9, 12, ((9, 12),)))
     assert media_of(request) == wanted
     places = places_of(request)
     assert media_of(SimpleNamespace(mm_features=places)) == wanted

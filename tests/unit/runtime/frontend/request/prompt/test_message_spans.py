@@ -126,13 +126,24 @@ def test_a_message_whose_thinking_a_template_drops_is_not_taken_for_the_rest(con
 
 def test_a_message_whose_text_a_template_leaves_out_is_a_problem_of_that_message_only():
     messages = _chat("a", "b", "<think>only thought</think>", "c")
-    found = _found(BYTE_LEVEL, messages, chat_template=STRIPS)
-    assert (found[0], found[1], found[3]) == ("a", "b", "c")
-    assert found[2] == "the chat template rewrites it, or leaves it out"
-    assert _found(BYTE_LEVEL, messages, chat_template=FORGETS) == [
-        *["the chat template does not write it as it is"] * 3,
-        "c",
-    ]
+    spelt = _found(BYTE_LEVEL, messages, chat_template=STRIPS)
+    assert spelt == ["a", "b", "the chat template rewrites it, or leaves it out", "c"]
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ messages[0].content | upper }}", "does not write it as it is"),
+        ("{{ messages[0].content | replace('h', 'x') }}", "rewrites it, or leaves it out"),
+        (
+            "{{ messages[0].content }}{% if 'hi' in messages[0].content %}, hi{% endif %}",
+            "writes it more than once",
+        ),
+    ],
+)
+def test_what_a_template_changes_or_repeats_is_refused(template, problem):
+    found = _found(BYTE_LEVEL, [{"role": "user", "content": "hi"}], chat_template=template)
+    assert found == [f"the chat template {problem}"]
 
 
 def test_a_content_of_several_texts_goes_from_the_first_to_the_last():
@@ -226,8 +237,7 @@ SPACED = "{% for m in messages %}\n\n{{ m.content | trim }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    "template",
-    [PLAIN, SPACED, STRIPS, REORDERS, FORGETS, JOINED, FIRST_TWICE, MARKED],
+    "template", [PLAIN, SPACED, STRIPS, REORDERS, FORGETS, JOINED, FIRST_TWICE, MARKED]
 )
 @given(contents=st.lists(st.text("hi \n</user>", max_size=9), min_size=1, max_size=5))
 @settings(max_examples=rounds(suite=60, nightly=1000))
