@@ -21,7 +21,7 @@ from support.engine_view import inspect
 from support.engines import ALL_SITES, greedy, tokens
 from support.output_results import results
 
-from midstream import Capture, Positions, Probe, Steer, TokenIds
+from midstream import Between, Capture, Positions, Probe, Steer, TokenIds
 
 LETTERS = list(range(64, 90))
 SETTINGS: dict[str, Any] = {
@@ -137,8 +137,14 @@ def session_plan(nth: int) -> dict[str, Any]:
     ]
     asked: dict[str, Any] = {"capture": EVERYTHING, "probes": Probe(PUSH, 2, name="p")}
     if nth % 5 != 4:
-        asked["steer"] = push(positions=where[nth % 4])
+        asked["steer"] = push(positions=Between(*marks_of(nth)) if nth > 7 else where[nth % 4])
     return asked
+
+
+def marks_of(nth: int) -> tuple[list[int], list[int]]:
+    """Of the first and of the last input of a session."""
+    parts = parts_of(nth)
+    return [parts[0][1]], [parts[-1][-1]]
 
 
 async def sessions(llm: Any, found: dict[str, Any]) -> None:

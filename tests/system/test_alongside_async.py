@@ -10,9 +10,11 @@ import torch
 from support.alongside import PUSH, TOLERANCE, hooked, rows_of
 from support.async_calls import results_of
 from support.engines import ALL_SITES
+from support.marks import between
 from support.oracle import Oracle, relative_error
 from system.alongside_async import (
     LOOKED_FOR,
+    marks_of,
     params,
     parts_of,
     prompt,
@@ -75,6 +77,8 @@ def session_rows(parts: list[list[int]], turns: list[list[int]]) -> list[int]:
 def edited(nth: int, rows: list[int]) -> Any:
     if "steer" not in session_plan(nth):
         return lambda _: False
+    if nth > 7:
+        return frozenset(between(rows, *marks_of(nth))).__contains__
     return [
         lambda _: True,
         range(4, 19, 3).__contains__,
