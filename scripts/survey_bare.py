@@ -138,7 +138,7 @@ _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Param2MoEForCausalLM": ("param2moe", _PARAM2),
     "Plamo3ForCausalLM": ("plamo3", _PLAMO3),
     "Rnj1ForCausalLM": ("rnj1", _RNJ1),
-    "SarvamMLAForCausalLM": ("sarvam_mla", {**_LATENT, **_SARVAM, "score_function": "softmax"}),
+    "SarvamMLAForCausalLM": ("sarvam_mla", {**_LATENT, **_SARVAM, "q_lora_rank": None}),
     "SarvamMoEForCausalLM": ("sarvam_moe", _SARVAM),
     "SolarForCausalLM": ("solar", _SOLAR),
     "Step1ForCausalLM": ("step1", _STEP1),
