@@ -110,7 +110,9 @@ def _examine_bare(candidate: Candidate, settings: EngineSettings) -> dict[str, A
         if said["outcome"] != UNBUILT:
             break
         reasons.append(said["reason"])
-    return {**said, "reason": "; ".join(dict.fromkeys([said["reason"], *reasons]))}
+    if said["outcome"] != UNBUILT:
+        reasons = [said["reason"], *(f"without an image: {reason}" for reason in reasons)]
+    return {**said, "reason": "; ".join(dict.fromkeys(reasons))}
 
 
 def _examine_processed(candidate: Candidate, settings: EngineSettings) -> dict[str, Any]:
