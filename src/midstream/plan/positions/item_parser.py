@@ -41,11 +41,13 @@ from midstream.validation import (
 _LAST = 'use "last_prompt" for the last token of the prompt, "last" for the last row of the request'
 _GENERATED = 'use "generated" for the tokens that the model generates'
 _PROMPT = 'use "prompt" for the tokens of the prompt'
+_THINKING = 'use Between("<think>", "</think>"), or Role("assistant", part="thinking") of a chat'
 # Words of other tools, and what to write instead.
 _MEANT = {
     **dict.fromkeys(("last_token", "last_tok", "final", "final_token", "end", "-1"), _LAST),
     **dict.fromkeys(("decode", "completion", "response", "output", "answer"), _GENERATED),
     **dict.fromkeys(("prefill", "input", "context"), _PROMPT),
+    **dict.fromkeys(("thinking", "reasoning", "analysis", "cot"), _THINKING),
 }
 
 Made = TypeVar("Made", Span, Window)

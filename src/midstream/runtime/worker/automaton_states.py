@@ -36,8 +36,9 @@ class _Rows(NamedTuple):
     run: Ints  # of `runs`, that has the first row of each automaton
     skipped: Ints  # rows of that run before it, which are of the prompt
     first: Tensor  # int64, the first row of each
-    automaton: Tensor  # int64 [4, automata]: number, start, row of the states, bit
-    places: Tensor  # int64 [3, rows]: row, automaton's column, place among its rows
+    automaton: Tensor  # int64 [2, automata]: start, row of the states
+    # int64 [5, rows]: row, column of `automaton`, place among its rows, its number, its bit
+    places: Tensor
     kept: Tensor  # int64, columns of `places` of the last rows of each, whose states are kept
     longest: int  # most rows of one automaton
 
@@ -92,8 +93,8 @@ class AutomatonStates:
             return
         tables = self._tables
         assert tables is not None
-        row, column, place = rows.places
-        number, start, state_row, bit = rows.automaton
+        row, column, place, number, bit = rows.places
+        start, state_row = rows.automaton
         if runs.exact or batch.unknown is None:
             positions = torch.from_numpy(runs.position[rows.run] + rows.skipped)
             position = on_device(positions, self._ids.device)
@@ -102,14 +103,14 @@ class AutomatonStates:
         kept = self._states.shape[1]
         before = self._states[state_row, (position - 1) % kept]
         before = torch.where(position > start, before, 0)
-        keys = (number[column] << _ID_BITS) + batch.token_ids()[row]
+        keys = (number << _ID_BITS) + batch.token_ids()[row]
         at = torch.searchsorted(tables.keys, keys).clamp_(max=len(tables.keys) - 1)
         kinds = torch.where(tables.keys[at] == keys, tables.kinds[at], 0)
-        after = _composed(tables.moves[number[column], kinds], place, rows.longest)
+        after = _composed(tables.moves[number, kinds], place, rows.longest)
         state = after.gather(1, before[column, None])[:, 0]
         last, of = rows.kept, column[rows.kept]
         self._states[state_row[of], (position[of] + place[last]) % kept] = state[last]
-        bits = tables.selects[number[column], state] << bit[column]
+        bits = tables.selects[number, state] << bit
         selected = self._ids[: batch.num_tokens, layout.SELECTED]
         selected.zero_().index_add_(0, row, bits.to(torch.int32))
 
@@ -127,23 +128,23 @@ class AutomatonStates:
                 *known, count = spans.get(slot, (row + skipped, run, skipped, 0))
                 first_row, first_run, before = min(known, [row + skipped, run, skipped])
                 spans[slot] = (first_row, first_run, before, count + length - skipped)
-        automata: list[tuple[int, int, int, int]] = []
+        automata: list[tuple[int, int]] = []
         firsts: list[tuple[int, int, int]] = []
-        places: list[tuple[int, int, int]] = []
+        places: list[tuple[int, int, int, int, int]] = []
         kept: list[int] = []
         for slot, (row, run, skipped, count) in spans.items():
             for bit, (automaton, state_row) in enumerate(zip(*self._held[slot], strict=True)):
-                number = self._numbers[_content(automaton)]
+                number, column = self._numbers[_content(automaton)], len(automata)
                 first = len(places) + max(0, count - self._states.shape[1])
                 kept += range(first, len(places) + count)
-                places += [(row + place, len(automata), place) for place in range(count)]
-                automata.append((number, automaton.start, state_row, bit))
+                places += [(row + place, column, place, number, bit) for place in range(count)]
+                automata.append((automaton.start, state_row))
                 firsts.append((row, run, skipped))
         first_rows, first_runs, skips = np.array(firsts, np.int64).reshape(-1, 3).T
         tables = (
             first_rows,
-            np.array(automata, np.int64).reshape(-1, 4).T,
-            np.array(places, np.int64).reshape(-1, 3).T,
+            np.array(automata, np.int64).reshape(-1, 2).T,
+            np.array(places, np.int64).reshape(-1, 5).T,
             np.array(kept, np.int64),
         )
         device = self._ids.device

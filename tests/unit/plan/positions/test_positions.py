@@ -82,6 +82,7 @@ def test_what_selects_nothing_or_is_malformed_is_refused():
     refused(
         Positions,
         ([], "", "at least one position"),
+        ("thinking", "", r"got 'thinking'; use Between.\"<think>\", \"</think>\"., or Role"),
         ("last_promt", "", "expected one of `all`.*got 'last_promt' .did you mean `last_prompt`"),
         (["all", "first"], "[1]", "`generated`, `last_prompt`, `last`, got 'first'"),
         ([0, False], "[1]", "got `bool`"),
