@@ -147,8 +147,8 @@ def _examine_whole(options: Options, config: Any, folder: Path) -> Report:
         except CannotBuild as error:
             noted.append(str(error))
             continue
-        without = [f"without an image: {reason}" for reason in noted]
-        return replace(report, reason="; ".join(filter(None, (report.reason, *without))))
+        failed = [f"without an image: {reason}" for reason in noted]
+        return replace(report, reason="; ".join(filter(None, (report.reason, *failed))))
     return _report(options, UNBUILT, "; ".join(dict.fromkeys(noted)))
 
 
