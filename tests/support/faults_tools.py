@@ -61,6 +61,14 @@ TOOLS: tuple[Fault, ...] = (
         "::test_an_engine_with_one_model_is_none_to_compare_with",
     ),
     Fault(
+        "The doctor blames taps for rounding in half precision",
+        "judge:merge",
+        "not finding.error <= _ROUNDING * rounding",
+        "True",
+        "tests/lab/tools/doctor/test_judge.py"
+        "::test_what_differs_no_more_than_right_sites_in_half_precision_is_no_evidence",
+    ),
+    Fault(
         "The doctor blames taps for what vLLM itself computes differently than transformers",
         "judge:merge",
         "if finding.outcome != WRONG or theirs.outcome == INCOMPARABLE:",
