@@ -206,6 +206,7 @@ def test_what_differs_no_more_than_right_sites_in_half_precision_is_no_evidence(
 
 def test_where_vllm_itself_differs_only_what_matches_transformers_is_shown():
     theirs = judgement(INCOMPARABLE, resid_pre=WRONG, q=OK, k=WRONG)
+    theirs = replace(theirs, sites=(*theirs.sites[:2], replace(theirs.sites[2], error=1.6)))
     own = judgement(OK, resid_pre=OK, q=UNCOMPARED, k=UNCOMPARED)
     found = merge(theirs, own)
     assert [one.outcome for one in found.sites] == [OK, OK, UNCOMPARED]
