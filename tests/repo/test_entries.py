@@ -12,9 +12,13 @@ PACKAGE = Path(midstream.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # They import what is not midstream's: of vLLM and its packages, and what a user names.
 FOREIGN = {
-    "compat/packed_arrays.py", "config/controllers.py", "plan/local_functions.py",
-    "runtime/install.py", "runtime/vllm/seams.py", "sinks/registry.py",
-}  # fmt: skip
+    "compat/packed_arrays.py",
+    "config/controllers.py",
+    "plan/local_functions.py",
+    "runtime/install.py",
+    "runtime/vllm/seams.py",
+    "sinks/registry.py",
+}
 # Its names need transformers, so they are imported when they are used.
 LAZY = "lab/attribution/__init__.py"
 

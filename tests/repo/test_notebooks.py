@@ -8,9 +8,13 @@ import pytest
 from support import notebooks
 
 NAMES = [
-    "causal_tracing", "live_probe", "logit_lens", "refusal_direction", "sae_feature",
+    "causal_tracing",
+    "live_probe",
+    "logit_lens",
+    "refusal_direction",
+    "sae_feature",
     "steer_and_tune",
-]  # fmt: skip
+]
 BY_NAME = pytest.mark.parametrize("path", notebooks.PATHS, ids=lambda path: path.stem)
 PAGE = notebooks.ROOT / "docs" / "notebooks.md"
 # Lines of the same tasks by hand, with a release that had no sweeps, fits, lenses or pictures.

@@ -17,10 +17,21 @@ pytestmark = pytest.mark.engine  # builds the site in a process of its own
 ROOT = Path(__file__).resolve().parents[2]
 # What people search for; each must be in the title or a heading of a page.
 TERMS = [
-    "activation patching", "attention", "attribution", "causal tracing", "contrastive pairs",
-    "hook points", "interventions", "logit lens", "overhead", "probe", "refusal direction",
-    "sae features", "steering vector", "throughput",
-]  # fmt: skip
+    "activation patching",
+    "attention",
+    "attribution",
+    "causal tracing",
+    "contrastive pairs",
+    "hook points",
+    "interventions",
+    "logit lens",
+    "overhead",
+    "probe",
+    "refusal direction",
+    "sae features",
+    "steering vector",
+    "throughput",
+]
 
 
 class Links(html.parser.HTMLParser):

@@ -14,9 +14,13 @@ PACKAGE = ROOT / "src" / "midstream"
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 WALKS = ["An offline request", "An HTTP request", "One captured row into a store"]
 CHANGES = [
-    "Add an operation", "Add a read-out", "Add a codec", "Add a layer convention",
-    "Add an HTTP route", "Check a new vLLM release",
-]  # fmt: skip
+    "Add an operation",
+    "Add a read-out",
+    "Add a codec",
+    "Add a layer convention",
+    "Add an HTTP route",
+    "Check a new vLLM release",
+]
 MAX_HOPS = 14
 FUNCTION = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 RETURN = "(return)"

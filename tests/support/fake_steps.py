@@ -457,6 +457,18 @@ def check_taken(
 
 
 __all__ = [
-    "TAPS", "VOCABULARY", "WIDTH", "Fake", "FakeEngine", "SlowTransport", "applies", "captured",
-    "captures_at", "check_taken", "covers", "make_buffers", "scored", "view_of",
-]  # fmt: skip
+    "TAPS",
+    "VOCABULARY",
+    "WIDTH",
+    "Fake",
+    "FakeEngine",
+    "SlowTransport",
+    "applies",
+    "captured",
+    "captures_at",
+    "check_taken",
+    "covers",
+    "make_buffers",
+    "scored",
+    "view_of",
+]

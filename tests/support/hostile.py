@@ -27,8 +27,17 @@ POISON: list[Json] = [
     2**200,
 ]
 _GARBAGE = [
-    "", "nul", "{", "}", "[]]", '{"capture": }', "{'edits': 1}", "\x00", "\ufeff{}", "1e999",
-]  # fmt: skip
+    "",
+    "nul",
+    "{",
+    "}",
+    "[]]",
+    '{"capture": }',
+    "{'edits': 1}",
+    "\x00",
+    "\ufeff{}",
+    "1e999",
+]
 
 
 def good_plan(draw: random.Random, width: int, layers: int, prompt: int) -> dict[str, Json]:
@@ -84,6 +93,9 @@ def hostile_plans(
     for nth in range(count):
         kind, spoil = DEFECTS[nth % len(DEFECTS)]
         yield kind, spoil(draw, good_plan(draw, width, layers, prompt))
+
+
+# ---------------------------------------------------------------- defects
 
 
 def _nodes(value: Json, found: list[tuple[Json, Any]]) -> list[tuple[Json, Any]]:

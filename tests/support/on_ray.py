@@ -10,8 +10,11 @@ import ray
 from lab.jobs.fakes import FakeEngine
 
 RAY = {
-    "num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR",
-}  # fmt: skip
+    "num_cpus": 2,
+    "include_dashboard": False,
+    "log_to_driver": False,
+    "logging_level": "ERROR",
+}
 
 
 class Slow(FakeEngine):

@@ -25,10 +25,16 @@ class Tiny:
 
 
 _COMMON = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 512,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 _GROUPED = {**_COMMON, "num_key_value_heads": 1, "head_dim": 32}
 _SANDWICH = "pre_feedforward_layernorm"
 

@@ -23,11 +23,18 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _TEXT = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 32, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "pad_token_id": 0,
-}  # fmt: skip
+}
 _ROPE = {
     "rope_type": "default",
     "mrope_section": [4, 6, 6],
@@ -35,9 +42,14 @@ _ROPE = {
     "rope_theta": 10000.0,
 }
 _SIGLIP = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "image_size": 56, "patch_size": 14, "vision_use_head": False,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
 
 
 class Parts(NamedTuple):

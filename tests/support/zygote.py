@@ -28,10 +28,17 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 # Of a process that forks: libraries start no threads, and vLLM looks for nothing outside.
 SERVER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "MIDSTREAM_TEST_FORKS": "1",
-}  # fmt: skip
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "MIDSTREAM_TEST_FORKS": "1",
+}
 _LENGTH = 8
+
+
+# ---------------------------------------------------------------- the client's side
 
 
 class Child:
@@ -196,6 +203,9 @@ def _exactly(link: socket.socket, count: int) -> bytes:
             raise ConnectionError("the zygote has ended")
         data += more
     return data
+
+
+# ---------------------------------------------------------------- the zygote's side
 
 
 def serve(control: socket.socket) -> None:

@@ -14,9 +14,14 @@ TAPS = (("resid_pre", 0), ("resid_post", 0), ("resid_post", 3))
 
 def header(**fields) -> Header:
     known = {
-        "model": "acme/tiny", "revision": "abc", "hidden_size": HIDDEN, "dtype": "bfloat16",
-        "codec": "raw", "vllm": "0.32.0", "midstream": "0.1.0",
-    }  # fmt: skip
+        "model": "acme/tiny",
+        "revision": "abc",
+        "hidden_size": HIDDEN,
+        "dtype": "bfloat16",
+        "codec": "raw",
+        "vllm": "0.32.0",
+        "midstream": "0.1.0",
+    }
     return Header(**(known | fields))
 
 

@@ -75,9 +75,13 @@ def test_a_cuda_build_of_torchvision_that_does_not_load_beside_torch_for_the_cpu
 
 def test_a_missing_package_is_listed_with_each_extra_that_has_it(installed, monkeypatch):
     lines = [
-        "numpy>=1.26", "vllm<0.34,>=0.26; extra == 'vllm'", 'midstream[engine]; extra == "vllm"',
-        "torch; extra == 'engine'", 'pyarrow<28,>=18 ; extra == "arrow"', "ruff; extra == 'dev'",
-    ]  # fmt: skip
+        "numpy>=1.26",
+        "vllm<0.34,>=0.26; extra == 'vllm'",
+        'midstream[engine]; extra == "vllm"',
+        "torch; extra == 'engine'",
+        'pyarrow<28,>=18 ; extra == "arrow"',
+        "ruff; extra == 'dev'",
+    ]
     monkeypatch.setattr(environment.metadata, "requires", lambda name: lines)
     installed["pyarrow"] = "20.0"
     assert environment._extras() == {"arrow": (), "engine": ("torch",), "vllm": ("torch", "vllm")}
