@@ -39,7 +39,7 @@ _STEP3P5 = {
     "num_attention_groups": 1, "moe_num_experts": 4, "moe_top_k": 2, "share_expert_dim": 48,
     "moe_intermediate_size": 48, "moe_layers_enum": "1,2", "moe_router_scaling_factor": 1.0,
     "norm_expert_weight": True, "layer_types": ["full_attention"] * 3, "sliding_window": 64,
-    "use_moe_router_bias": False, "moe_router_activation": "softmax", "need_fp32_gate": True,
+    "use_moe_router_bias": True, "moe_router_activation": "softmax", "need_fp32_gate": True,
     "att_impl_type": "GQA",
     "use_head_wise_attn_gate": False, "yarn_only_types": [], "partial_rotary_factors": [1.0] * 3,
     "rope_parameters": None,
@@ -61,7 +61,7 @@ _DBRX = {
     "d_model": 64, "n_heads": 2, "n_layers": 3, "max_seq_len": 512,
     "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": None},
     "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2,
-                   "ffn_act_fn": {"name": "silu"}, "moe_normalize_expert_weights": 1},
+                   "ffn_act_fn": {"name": "silu"}, "moe_normalize_expert_weights": 1.0},
 }  # fmt: skip
 _TELECHAT = {
     "add_bias_linear": False, "seq_length": 512, "n_layer": 3, "n_head": 2, "n_embed": 64,
@@ -138,7 +138,7 @@ _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Param2MoEForCausalLM": ("param2moe", _PARAM2),
     "Plamo3ForCausalLM": ("plamo3", _PLAMO3),
     "Rnj1ForCausalLM": ("rnj1", _RNJ1),
-    "SarvamMLAForCausalLM": ("sarvam_mla", {**_LATENT, **_SARVAM, "score_function": "softmax"}),
+    "SarvamMLAForCausalLM": ("sarvam_mla", {**_LATENT, **_SARVAM, "q_lora_rank": None}),
     "SarvamMoEForCausalLM": ("sarvam_moe", _SARVAM),
     "SolarForCausalLM": ("solar", _SOLAR),
     "Step1ForCausalLM": ("step1", _STEP1),

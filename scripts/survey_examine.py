@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,9 @@ def examine(candidate: Candidate, settings: EngineSettings) -> dict[str, Any]:
         return {"outcome": UNBUILT, "reason": NO_MODEL}
     if UNREAD in said["reason"]:
         said["reason"] = f"vLLM cannot load it here: {_why_unread(candidate.name)}"
-    # Remove the arguments that pydantic appends.
-    return {**said, "reason": said["reason"].split(" [type=")[0]}
+    # Remove the arguments that pydantic appends, and this host's folders.
+    reason = re.sub(r"[^\s('\"]*/site-packages/", "", said["reason"].split(" [type=")[0])
+    return {**said, "reason": reason}
 
 
 def _examine_bare(candidate: Candidate, settings: EngineSettings) -> dict[str, Any]:
@@ -110,7 +112,9 @@ def _examine_bare(candidate: Candidate, settings: EngineSettings) -> dict[str, A
         if said["outcome"] != UNBUILT:
             break
         reasons.append(said["reason"])
-    return {**said, "reason": "; ".join(dict.fromkeys([said["reason"], *reasons]))}
+    if said["outcome"] != UNBUILT:
+        reasons = [said["reason"], *(f"without an image: {reason}" for reason in reasons)]
+    return {**said, "reason": "; ".join(dict.fromkeys(reasons))}
 
 
 def _examine_processed(candidate: Candidate, settings: EngineSettings) -> dict[str, Any]:

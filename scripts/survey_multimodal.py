@@ -78,6 +78,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "vision_config": {"embed_dim": 64, "mlp_ratio": 4, "in_channels": 3},
         "hidden_size": 64,
         "pixel_hidden_size": 64,
+        "use_temporal_conv": True,
         "spatial_conv_size": 2,
         "temporal_conv_size": 2,
         "im_patch_id": 3,
@@ -88,6 +89,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [1],
         "spatial_vision_layer": -1,
         "downsample_rate": "1/2",
+        "text_config": {"model_type": "granite", **survey_settings.SETTINGS["granite"]},
     },
     "voxtral": {"audio_config": _VOXTRAL},
     "voxtral_realtime": {"audio_config": _VOXTRAL},
@@ -109,7 +111,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_vl": {"text_config": survey_settings.SETTINGS["lfm2"]},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "qwen3_omni_moe": {
-        "thinker_config": {"vision_config": {"image_size": 224, "apply_vit_abs_pos_embed": True}}
+        "thinker_config": {
+            "vision_config": {"image_size": 224, "apply_vit_abs_pos_embed": True},
+            "text_config": {"tie_word_embeddings": False},
+        }
     },
     "qwen3_vl_moe": {"text_config": {"norm_topk_prob": True}},
 }

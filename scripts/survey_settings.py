@@ -123,6 +123,10 @@ SAME_AS: dict[str, str] = {
     "LLaMAForCausalLM": "llama",
     "MiMoForCausalLM": "qwen2",
     "MiMoV2ForCausalLM": "mimo_v2_flash",
+    "LongcatFlashNgramForCausalLM": "longcat_flash",
+    "MiniMaxM3SparseForCausalLM": "minimax_m3_vl_text",
+    "MuseGlimmerForCausalLM": "muse_glimmer",
+    "NemotronHPuzzleForCausalLM": "nemotron_h",
     "PhiMoEForCausalLM": "phimoe",
     "TeleChat3ForCausalLM": "llama",
 }

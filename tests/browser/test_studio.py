@@ -12,8 +12,6 @@ from support.studio_server import HOSTILE
 
 expect = sync_api().expect
 
-# ------------------------------------------------------------------ chat
-
 
 def test_an_answer_streams_and_each_token_shows_its_probability(page, server):
     answered(page, server, "How was it?")
@@ -159,9 +157,6 @@ def test_an_error_of_the_server_is_shown_as_text_and_the_answer_can_be_asked_aga
     expect(page.get_by_role("alert").get_by_role("button", name="Answer again")).to_be_visible()
 
 
-# ------------------------------------------------------------------ steer
-
-
 def test_plain_and_steered_answers_stream_side_by_side(page, server):
     with_vector(server)
     page.goto(link(server, "steer", prompt="Hi", v=[["mood", 2, 1.5]]))
@@ -209,9 +204,6 @@ def test_sliders_set_layer_and_strength_and_are_in_the_link(page, server):
     page.reload()
     assert page.url == url
     assert page.get_by_label("Strength of mood, as a number").nth(1).input_value() == "-12"
-
-
-# ------------------------------------------------------------------ library
 
 
 def test_a_vector_is_fitted_to_typed_pairs_and_then_steers_and_colours(page, server):
@@ -310,9 +302,6 @@ def test_what_the_server_refuses_is_told(page, server):
     page.get_by_label("Name").fill("../x")
     page.get_by_role("button", name="Fit and register").click()
     expect(page.get_by_role("alert")).to_contain_text("Give it a name")
-
-
-# ------------------------------------------------------------------ layers and patching
 
 
 def test_a_lens_shows_the_likeliest_token_of_each_layer(page, server):

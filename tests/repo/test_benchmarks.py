@@ -63,13 +63,9 @@ def start(folder, *words, script=SCRIPT):
     (folder / "script.py").write_text(script)
     (folder / "pids").mkdir()
     command = [
-        sys.executable,
-        str(folder / "script.py"),
-        "--rounds",
-        "3",
-        "--json",
+        sys.executable, str(folder / "script.py"), "--rounds", "3", "--json",
         str(folder / "found.json"),
-    ]
+    ]  # fmt: skip
     return subprocess.Popen(
         [*command, *words[:-1], str(folder / "pids"), *words[-1].split()],
         stdout=subprocess.PIPE,

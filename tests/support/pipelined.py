@@ -42,13 +42,7 @@ _SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Asked:
-    """One request.
-
-    Attributes:
-        kind: what it is, in words.
-        method, path, body: what is sent; an empty body is none.
-        client: the key or the address of its client.
-    """
+    """One request."""
 
     kind: str
     method: str
@@ -87,12 +81,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, without what differs from one time to the next.
-
-    Attributes:
-        status, headers, body: what came.
-        owners: ids of the clients that cached rows of the answer belong to.
-    """
+    """An answer, without what differs from one time to the next."""
 
     status: int
     headers: tuple[tuple[str, str], ...]
@@ -148,16 +137,7 @@ class _Unclosed(io.BufferedIOBase):
 
 @dataclass
 class Pipelines:
-    """Requests to one server, and what is known of them.
-
-    Attributes:
-        listening: the server.
-        clients: keys or addresses of its clients.
-        ran: by the id that the client gave a request, the plan of each of its engine calls.
-        asked: the requests by that id.
-        alone: what each request is answered on a connection of its own.
-        numbers: of the ids; threads may draw them at the same time.
-    """
+    """Requests to one server, and what is known of them."""
 
     listening: Listening
     clients: Sequence[str]

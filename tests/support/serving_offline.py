@@ -259,7 +259,7 @@ def main(model: str, out: str) -> None:
         asked = {key: [one] if isinstance(one, list) else one for key, one in case.asked.items()}
         [output] = ask(case.prompt, params, use_tqdm=False, **asked)
         found[name] = plain(output.outputs[0])
-    found["fit"] = Directions.fit(llm, **FIT).vectors
+    found["fit"] = torch.tensor(Directions.fit(llm, **FIT).vectors)
     found["sweep"] = llm.sweep(**SWEEP, use_tqdm=False).to_json()
     torch.save(found, out)
 

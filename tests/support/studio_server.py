@@ -27,14 +27,7 @@ LAYERS = 4
 
 
 class StudioServer:
-    """One server.
-
-    Attributes:
-        url: its address.
-        bodies: what was asked of the scripted endpoints.
-        site: midstream's app and its engine.
-        release: set: answers to "hold" go on.
-    """
+    """One server."""
 
     def __init__(self, port: int | None = None, **settings: Any) -> None:
         self.port = port or free_port()

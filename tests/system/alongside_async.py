@@ -87,9 +87,6 @@ def turns_of(generated: Sequence[int], each: Sequence[Any]) -> list[list[int]]:
     return turns
 
 
-# -- ordinary requests ------------------------------------------------------------------------
-
-
 async def requests(llm: Any, found: dict[str, Any]) -> None:
     given = tokens(prompt(0, 21))
     free = await ask(llm, "free", given, params(24, allowed_token_ids=LETTERS), **ASKED)
@@ -103,9 +100,6 @@ async def requests(llm: Any, found: dict[str, Any]) -> None:
     )
     found["requests"] = dict(zip(kinds, done, strict=True))
     await inspect(llm).check_integrity()
-
-
-# -- sessions of streaming input --------------------------------------------------------------
 
 
 async def inputs(

@@ -20,7 +20,7 @@ TOLERANCE = 1e-3 if HAS_GPU else 1e-5
 
 def check(client: Client, server: Running, offline: dict[str, Any]) -> None:
     _check_values(client, Sweep.from_json(offline["sweep"]))
-    fitted, wanted = client.fit(**FIT).vectors, offline["fit"]
+    fitted, wanted = client.fit(**FIT).vectors, offline["fit"].numpy()
     assert np.abs(fitted - wanted).max() <= TOLERANCE * np.abs(wanted).max()
     _check_others(client, server, offline["everything"])
 

@@ -59,9 +59,6 @@ def check(
     return logits
 
 
-# -- ordinary requests ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
 def test_rows_past_a_stop_string_are_not_there(found, talking_oracle, kind):
     one = found["requests"][kind]
@@ -69,9 +66,6 @@ def test_rows_past_a_stop_string_are_not_there(found, talking_oracle, kind):
     assert one["reason"] == "stop"
     assert len(generated) < 24
     check(talking_oracle, one, rows_of(prompt(0, 21), generated))
-
-
-# -- sessions of streaming input --------------------------------------------------------------
 
 
 def session_rows(parts: list[list[int]], turns: list[list[int]]) -> list[int]:

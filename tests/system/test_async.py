@@ -111,9 +111,6 @@ def test_the_engine_says_what_is_tapped_once_it_was_asked(found):
     assert found["sites"] == sorted((site, layer) for site in TAPPED for layer in range(3))
 
 
-# ---------------------------------------------------------------- rows on the way
-
-
 STREAMED = [(site, layer) for layer in (0, 2) for site in ALL_SITES]
 
 
@@ -144,14 +141,6 @@ def test_most_streams_show_rows_and_scores_before_their_last_output(found):
     partial = [scores for mine in found["mix"] for _, scores, *_ in mine["partial"]]
     assert any(scores is not None for scores in partial)
     assert sum(len(one["shown"]) > 1 for one in found["streams"]) > 12
-
-
-def test_an_aborted_request_has_the_rows_that_were_known(found):
-    mine = found["stream aborted"]
-    assert mine["reason"] == "abort"
-    (_, _, before), (_, finished, last) = mine["shown"][-2:]
-    assert finished
-    assert len(last["resid_pre", 0][1]) >= len(before["resid_pre", 0][1])
 
 
 def test_rows_on_the_way_are_refused_where_no_output_would_show_them(found):

@@ -180,9 +180,6 @@ def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path):
     assert (again.status, again.counts.skipped, again.counts.stored) == (0, 11, 1)
 
 
-# ---------------------------------------------------------------- the command
-
-
 def command(
     folder: Path, model: Path, *arguments: str, separate: bool = True
 ) -> own_process.Process:

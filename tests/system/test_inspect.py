@@ -149,7 +149,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
     async def generate(api: Any, *asked: Any) -> Any:
-        found.append(api.completion_params(asked[-1], tools=False))
+        found.append((api, asked[-1]))
         answer = {"choices": [{"index": 0, "message": {"content": "plain"}}]}
         return ModelOutput.from_content("x", "plain"), ModelCall.create({}, answer)
 
@@ -175,7 +175,9 @@ def test_a_call_whose_arguments_ask_for_nothing_has_no_plan(sent: list[Any]) -> 
         config = GenerateConfig(extra_body=body)
         model = get_model("midstream/x", base_url=NOWHERE, memoize=False, config=config, **given)
         assert asyncio.run(model.generate("hi")).completion == "plain"
-        assert "midstream" not in sent[-1].get("extra_body", {})
+        api, asked = sent[-1]
+        params = api.completion_params(asked, tools=False)
+        assert "midstream" not in params.get("extra_body", {})
 
 
 @pytest.mark.nightly

@@ -171,9 +171,6 @@ def run_the_mix(model: Model, llm: Any, folder: Path, count: int = REQUESTS) -> 
         assert MEASURE.error(cached.activations[tap], alone.activations[tap]) < MEASURE.rows
 
 
-# ---------------------------------------------------------------- tensor parallelism
-
-
 @pytest.fixture(scope="module")
 def tensor(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     sinks = {"npz": {"root": str(tmp_path_factory.mktemp("npz"))}}
@@ -314,9 +311,6 @@ def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> 
     both = [Capture(0, return_="gathered"), Capture(1, return_="sharded")]
     with pytest.raises(SpecError, match=r"\[1\]\.return: sharded, and that of .* is gathered"):
         one(tensor, model, 0, capture=[both])
-
-
-# ---------------------------------------------------------------- others
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,6 @@ def rows(nth: int) -> int:
     return len(prompt(nth)["prompt_token_ids"])
 
 
-# ---------------------------------------------------------------- one request as another
-
-
 @pytest.mark.parametrize("nth", range(COUNT))
 def test_each_of_many_at_once_gets_what_one_engine_gives(found, nth):
     assert_alike(found["mix"][nth], found["single"][nth], bool(plan(nth)))
@@ -97,12 +94,6 @@ def test_all_inputs_of_a_session_go_to_one_replica_and_count_on(found):
     assert {sent[0] for sent in found["session sent"]} == {0, 1}
 
 
-# ---------------------------------------------------------------- on the way
-
-
-# ---------------------------------------------------------------- ends
-
-
 def test_calls_that_are_given_up_leave_nothing_behind_on_any_replica(found):
     # That nothing is left was checked on all workers; see `check_integrity`.
     assert found["cancelled"] == ["CancelledError"] * 12
@@ -122,9 +113,6 @@ def test_when_one_replica_dies_every_call_ends_with_an_error(found):
     # vLLM raises `Exception` for an RPC that the dying replica answers with a failure.
     assert len(found["lost"]) == 4
     assert set(found["lost"]) <= {"EngineDeadError", "Exception"}
-
-
-# ---------------------------------------------------------------- a server
 
 
 @pytest.fixture(scope="module")

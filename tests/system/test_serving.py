@@ -85,9 +85,6 @@ def openai(server: Running) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-# ---------------------------------------------------------------- as offline
-
-
 STREAMED = "plain", "everything", "remembered", "chat", "lenses", "features", "attention", "between"
 BY_NIGHT = [
     name if name in STREAMED else pytest.param(name, marks=pytest.mark.nightly) for name in CASES
@@ -199,9 +196,6 @@ def test_a_name_that_the_server_has_not_is_refused_by_its_place(client):
         assert (caught.value.status, caught.value.param) == (400, f"midstream.{path}")
 
 
-# ---------------------------------------------------------------- streams
-
-
 def test_scores_and_rows_come_with_the_tokens_that_they_are_of(client):
     asked = {"capture": Capture([10], stream=True), "probes": Probe(VECTOR, 5, name="p")}
     seen = []
@@ -254,9 +248,6 @@ def test_a_probe_switches_the_edits_of_a_request(client):
     assert first.applied + first.cached == first.positions[1] == second.positions[0]
 
 
-# ---------------------------------------------------------------- several choices
-
-
 def test_each_choice_of_several_prompts_has_its_own_rows_and_receipt(client):
     prompts = ["One two three four", "Seven eight"]
     given = {**ASKED, "n": 2, "seed": 1, "temperature": 1.0, "capture": Capture([1])}
@@ -275,9 +266,6 @@ def test_each_choice_of_several_prompts_has_its_own_rows_and_receipt(client):
 
 def test_a_request_behind_a_steered_one_of_its_connection_is_answered_as_alone(server):
     one_connection.check(server)
-
-
-# ---------------------------------------------------------------- steering and vectors
 
 
 def fingerprint(client: Client) -> str:
@@ -353,9 +341,6 @@ def test_the_endpoints_as_elsewhere_are_the_same_steering(client):
     assert client.vectors.list() == []
 
 
-# ---------------------------------------------------------------- sinks
-
-
 def test_rows_for_a_store_are_where_the_answer_says(client, offline, folder):
     case = CASES["edits"]
     kept = Capture([12, 29], sink="store", tag="served", request_id="one")
@@ -371,8 +356,6 @@ def test_rows_for_a_store_are_where_the_answer_says(client, offline, folder):
         assert torch.equal(rows.encoded(*tap), values)
         assert torch.equal(rows.positions_of(*tap), positions)
 
-
-# ---------------------------------------------------------------- many, and killed ones
 
 KILLED = """
 import sys
@@ -419,9 +402,6 @@ def test_sixty_four_clients_with_different_plans_each_get_what_they_asked_for(se
 
 def test_sweeps_are_what_the_offline_engine_gives_beside_others(client, server, offline):
     served_sweeps.check(client, server, offline)
-
-
-# ---------------------------------------------------------------- operations
 
 
 def test_metrics_beside_vllms_own_say_what_was_done(client, server):

@@ -245,3 +245,6 @@ def test_an_engine_that_cannot_check_estimates_is_named_before_anything_runs(twi
     divergence = attribution_patching(twin, CLEAN, CORRUPT, KL())
     with pytest.raises(SpecError, match="^metric: KL reads the logits of all tokens: tap final_no"):
         divergence.check(engine_of())
+    for metric in (KL(), Recovered(METRIC)):
+        with pytest.raises(SpecError, match="^metric: .* compares a run with a clean one"):
+            twin.gradients(CORRUPT, metric)

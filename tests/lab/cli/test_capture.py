@@ -80,6 +80,18 @@ def test_options_reach_the_job(run, tmp_path):
     assert len(open_store("acts")) == 2
 
 
+def test_positions_may_be_json_and_progress_without_a_terminal_is_lines(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("midstream.lab.jobs.progress._BETWEEN_LINES", 0.0)
+    write_lines(tmp_path, prompts(60))
+    positions = '[{"window": [-4, null]}, "generated"]'
+    result, (job,) = run("--positions", positions, "--max-tokens", "2")
+    assert len(job.capture.positions.include) == 2
+    lines = [line for line in result.stderr.splitlines() if "rows/s" in line]
+    assert len(lines) > 3
+    assert "/60 lines" in lines[0]
+    assert "ETA" in lines[-2]
+
+
 def test_json_is_one_summary_and_nothing_else(run, tmp_path):
     write_lines(tmp_path, [*prompts(3), b"?"])
     result, _ = run("--json")

@@ -105,19 +105,12 @@ def test_a_name_of_a_model_is_passed_on_and_a_folder_is_checked(run, called, tmp
     assert called[1].find_model(stages) == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ValueError("2 validation errors\n  too long"), "ValueError: 2 validation errors too long"),
-        (FileNotFoundError("no such model"), "FileNotFoundError: no such model"),
-    ],
-)
-def test_an_engine_that_cannot_start_is_one_line(run, monkeypatch, error, said):
+def test_an_engine_that_cannot_start_is_one_line(run, monkeypatch):
     def failing(*_, **__):
-        raise error
+        raise ValueError("2 validation errors\n  too long")
 
     monkeypatch.setattr("midstream.lab.report.engine.MidstreamEngine", failing)
     done = run("--model", "m", "--pairs", "pairs.jsonl")
     assert isinstance(done.exception, SystemExit)
     assert done.exit_code == 1
-    assert f"error: {said}" in done.output
+    assert "error: ValueError: 2 validation errors too long" in done.output

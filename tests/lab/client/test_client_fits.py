@@ -9,8 +9,9 @@ from midstream import Directions, SpecError
 
 def test_a_fit_is_the_servers_with_its_probes_and_edits(both, site):
     site.engine.script = script
-    found = both.call("fit", POSITIVE, NEGATIVE, "lda", [1, 3], seed=2, name="good", model="m")
-    wanted = expected("lda", seed=2).at([1, 3])
+    more = {"seed": 2, "groups": (list("aabbc"), list("ccbba"))}
+    found = both.call("fit", POSITIVE, NEGATIVE, "lda", [1, 3], name="good", model="m", **more)
+    wanted = expected("lda", **more).at([1, 3])
     assert isinstance(found, Directions)
     assert np.array_equal(found.vectors, wanted.vectors)
     assert dict(found.scores) == dict(wanted.scores)

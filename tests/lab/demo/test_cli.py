@@ -124,7 +124,10 @@ print("after")
 """
 
 
-def test_noise_is_kept_away_unless_something_fails():
+def test_noise_is_kept_away_unless_something_fails_or_it_is_wished_for():
+    done = run_python("-c", NOISE.format(verbose=True, ending="pass"))
+    assert "noise from C" in done.stdout
+    assert "error noise" in done.stderr
     done = run_python("-c", NOISE.format(verbose=False, ending="pass"))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "what matters\nafter\n"
@@ -158,3 +161,7 @@ def test_what_midstream_refuses_in_a_process_of_the_engines_is_told_by_its_own_w
     assert done.stderr.splitlines()[-1] == "midstream.errors.ConfigError: layer 99"
     assert "the engine could not start" in done.stderr
     assert "what was logged" not in done.stdout
+    ending = "raise __import__('midstream').StoreError('the disk is full')"
+    done = run_python("-c", NOISE.format(verbose=False, ending=ending))
+    assert done.stderr.splitlines()[-1] == "midstream.errors.StoreError: the disk is full"
+    assert "noise" not in done.stdout + done.stderr

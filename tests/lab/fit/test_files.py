@@ -149,13 +149,9 @@ def test_a_file_of_vectors_alone_steers_and_has_no_probe(tmp_path):
 
 
 GOOD = {
-    "version": 1,
-    "method": "mean",
-    "num_folds": 5,
-    "model_type": "llama",
-    "midpoints": {"1": [0, 0, 1], "2": [0, 0, 2]},
-    "scores": {"1": [0.5, 1.0, 2.0]},
-}
+    "version": 1, "method": "mean", "num_folds": 5, "model_type": "llama",
+    "midpoints": {"1": [0, 0, 1], "2": [0, 0, 2]}, "scores": {"1": [0.5, 1.0, 2.0]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from midstream.errors import SpecError
@@ -150,6 +150,8 @@ def test_layers_are_chosen_by_their_index():
     st.integers(2, 7),
     st.integers(0, 3),
 )
+@example([0, 1, 2, 3, 4], [0, 5], 5, 0)  # a class of two groups, one of them the other's too
+@example([0, 1], [0, 2], 2, 0)
 def test_both_classes_have_rows_outside_of_every_fold(positive, negative, most, seed):
     found = Folds.assign(np.array(positive), np.array(negative), most, seed)
     assert (found.count == 0) == (min(len(set(positive)), len(set(negative))) < 2)

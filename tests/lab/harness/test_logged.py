@@ -1,6 +1,7 @@
 """Logs of evaluations have no tensors, and nothing that was asked for is left out silently."""
 
 import json
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,8 @@ def test_scores_and_receipts_are_complete_and_several_choices_are_a_list():
     assert found[1] is None
     assert logged_results({"choices": [{"index": 0}]}) is None
     assert logged_results({"midstream": {"lens": [0] * 2000}})["lens"] == "<2000 values omitted>"
+
+
+def test_the_package_names_its_provider_to_inspect():
+    (entry,) = entry_points(group="inspect_ai", name="midstream")
+    assert entry.value == "midstream.lab.harness.inspect_entry"

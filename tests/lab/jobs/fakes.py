@@ -31,12 +31,9 @@ ORIGIN = Origin("some/model", "", 4, HIDDEN, "float32", "0.32.0", "0.1.0")
 def job(folder: Path, **fields: Any) -> Job:
     """A job on `prompts.jsonl` of a folder, into `acts` of it."""
     known: dict[str, Any] = {
-        "model": "some/model",
-        "data": str(folder / "prompts.jsonl"),
-        "out": str(folder / "acts"),
-        "capture": Capture(LAYERS, positions="last_prompt"),
-        "flush_seconds": 60.0,
-    }
+        "model": "some/model", "data": str(folder / "prompts.jsonl"), "out": str(folder / "acts"),
+        "capture": Capture(LAYERS, positions="last_prompt"), "flush_seconds": 60.0,
+    }  # fmt: skip
     return Job(**(known | fields))
 
 

@@ -8,12 +8,7 @@ import threading
 import pytest
 from lab.jobs.checking import check_rows
 from lab.jobs.fakes import FakeEngine, job, prompts, write_lines
-from support.object_store import (
-    bucket,  # noqa: F401
-    object_client,  # noqa: F401
-    object_server,  # noqa: F401
-    s3,  # noqa: F401
-)
+from support.object_store import bucket, object_client, object_server, s3  # noqa: F401
 
 from midstream import StoreError
 from midstream.lab.jobs import CaptureRun, capture_dataset

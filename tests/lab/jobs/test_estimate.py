@@ -1,5 +1,6 @@
 """`midstream capture --estimate`: exact numbers from a configuration and a tokenizer alone."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -153,7 +154,10 @@ def test_too_little_space_is_status_1_and_an_object_store_is_not_asked_for_it(
 ):
     assert of(tmp_path, model, out="s3://bucket/acts").free_bytes is None
     monkeypatch.setattr(module, "_free_bytes", lambda out: 100)
-    assert command(tmp_path, model, "--estimate")[0] == 1
+    status, said = command(tmp_path, model, "--estimate", "--json", "--write-rate", "0.001")
+    found = json.loads(said)
+    assert status == found["status"] == 1
+    assert (found["free_bytes"], found["seconds"]) == (100, found["stored_bytes"] / 1e6)
 
 
 @pytest.mark.parametrize(

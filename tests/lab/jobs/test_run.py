@@ -130,8 +130,9 @@ def test_a_request_is_stored_with_its_line_plan_receipt_tag_and_terms(tmp_path):
 
 def test_texts_are_kept_only_where_that_was_asked_for(tmp_path):
     write_lines(tmp_path, prompts(1))
-    capture_dataset(job(tmp_path, keep_prompts=True), FakeEngine)
-    (one,) = open_store(tmp_path / "acts").requests
+    out = tmp_path / "a" / "b" / "acts"  # made with those above it
+    capture_dataset(job(tmp_path, keep_prompts=True, out=str(out)), FakeEngine)
+    (one,) = open_store(out).requests
     assert one.metadata["midstream"]["prompt"] == "prompt 0"
     assert one.metadata["midstream"]["text"] == "an answer"
 
@@ -180,6 +181,10 @@ def test_lines_that_failed_are_tried_again_and_listed_anew(tmp_path):
     again = capture_dataset(job(tmp_path, resume=True), FakeEngine)
     assert (again.counts.skipped, again.counts.failed, again.status) == (1, 1, 1)
     assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1]
+    write_lines(tmp_path, [{"text": "well"}, {"text": "fine"}])
+    last = capture_dataset(job(tmp_path, resume=True), FakeEngine)
+    assert (last.status, last.errors) == (0, None)
+    assert not path.exists()
 
 
 def test_the_list_of_failures_may_be_elsewhere_and_is_refused_where_it_cannot_be(tmp_path):

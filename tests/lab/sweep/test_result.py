@@ -143,3 +143,7 @@ def test_pictures_have_a_panel_for_each_site_and_heads_as_columns_where_there_is
     panels = made(values=several, dims=dims, coords=coords, tokens=("a", "b")).panels()
     assert [one.title for one in panels] == [f"z, head {nth}" for nth in range(4)]
     assert panels[1].values.tolist() == several[0, :, :, 1].tolist()
+    values, coords = np.zeros((1, 1, 2, 14), np.float32), {**coords, "layer": [0]}
+    coords["head"] = list(range(14))
+    sweep = made(values=values, dims=dims, coords=coords, tokens=("a", "b"))
+    assert "2 of 14 heatmaps are not shown" in str(sweep.picture())

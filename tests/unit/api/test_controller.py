@@ -99,9 +99,9 @@ def hangs(observed):
     threading.Event().wait(30)
 
 
-@pytest.mark.parametrize(
-    ("decide", "problem"),
-    [
+def test_a_failure_is_what_the_policy_says_and_it_is_not_called_again(caplog):
+    outputs = [output_of([0.0] * n) for n in (1, 2, 3)]
+    for decide, problem in (
         (fails, "KeyError"),
         (hangs, "took too long"),
         (lambda _: "much", "expected a number"),
@@ -109,23 +109,21 @@ def hangs(observed):
         (lambda _: {"stop": False}, "expected a scale"),
         (lambda _: {"stop": True, "scale": 1}, "expected a scale"),
         (lambda _: {"scales": 1}, "expected a scale"),
-    ],
-)
-def test_a_failure_is_what_the_policy_says_and_it_is_not_called_again(decide, problem, caplog):
-    calls = []
+    ):
+        calls = []
 
-    def counted(observed):
-        calls.append(observed)
-        return decide(observed)
+        def counted(observed, calls=calls, decide=decide):
+            calls.append(observed)
+            return decide(observed)
 
-    outputs = [output_of([0.0] * n) for n in (1, 2, 3)]
-    given = {"seconds": 0.05}
-    assert run(counted, outputs, **given) == []
-    assert problem in caplog.text
-    assert run(counted, outputs, on_error="off", **given) == [(None, 0.0, "controller:local")]
-    with pytest.raises(ControllerError, match=problem):
-        run(counted, outputs, on_error="end", **given)
-    assert len(calls) == 3
+        caplog.clear()
+        assert run(counted, outputs, seconds=0.05) == []
+        assert problem in caplog.text
+        found = run(counted, outputs, on_error="off", seconds=0.05)
+        assert found == [(None, 0.0, "controller:local")], problem
+        with pytest.raises(ControllerError, match=problem):
+            run(counted, outputs, on_error="end", seconds=0.05)
+        assert len(calls) == 3, problem
 
 
 def test_after_an_answer_that_stops_the_request_it_is_not_called_again():

@@ -62,9 +62,6 @@ def test_a_store_that_is_not_there_is_refused_by_each(acts, arguments):
     assert "error: nowhere: no such store" in result.stderr
 
 
-# ---------------------------------------------------------------- inspect
-
-
 def test_inspect_shows_what_there_is(acts):
     said = " ".join(run("inspect", "acts").split())
     assert "acts: 3 requests, 30 rows" in said
@@ -137,9 +134,6 @@ def test_a_picture_of_another_kind_or_of_nothing_is_refused(acts, tmp_path):
     assert "no rows to draw" in said
 
 
-# ---------------------------------------------------------------- export
-
-
 def test_export_writes_what_is_selected(acts):
     pq = pytest.importorskip("pyarrow.parquet")
     said = run("export", "acts", "out.parquet", "--to", "parquet", "--site", "resid_post",
@@ -178,9 +172,6 @@ def test_export_refuses_what_is_not_there(acts, arguments, said):
     assert not Path("out").exists()
 
 
-# ---------------------------------------------------------------- verify
-
-
 def test_verify_says_what_is_wrong_with_which_shard(acts):
     assert "acts: 2 of 2 shards are intact, 3 requests" in run("verify", "acts")
     path = damage(acts)
@@ -192,9 +183,6 @@ def test_verify_says_what_is_wrong_with_which_shard(acts):
     assert found["status"] == 1
 
 
-# ---------------------------------------------------------------- merge
-
-
 def test_merge_puts_stores_into_one(acts):
     write("more", [entry("d")])
     assert "into: 1 new shards; 4 requests in 1 shards" in run(
@@ -203,9 +191,6 @@ def test_merge_puts_stores_into_one(acts):
     again = run_json("merge", "acts", "more", "--into", "into")
     assert again == {"status": 0, "new": [], "requests": 4, "shards": 1}
     assert len(open_store("acts").shards) == 2
-
-
-# ---------------------------------------------------------------- prune
 
 
 def test_prune_removes_nothing_unless_it_is_told_to(acts):
@@ -250,9 +235,6 @@ def test_prune_refuses_what_is_not_there(acts):
             "no rows in this store have 'y'"
             in run_json("prune", "acts", *arguments, status=2)["error"]
         )
-
-
-# ---------------------------------------------------------------- the shell
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -15,10 +15,7 @@ KINDS = ("sync", "async")
 
 
 class Both:
-    """Either client: `call("vectors.register", …)` is its answer, of a stream a list.
-
-    A stream shows one object that grows; `seen` of the output is noted event by event.
-    """
+    """Either client: `call("vectors.register", …)` is its answer, of a stream a list."""
 
     def __init__(self, kind: str, over: Site | httpx.MockTransport) -> None:
         self._loop = asyncio.new_event_loop()

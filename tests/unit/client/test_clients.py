@@ -240,9 +240,6 @@ def test_steering_is_set_shown_and_cleared(both, site):
         both.call("steering.set")
 
 
-# ------------------------------------------------------------------ servers that are not well
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -325,9 +322,6 @@ def test_keys_are_sent_and_not_beside_ones_own_connections(cls):
     for keys in ({"api_key": "a"}, {"admin_key": "b"}):
         with pytest.raises(ConfigError, match="in its own headers"):
             cls(http=client._http, **keys)
-
-
-# ------------------------------------------------------------------ what is read
 
 
 @settings(max_examples=50)

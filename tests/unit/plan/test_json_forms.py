@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 
+import pytest
+from support.hostile import POISON
 from support.readings import finished_plan
 
 from midstream import (
@@ -38,6 +41,7 @@ from midstream import (
     TokenIds,
     TopKeys,
 )
+from midstream.errors import SpecError
 from midstream.plan import ModelShape
 from midstream.plan.operations import parse_edit
 from midstream.plan.readouts import parse_readout
@@ -123,12 +127,17 @@ PROBES = [
 ]
 
 
+KINDS = (
+    ("capture", parse_readout, READOUTS + NAMED),
+    ("edits", parse_edit, EDITS),
+    ("probes", Probe.parse, PROBES),
+)
+WRONG = {bool: [1, "yes"], int: [True, "x", [], {}], str: [True, 1.5, [3.5], {}]}
+WRONG |= {float: WRONG[int], list: [True, {}, [True]], dict: [True, "no such name!"]}
+
+
 def test_a_value_is_its_dict_its_text_and_its_pickle():
-    for part, parse, values in (
-        ("capture", parse_readout, READOUTS + NAMED),
-        ("edits", parse_edit, EDITS),
-        ("probes", Probe.parse, PROBES),
-    ):
+    for part, parse, values in KINDS:
         for value in values:
             text = json.dumps(value.to_dict(), allow_nan=False)
             again = parse(json.loads(text))
@@ -138,6 +147,19 @@ def test_a_value_is_its_dict_its_text_and_its_pickle():
             plan = Plan.make(**{part: value})
             assert Plan.parse(plan.to_json()) == plan == pickle.loads(pickle.dumps(plan)), value
             assert copy.deepcopy(plan) == plan, value
+
+
+def test_a_value_of_another_type_is_refused_at_its_field():
+    for _, parse, values in KINDS:
+        for form in (value.to_dict() for value in values):
+            for name in form.keys() - {"metadata"}:
+                for wrong in (*POISON, *WRONG.get(type(form[name]), ())):
+                    with pytest.raises(SpecError) as caught:
+                        parse({**form, name: wrong})
+                    field = re.split(r"[.\[]", caught.value.path)[0]
+                    # A reduction that is none tells no capture from attention.
+                    assert field in (name, f"{name}s") or name == "reduce", (form, name, wrong)
+                    assert len(str(caught.value)) < 1000
 
 
 def test_a_changed_value_has_all_else_as_it_was():

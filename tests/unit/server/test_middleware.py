@@ -193,9 +193,6 @@ async def test_before_the_engine_is_there_it_is_503():
         assert (await post(client, {"prompt": "abc"})).status_code == 200
 
 
-# ------------------------------------------------------------------ lengths
-
-
 async def test_a_body_is_refused_by_its_header_before_it_is_read():
     async with serving(max_body_bytes=100) as (site, client):
         for path in ("/v1/completions", "/v1/embeddings", "/v1/midstream/steering"):
@@ -309,7 +306,12 @@ async def test_a_long_body_is_parsed_in_a_thread(monkeypatch):
 )
 def test_members_of_a_body_that_did_not_change_keep_their_text(member, monkeypatch):
     written, dumps = [], json.dumps
-    monkeypatch.setattr(json, "dumps", lambda value: written.append(value) or dumps(value))
+
+    def noted(value, **options):
+        written.append(value)
+        return dumps(value, **options)
+
+    monkeypatch.setattr(json, "dumps", noted)
     field = '{"capture": {"layers": [1]}}'
     body = f' {{ {member} ,"midstream":{field}, "vllm_xargs": {{"k": 1}}, "n" : 2}} '.encode()
     parsed = middleware._parse("/v1/completions", frozenset(), body)

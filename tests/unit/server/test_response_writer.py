@@ -54,9 +54,6 @@ async def until(holds):
     pytest.fail("it never came to hold")
 
 
-# ------------------------------------------------------------------ one body
-
-
 async def test_numbers_that_json_has_not_have_names():
     def script(prompt, params, request_id):
         given = scores(["p"], 3)
@@ -151,9 +148,6 @@ async def test_vllms_answer_null_to_a_client_that_has_gone_stays_and_leaves_noth
         assert (len(site.server.captures), open_files() - before) == (0, set())
 
 
-# ------------------------------------------------------------------ events
-
-
 async def test_a_stream_without_activations_at_its_end_has_all_streamed_rows():
     def script(prompt, params, request_id):
         every = outputs_of(prompt, params, request_id)
@@ -210,9 +204,6 @@ async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_noth
         with pytest.raises(asyncio.CancelledError):
             await task
         await until(lambda: (len(site.server.captures), open_files() - before) == (0, set()))
-
-
-# ------------------------------------------------------------------ no capacity, shutdown
 
 
 def busy(*_):

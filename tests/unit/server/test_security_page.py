@@ -151,19 +151,6 @@ async def test_a_page_whose_name_leads_here_gets_nothing_from_a_local_server_wit
 
 
 @pytest.mark.anyio
-async def test_another_key_neither_fetches_nor_deletes_rows():
-    async with serving(has_key=True) as (_, client):
-        mine, other = ({"authorization": f"Bearer {key}"} for key in "ab")
-        asked = {"prompt": "abc", "midstream": {"capture": {"layers": [1]}}}
-        answer = await client.post("/v1/completions", json=asked, headers=mine)
-        url = answer.json()["midstream"]["activations"]["url"]
-        for method in ("GET", "DELETE"):
-            assert (await client.request(method, url, headers=other)).status_code == 404
-        assert (await client.get(url, headers=mine)).status_code == 200
-        assert (await client.delete(url, headers=mine)).status_code == 204
-
-
-@pytest.mark.anyio
 async def test_a_machine_that_is_full_is_507(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

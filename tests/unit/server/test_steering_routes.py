@@ -92,9 +92,6 @@ async def test_each_change_answers_with_the_state_that_it_made():
     assert len({state["digest"] for state in states}) == 20
 
 
-# ------------------------------------------------------------------ as elsewhere
-
-
 async def test_vectors_by_hook_point_are_set_and_their_norms_shown():
     async with serving() as (site, client):
         body = {

@@ -47,6 +47,7 @@ async def test_an_event_gets_the_results_of_its_choice_whatever_else_it_has(data
     if data in LEAVES:
         left = events.pop()
         assert left.value["midstream"]["probes"]["p"]["scores"] == [0.0, 0.125]
+        assert (left.value["object"], left.value["choices"]) == ("midstream", [])
     else:
         first = events[0].value
         told = first.pop("midstream")

@@ -34,12 +34,9 @@ def statuses(
     asked: tuple[str, str | None, str | None],
     kind: str,
 ) -> set[int]:
-    """The statuses that a request may be answered with, by the rule alone.
-
-    A web page knows no key. So a request that proves that it knows one is no page's, and only
-    other requests are asked for where they come from. A server that the network reaches has names
-    that it does not know itself: there a page of elsewhere may read what everybody may read, but
-    changes nothing.
+    """The statuses that a request may be answered with, by the rule alone: a web page knows no key,
+    and is asked where it comes from. A server that the network reaches has names that it does not
+    know itself: there a page of elsewhere may read what everybody may read, but changes nothing.
     """
     allowed, admin_key, api_key = setting
     host, origin, sent = asked

@@ -46,18 +46,11 @@ def golden():
 
 def test_the_bytes_of_a_shard_are_those_of_the_page_and_never_change():
     about = {
-        "format": "midstream.store",
-        "version": "1",
-        "checksum": "crc32:65536",
-        "replaces": "old-1.safetensors old-2.safetensors",
-        "model": "acme/tiny",
-        "revision": "abc",
-        "hidden_size": "2",
-        "dtype": "float16",
-        "codec": "raw",
-        "vllm": "0.32.0",
-        "midstream": "0.1.0",
-    }
+        "format": "midstream.store", "version": "1", "checksum": "crc32:65536",
+        "replaces": "old-1.safetensors old-2.safetensors", "model": "acme/tiny",
+        "revision": "abc", "hidden_size": "2", "dtype": "float16", "codec": "raw",
+        "vllm": "0.32.0", "midstream": "0.1.0",
+    }  # fmt: skip
     first = '{"id":"a","child":0,"tag":"t","prompt_tokens":2,"rows":[[0,3]],"metadata":9}\n'
     second = '{"id":"b","child":3,"tag":"","prompt_tokens":0,"rows":[[1,1]],"metadata":3}\n'
     lines = (first + second).encode()

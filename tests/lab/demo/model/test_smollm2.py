@@ -30,19 +30,13 @@ def tiny_gguf():
         return struct.pack("<I", value)
 
     numbers = {
-        b"llama.attention.head_count": HEADS,
-        b"llama.attention.head_count_kv": KV_HEADS,
-        b"llama.rope.dimension_count": HIDDEN // HEADS,
-        b"llama.embedding_length": HIDDEN,
-        b"llama.feed_forward_length": WIDTH,
-        b"llama.context_length": 64,
-        b"llama.block_count": LAYERS,
-        b"llama.vocab_size": len(TOKENS),
-        b"tokenizer.ggml.bos_token_id": 0,
-        b"tokenizer.ggml.eos_token_id": 0,
-        b"tokenizer.ggml.padding_token_id": 0,
-        b"tokenizer.ggml.unknown_token_id": 0,
-    }
+        b"llama.attention.head_count": HEADS, b"llama.attention.head_count_kv": KV_HEADS,
+        b"llama.rope.dimension_count": HIDDEN // HEADS, b"llama.embedding_length": HIDDEN,
+        b"llama.feed_forward_length": WIDTH, b"llama.context_length": 64,
+        b"llama.block_count": LAYERS, b"llama.vocab_size": len(TOKENS),
+        b"tokenizer.ggml.bos_token_id": 0, b"tokenizer.ggml.eos_token_id": 0,
+        b"tokenizer.ggml.padding_token_id": 0, b"tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
     metadata = [(key, 4, number(value)) for key, value in numbers.items()]
     metadata += [
         (b"llama.rope.freq_base", 6, struct.pack("<f", 10000.0)),
@@ -132,7 +126,8 @@ def test_makes_a_folder_that_transformers_loads(pip, place):
     assert tokenizer.chat_template == "{{ messages }}"
 
 
-def test_a_complete_folder_is_left_alone_in_milliseconds(pip, place):
+def test_a_complete_folder_is_left_alone_in_milliseconds_and_an_empty_one_filled(pip, place):
+    place.mkdir(parents=True)
     smollm2.make_smollm2(place)
     before = {path: path.stat().st_mtime_ns for path in place.iterdir()}
     start = time.perf_counter()

@@ -123,3 +123,12 @@ async def test_lines_that_are_given_up_are_no_progress():
         await desk.begin(0)
         await desk.run_alone(0, line)
     assert refused
+
+
+@in_a_loop
+async def test_the_first_engine_says_whether_it_has_started():
+    desk = ChunkCoordinator(2)
+    assert await desk.started(0.01) is None
+    await desk.report(["SpecError", "model", "there is none"])
+    await desk.report([])
+    assert await desk.started(0.01) == ["SpecError", "model", "there is none"]

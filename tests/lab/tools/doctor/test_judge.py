@@ -1,6 +1,7 @@
 """Verdicts on answers of transformers in vLLM's place: right, tapped wrongly, of another model."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -184,11 +185,14 @@ def judgement(outcome, **sites):
 
 
 def test_what_vllms_own_modules_say_of_a_site_stands_and_transformers_tells_of_the_others():
-    theirs = judgement(WRONG, resid_pre=WRONG, q=OK, k=WRONG)
-    own = judgement(OK, resid_pre=OK, q=UNCOMPARED, k=UNCOMPARED)
+    theirs = judgement(WRONG, resid_pre=WRONG, q=OK, k=WRONG, v=WRONG)
+    k = replace(theirs.sites[2], error=1.6)
+    theirs = replace(theirs, sites=(*theirs.sites[:2], k, theirs.sites[3]))
+    own = judgement(OK, resid_pre=OK, q=UNCOMPARED, k=UNCOMPARED, v=UNCOMPARED)
     found = merge(theirs, own)
-    assert [one.outcome for one in found.sites] == [OK, OK, WRONG]
-    assert (found.outcome, found.reason) == (WRONG, "k of layer 0 (off by 5.0e-01)")
+    # It is off by 0.5 where those prove that the row is right: at v, that says nothing.
+    assert [one.outcome for one in found.sites] == [OK, OK, WRONG, UNCOMPARED]
+    assert (found.outcome, found.reason) == (WRONG, "k of layer 0 (off by 1.6e+00)")
 
 
 def test_what_differs_no_more_than_right_sites_in_half_precision_is_no_evidence():

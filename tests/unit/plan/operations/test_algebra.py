@@ -7,17 +7,7 @@ from hypothesis import given
 from support.formulas import run
 from unit.plan.strategies import directions, numbers
 
-from midstream.plan import (
-    Ablate,
-    Affine,
-    Clamp,
-    Feature,
-    Gate,
-    Reading,
-    Replace,
-    Scale,
-    Steer,
-)
+from midstream.plan import Ablate, Affine, Clamp, Feature, Gate, Reading, Replace, Scale, Steer
 
 WIDTH = 4
 vectors = directions(WIDTH)

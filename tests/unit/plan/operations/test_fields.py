@@ -76,7 +76,6 @@ def test_a_malformed_token_is_refused_by_its_path():
         ({"vector": [1], "layer": 1, "lens": "tuned"}, "lens", "is for `token`"),
         ({"token": -1, "layer": 1}, "token", "from 0"),
         ({"token": "", "layer": 1}, "token", "an empty one"),
-        ({"token": 3, "layer": 1, "lens": 5}, "lens", "expected `str`"),
         ({"token": 3, "layer": 1, "site": "attn_out"}, "site", "a lens reads the stream"),
         ({"token": 3, "layer": 1, "head": 2}, "head", "of the whole vector"),
     )
@@ -206,26 +205,21 @@ def test_a_malformed_field_is_refused_by_its_path():
     refused_calls(
         (lambda: Steer("no such name!", 0), "vector", "expected 1 to 128 of the char.*'no such"),
         (lambda: Steer([1]), "layer", "missing; it can be omitted only where .* a registered"),
-        (lambda: Steer([1], 0, "2"), "scale", "expected a number, got `str`"),
         (lambda: Steer([1], 0, -1e39), "scale", r"-1e\+39 overflows float32"),
         (lambda: Steer([1], 0, positions="last"), "positions", "unsupported in edits, .* known"),
         (lambda: Steer([1], 0, positions=[0, "last"]), "positions[1]", '"last" is unsupported in'),
         (lambda: Steer([1], 0, exclude="nope"), "exclude", "got 'nope'"),
         (lambda: Steer([1], 0, norm="kept"), "norm", "got 'kept' .did you mean `keep`"),
-        (lambda: Scale(1, 0, shift=2), "shift", "got `int`"),
         (lambda: Ablate([[1, 0], [0, 0]], 0), "directions[1]", "the row is zero"),
         (lambda: Ablate([[0.1, 0.2], [0.3, 0.6]], 0), "directions[1]", "dependent on earlier rows"),
         (lambda: Ablate(Named("a", 2), 0), "directions.scale", "only the direction of `a`.*2.0"),
-        (lambda: Ablate([1], 0, "x"), "strength", "got `str`"),
         (lambda: Clamp([1], 0), "", "missing bounds: give `value`, `low` or `high`"),
         (lambda: Clamp([0], 0, 1), "direction", "the vector is zero; expected a direction"),
         (lambda: Clamp([1], 0, 1, low=0), "low", "give either `value`, or `low` and `high`"),
-        (lambda: Clamp([1], 0, "x"), "value", "got `str`"),
         (lambda: Clamp([1], 0, low=2, high=1), "low", "expected at most `high`, 1.0, got 2.0"),
         (lambda: Clamp({"name": "a", "scale": 2}, 0, 1), "direction.scale", "1, because only the"),
         (lambda: Reconstruct(3), "sae", "the name of a registered SAE"),
         (lambda: Reconstruct("a", error=True), "error", "without `index` nothing would change"),
-        (lambda: Reconstruct("a", [1], value=1, error=1), "error", "expected `bool`, got `int`"),
         (lambda: Reconstruct("a", mode="ablate"), "mode", "only with `index`"),
         (lambda: Reconstruct("a", value=1), "value", "only with `index`"),
         (lambda: Reconstruct("a", [1]), "value", "missing: modes .* require a value"),
@@ -272,7 +266,6 @@ def test_a_malformed_field_is_refused_by_its_path():
         (lambda: Steer(rows=[[1], [1, 2]], layer=0), "rows[1]", "expected 1 numbers"),
         (lambda: Replace(Named("x", 2), 0), "rows.scale", "1, because `x` is used as it is"),
         (lambda: Replace(["x", Named("y", 2)], 0), "rows[1].scale", "`y` is used as it is"),
-        (lambda: Scale("happy", 0), "factor", "expected a number, got `str`"),
     )
 
 

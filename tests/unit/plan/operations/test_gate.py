@@ -58,13 +58,11 @@ def test_a_malformed_field_is_refused_by_its_path():
         ({"op": "steer"}, "op", "expected one of `gate`, got 'steer'"),
         ({"edit": FULL}, "edit", "a `gate` cannot contain another `gate`"),
         ({"edit": {"vector": [1], "layer": 0}}, "edit", "missing field `op`; known: `steer`"),
-        ({"edit": {"op": "scale", "factor": "x", "layer": 0}}, "edit.factor", "got `str`"),
         ({"probe": None}, "probe.direction", "got `None`"),
         ({"probe": {}}, "probe", "missing field `direction`"),
         ({"probe": {"directions": [1]}}, "probe", "did you mean `direction`"),
         ({"probe": {"direction": [1], "layer": "all"}}, "probe.layer", "expected one or several"),
         ({"probe": {"direction": [1], "site": "resid_pre"}}, "probe.layer", "missing: `site`"),
-        ({"probe": {"direction": [1], "layer": 0, "site": 1}}, "probe.site", "got `int`"),
         ({"probe": Named("a", 2.0)}, "probe.direction.scale", "expected 1, because only the dir"),
         (
             {"probe": Probe([1], 0, positions="last")},
@@ -72,7 +70,6 @@ def test_a_malformed_field_is_refused_by_its_path():
             "uses the edit's positions",
         ),
         ({"probe": Probe(attention=Mass(1), layer=0)}, "probe.attention", "cannot read attention"),
-        ({"threshold": "1"}, "threshold", "got `str`"),
         ({"sharpness": 0}, "sharpness", "must not be 0"),
         ({"positions": "all"}, "", "unknown field 'positions'"),
     )

@@ -69,10 +69,10 @@ def test_each_token_of_bytes_has_just_the_characters_that_its_bytes_are_in(text)
     assert at == len(char_of_byte)
 
 
-@given(texts)
+@given(texts.map(lambda text: text.replace("<|im_end|>", "")))
 @settings(max_examples=rounds(suite=150, nightly=1200))
 def test_tokens_that_end_where_a_character_does_end_their_piece(text):
-    ids = BYTE_LEVEL(text.replace("<|im_end|>", ""), add_special_tokens=False)["input_ids"]
+    ids = _encode(BYTE_LEVEL, text)
     found = text_map(BYTE_LEVEL, ids)
     ends = list(itertools.accumulate(len(each) for each in BYTE_LEVEL.convert_ids_to_tokens(ids)))
     char_ends = itertools.accumulate(len(char.encode()) for char in found.text)

@@ -33,26 +33,25 @@ def scored(tokenizer: Any, text: Any, prompt: Any) -> tuple[list[str], list[str]
     return names(tokenizer, before), names(tokenizer, after)
 
 
-@pytest.mark.parametrize("name", SPACED)
-def test_a_space_is_not_put_before_a_text_that_goes_on(name: str) -> None:
-    tokenizer = SPACED[name]
-    start = "▁" if name != "never" else ""
-    for text, wanted in ((" the", ["▁the"]), ("cat", ["cat"]), (" a cat", ["▁a", "▁cat"])):
-        before, after = scored(tokenizer, text, "a.")
-        assert (before, after) == ([*([f"{start}a"]), "."], wanted)
-        assert names(tokenizer, following_ids(tokenizer, text)) == wanted
-        ids = tokenizer.encode("a.", add_special_tokens=False)
-        assert scored(tokenizer, text, ids)[1] == wanted
-        assert scored(tokenizer, text, [{"role": "user", "content": "a"}])[1] == wanted
-        assert scored(tokenizer, tokenizer.encode("the"), "a.")[1] == names(
-            tokenizer, tokenizer.encode("the")
-        )
+def test_a_space_is_not_put_before_a_text_that_goes_on() -> None:
+    for name, tokenizer in SPACED.items():
+        start = "▁" if name != "never" else ""
+        for text, wanted in ((" the", ["▁the"]), ("cat", ["cat"]), (" a cat", ["▁a", "▁cat"])):
+            before, after = scored(tokenizer, text, "a.")
+            assert (before, after) == ([*([f"{start}a"]), "."], wanted)
+            assert names(tokenizer, following_ids(tokenizer, text)) == wanted
+            ids = tokenizer.encode("a.", add_special_tokens=False)
+            assert scored(tokenizer, text, ids)[1] == wanted
+            assert scored(tokenizer, text, [{"role": "user", "content": "a"}])[1] == wanted
+            assert scored(tokenizer, tokenizer.encode("the"), "a.")[1] == names(
+                tokenizer, tokenizer.encode("the")
+            )
 
 
-@pytest.mark.parametrize("name", SPACED)
-def test_a_prompt_that_ends_with_the_space_keeps_it(name: str) -> None:
-    before, after = scored(SPACED[name], "cat", "the ")
-    assert (before[-1], after) == ("▁", ["cat"])
+def test_a_prompt_that_ends_with_the_space_keeps_it() -> None:
+    for tokenizer in SPACED.values():
+        before, after = scored(tokenizer, "cat", "the ")
+        assert (before[-1], after) == ("▁", ["cat"])
 
 
 def test_a_token_that_would_span_both_is_not_made() -> None:
@@ -72,22 +71,21 @@ def test_prompt_and_text_spell_what_both_spell_together(
     assert tokenizer.decode([*before, *after]) == tokenizer.decode(tokenizer.encode(prompt + text))
 
 
-@pytest.mark.parametrize("tokenizer", [*SPACED.values(), BYTES])
-def test_special_tokens_are_themselves(tokenizer: Any) -> None:
-    (end,) = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
-    assert one_token_id(tokenizer, "<|im_end|>") == end
-    assert following_ids(tokenizer, "cat<|im_end|>")[-1] == end
+def test_special_tokens_are_themselves() -> None:
+    for tokenizer in (*SPACED.values(), BYTES):
+        (end,) = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+        assert one_token_id(tokenizer, "<|im_end|>") == end
+        assert following_ids(tokenizer, "cat<|im_end|>")[-1] == end
 
 
-@pytest.mark.parametrize("name", SPACED)
-def test_a_word_is_the_token_that_spells_it_with_its_space(name: str) -> None:
-    tokenizer = SPACED[name]
-    assert names(tokenizer, [one_token_id(tokenizer, " the")]) == ["▁the"]
-    assert names(tokenizer, [one_token_id(tokenizer, "cat")]) == ["cat"]
-    with pytest.raises(SpecError) as caught:
-        one_token_id(tokenizer, "con")
-    problem = "'con' is 3 tokens, 'c' 'o' 'n'; give a text that is one, as ' con' is"
-    assert caught.value.problem == problem
+def test_a_word_is_the_token_that_spells_it_with_its_space() -> None:
+    for tokenizer in SPACED.values():
+        assert names(tokenizer, [one_token_id(tokenizer, " the")]) == ["▁the"]
+        assert names(tokenizer, [one_token_id(tokenizer, "cat")]) == ["cat"]
+        with pytest.raises(SpecError) as caught:
+            one_token_id(tokenizer, "con")
+        problem = "'con' is 3 tokens, 'c' 'o' 'n'; give a text that is one, as ' con' is"
+        assert caught.value.problem == problem
 
 
 def test_a_text_that_cannot_be_told_from_its_prompt_is_rejected() -> None:

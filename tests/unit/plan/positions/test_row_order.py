@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from midstream import Attention, Capture, Features, Lens, Logits, Probe, Steer, TopKeys
@@ -32,31 +34,31 @@ def asked(name: str, positions: object, length: int = 10) -> None:
     resolve(plan, SHAPE, Prompt(length, tuple(range(length)), text), 4)
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_list_that_rows_would_not_follow_is_rejected(name):
-    for positions, length, index, problem in (
-        ([5, 2], 10, 1, "position 2 is before 5, which is listed first"),
-        ([0, -1, -2], 10, 2, "position -2 is before -1"),
-        (["last_prompt", -2], 10, 1, "position -2 is before 'last_prompt'"),
-        (["last_prompt", -1], 10, 1, "position -1 is the same as 'last_prompt'"),
-        ([3, -1], 3, 1, "position -1 is before 3"),
-        ([3, -1], 4, 1, "position -1 is the same as 3, which is listed too"),
-        ([0, -1], 1, 1, "position -1 is the same as 0"),
-        ([11, -1], 10, 1, "position -1 is before 11"),
-    ):
-        with pytest.raises(SpecError, match=problem) as caught:
-            asked(name, positions, length)
-        field = "queries" if name == "Attention" else "positions"
-        assert caught.value.path.endswith(f"{field}[{index}]")
+def test_a_list_that_rows_would_not_follow_is_rejected():
+    for name in READERS:
+        for positions, length, index, problem in (
+            ([5, 2], 10, 1, "position 2 is before 5, which is listed first"),
+            ([0, -1, -2], 10, 2, "position -2 is before -1"),
+            (["last_prompt", -2], 10, 1, "position -2 is before 'last_prompt'"),
+            (["last_prompt", -1], 10, 1, "position -1 is the same as 'last_prompt'"),
+            ([3, -1], 3, 1, "position -1 is before 3"),
+            ([3, -1], 4, 1, "position -1 is the same as 3, which is listed too"),
+            ([0, -1], 1, 1, "position -1 is the same as 0"),
+            ([11, -1], 10, 1, "position -1 is before 11"),
+        ):
+            with pytest.raises(SpecError, match=problem) as caught:
+                asked(name, positions, length)
+            field = "queries" if name == "Attention" else "positions"
+            assert caught.value.path.endswith(f"{field}[{index}]")
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_lists_that_ascend_and_unions_of_other_items_are_kept(name):
-    for positions in (
+def test_lists_that_ascend_and_unions_of_other_items_are_kept():
+    lists = (
         [2, 5], [0, -1], [-3, -1, 11], [3, "last_prompt"], 4, "all", range(2, 5),
         [Text("x", 5), Text("x", 1)], [slice(4, 6), 1], [Window(0, 2), 1], ["generated", "prompt"],
         [slice(0, 4), 3],
-    ):  # fmt: skip
+    )  # fmt: skip
+    for name, positions in itertools.product(READERS, lists):
         asked(name, positions)
 
 

@@ -20,7 +20,6 @@ from midstream.runtime.models.convention import (
 from midstream.runtime.models.decoder import all_lacks, find_decoder
 from midstream.runtime.models.registry import CONVENTIONS, LAYER_LISTS
 from midstream.runtime.models.trunk_ends import NoEnd
-from midstream.sites import OUTER
 
 KNOWN = single("norm")
 
@@ -282,15 +281,6 @@ def test_sites_that_a_layer_lacks_are_listed_with_the_reason(known):
         ("resid_pre", 2): "a copy is read",
         ("attn_out", 2): "it is scaled",
     }
-
-
-def test_of_a_convention_that_says_nothing_of_branches_all_of_them_are_lacking(known):
-    cls = known(LayerConvention(Returns.SINGLE, mid="norm"))
-    lacking = find(holding("model.layers", [cls()])).lacking
-    assert [site for site in OUTER if (site, 0) in lacking] == [
-        "attn_in", "attn_out", "mlp_in", "mlp_out",
-    ]  # fmt: skip
-    assert all("does not know where" in reason for reason in lacking.values())
 
 
 def test_a_branch_that_is_a_partial_sum_is_lacking_under_tensor_parallelism_only(known):

@@ -88,17 +88,6 @@ def test_a_lone_completion_has_all_whatever_its_request_is_called(name):
     assert list(split([WorkerAnswer(WORKER, header, b"")], 1)) == [0]
 
 
-def test_rows_may_be_written_to_without_touching_what_was_sent():
-    outbox = outbox_of()
-    request = RequestState("x", "u", plan_of(), 0, [])
-    request.blocks = [rows_block((0,), [4], torch.ones(1, 1, WIDTH))]
-    header = put_one(outbox, "u", [request], mapped=False)
-    data = outbox.read("u", 0, 99)
-    (part,) = split([WorkerAnswer(WORKER, header, data)], 1)[0]
-    part.blocks()[0].chunks[0].zero_()
-    assert part.blocks()[0].chunks[0].view(torch.float32).tolist() == [[[1.0] * WIDTH]]
-
-
 @given(st.data())
 @settings(max_examples=rounds(suite=150, nightly=1200))
 def test_results_that_do_not_fit_their_header_are_refused_with_the_worker_that_sent_them(data):

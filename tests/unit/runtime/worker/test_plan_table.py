@@ -62,16 +62,6 @@ def test_plans_of_captures_are_kept_and_the_oldest_one_goes_when_they_are_many(p
     assert plans.acquire(packed[0]) is not first
 
 
-def test_a_plan_of_edits_is_freed_at_once_and_one_of_captures_stays(plans):
-    captures = to_bytes(plan_of(captures=[(CAPTURED[0], EVERYWHERE)]))
-    kept, edited = plans.acquire(captures), plans.acquire(ONE)
-    plans.release(kept)
-    plans.release(edited)
-    assert plans._tables.in_use == 0
-    assert plans.acquire(ONE) is not edited
-    assert plans.acquire(captures) is kept
-
-
 def test_a_rank_without_the_edited_layer_keeps_no_plan_with_the_vectors_either():
     buffers = make_buffers()
     elsewhere = {tap: index for tap, index in TAPS.items() if tap != ("resid_post", 0)}

@@ -155,6 +155,16 @@ def test_the_index_is_small_again_when_the_runs_of_a_rush_were_taken(stays: bool
     assert len(ledger) == 0
 
 
+def test_of_a_position_that_is_computed_again_the_latest_row_stands():
+    ledger = CapturedRowIndex()
+    for position, value in ((0, 1.0), (1, 2.0), (0, 3.0), (1, 4.0), (0, 5.0)):
+        record(ledger, 7, position, value)
+    assert ledger.read((0,), {7: (0, 2)}, 2)[7].values.flatten().tolist() == [5.0, 4.0]
+    (block,) = ledger.take([7])[7]
+    assert block.positions.tolist() == [0, 1]
+    assert block.values.flatten().tolist() == [5.0, 4.0]
+
+
 def test_a_look_waits_for_the_steps_that_it_needs_and_no_other():
     ledger = CapturedRowIndex()
     steps = [record(ledger, 7, position, float(position)) for position in range(6)]

@@ -128,13 +128,6 @@ def test_everybody_is_refused_with_507_for_bytes_and_for_captures(holding):
     assert status_of(holding, 0, "new") == 507
 
 
-def test_what_is_refused_leaves_no_file_open(holding):
-    holding.store(b"x" * 60, "me", "r", {})
-    before = open_files()
-    assert status_of(holding, 1, "me") == 429
-    assert open_files() <= before
-
-
 def test_rows_that_were_refused_meanwhile_leave_no_file_open(holding, monkeypatch):
     from midstream.server.cached_rows import capture_cache as held
 

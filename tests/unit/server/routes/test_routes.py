@@ -37,9 +37,6 @@ def holding(site, count=5):
     return data, site.server.captures.store(data, "127.0.0.1", "r", {"codec": "raw"})
 
 
-# ------------------------------------------------------------------ held rows
-
-
 async def test_server_wide_captures_are_set_shown_collected_and_cleared():
     async with serving() as (site, client):
         body = {"capture": {"layers": [1], "positions": "last_prompt"}}
@@ -182,7 +179,11 @@ async def test_another_key_does_not_see_rows_and_the_spelling_of_a_header_makes_
                 "/v1/completions", json=asked, headers={"authorization": header}
             )
 
-        assert (await post("Bearer mine")).status_code == 200
+        answer = await post("Bearer mine")
+        url = answer.json()["midstream"]["activations"]["url"]
+        for method in ("GET", "DELETE"):
+            other = client.request(method, url, headers={"authorization": "Bearer other"})
+            await refused(other, 404)
         for header in ("bearer mine", "BEARER mine", "Bearer mine"):
             assert (await post(header)).status_code == 429
         assert (await post("Bearer other")).status_code == 200
@@ -194,8 +195,6 @@ async def test_another_key_does_not_see_rows_and_the_spelling_of_a_header_makes_
         }
     assert list(listed.values()) == [1, 1, 1, 0]
 
-
-# ------------------------------------------------------------------ vectors
 
 UPLOADS = {
     "by layer": {"1": V, "-1": {"vector": V, "scale": 2}},

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.object_store import (
-    bucket,  # noqa: F401
-    object_client,  # noqa: F401
-    object_server,  # noqa: F401
-    s3,  # noqa: F401
-)
+from support.object_store import bucket, object_client, object_server, s3  # noqa: F401
 from unit.store.making import TAPS, entry, header, same, write
 
 from midstream import StoreError, open_store

@@ -107,12 +107,12 @@ def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
     """Examine a small copy of a model: of the class that is served if that is multimodal and loads
     here, else of the language model.
     """
-    note = ""
+    whole = ""
     if options.architecture is None and is_multimodal(config):
         report = _examine_whole(options, config, folder)
         if report.outcome != UNBUILT:
             return report
-        note = f"its language model alone was loaded: {report.reason}"
+        whole = report.reason
     with _as_cannot_build("no small copy of it can be made"):
         small = small_config(config, options.size or Size())
     try:
@@ -128,8 +128,9 @@ def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
         try:
             report = _examine_folder(_drawn(options), str(folder), str(error))
         except CannotBuild as second:
-            whole = f"{note}; " if note else ""
-            raise CannotBuild(f"{whole}{error}; with weights drawn in vLLM: {second}") from second
+            alone = f"{whole}; its language model alone: " if whole else ""
+            raise CannotBuild(f"{alone}{error}; with weights drawn in vLLM: {second}") from second
+    note = f"its language model alone was loaded: {whole}" if whole else ""
     return replace(report, reason="; ".join(filter(None, (report.reason, note))))
 
 
@@ -144,9 +145,10 @@ def _examine_whole(options: Options, config: Any, folder: Path) -> Report:
                 save_config(small_whole(config, options.size or Size()), folder)
             report = _examine_folder(_drawn(tried), str(folder), why)
         except CannotBuild as error:
-            noted.append(f"with an image: {error}" if tried.images else str(error))
+            noted.append(str(error))
             continue
-        return replace(report, reason="; ".join(filter(None, (report.reason, *noted))))
+        failed = [f"without an image: {reason}" for reason in noted]
+        return replace(report, reason="; ".join(filter(None, (report.reason, *failed))))
     return _report(options, UNBUILT, "; ".join(dict.fromkeys(noted)))
 
 

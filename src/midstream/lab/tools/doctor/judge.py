@@ -103,11 +103,7 @@ def merge(theirs: Judgement, own: Judgement) -> Judgement:
     """
     proven = {(site.site, site.layer) for site in own.sites if site.outcome == OK}
     rounding = max(
-        (
-            site.error or 0.0
-            for site in theirs.sites
-            if site.outcome == OK and (site.site, site.layer) in proven
-        ),
+        (site.error or 0.0 for site in theirs.sites if (site.site, site.layer) in proven),
         default=0.0,
     )
 

@@ -163,11 +163,8 @@ class OwnModules(HookedModules):
 def find_inputs(calls: Sequence[ChildCall]) -> dict[str, str]:
     """Return the children of a layer that take the inputs of attention and MLP, by site."""
     places = {"attn_in": _first_of(calls, ATTENTION), "mlp_in": _first_of(calls, MLPS)}
-    return {
-        site: calls[place].name
-        for site, place in places.items()
-        if place < len(calls) and calls[place].taken
-    }
+    takers = {site: calls[place] for site, place in places.items() if place < len(calls)}
+    return {site: call.name for site, call in takers.items() if call.taken}
 
 
 def _first_of(calls: Sequence[ChildCall], names: Sequence[str]) -> int:

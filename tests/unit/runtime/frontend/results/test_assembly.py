@@ -248,19 +248,6 @@ def test_a_missing_row_is_found_by_tap(positions, actual):
     assert [one.actual for one in receipt.captured] == [4, actual]
 
 
-def test_a_request_that_the_workers_do_not_know_has_nothing_and_says_so():
-    plan = plan_of(
-        edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([POST], EVERYWHERE)], prompt_len=3
-    )
-    found = assembled(plan, [answer()])
-    assert found.receipt.status == "error"
-    assert found.receipt.problems[0] == "the workers know nothing of it"
-    assert "resid_post of layer 1: 0 rows came, expected 4" in found.receipt.problems
-    edited = found.receipt.edited
-    assert (edited.expected, edited.applied, edited.tokens) == (4, 0, 4)
-    assert found.activations[POST].shape == (0, WIDTH)
-
-
 def test_a_workers_own_problem_is_told_with_the_workers_place():
     answers = [
         answer(("x", [2] * 4, [rows([PRE, POST], range(4))]), stage=0),

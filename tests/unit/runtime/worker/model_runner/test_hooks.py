@@ -54,7 +54,13 @@ def test_counts_may_be_too_high_by_the_drafts_of_the_steps_under_way(ahead, step
             tokens.clear()  # as the runner trims them
     unknown = hooks.unknown_positions(["a", "b"], lambda: torch.arange(3))
     assert (None if unknown is None else unknown.slack().tolist()) == expected
-    assert unknown is None or unknown.positions().tolist() == [0, 1, 2]
+
+
+def test_positions_are_those_that_the_adapter_gives():
+    hooks = Hooks(NO_SESSION, ONE_MODEL, 1)
+    hooks.on_schedule(schedule(a=3))
+    hooks.on_schedule(schedule())
+    assert hooks.unknown_positions(["a"], lambda: torch.arange(3)).positions().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

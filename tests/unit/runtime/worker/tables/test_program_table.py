@@ -23,11 +23,6 @@ from midstream.runtime.worker.tables.program_table import ProgramTable
 NUM_TAPS = 6
 
 
-def numbered(count):
-    """Programs of one addition each, of vectors that nobody else has."""
-    return [edits_of((0, add(Vector.parse([float(n), 9.0, 9.0, 9.0])))) for n in range(count)]
-
-
 # ---------------------------------------------------------------- what the device reads
 
 
@@ -109,24 +104,6 @@ def test_a_map_of_what_an_earlier_edit_changed_is_never_written(first):
     with pytest.raises(ValueError, match="MAP"):
         tables.acquire_program(edits_of((0, first), (0, second)))
     assert_free(tables)
-
-
-def test_programs_and_groups_share_rows_of_the_table_without_touching_each_other():
-    buffers = make_buffers()
-    tables = ProgramTable(buffers)
-    wanted = numbered(4)
-    groups = [(0,), (2, 5), (1, 3, 4)]
-    indices = [tables.acquire_group(taps) for taps in groups]
-    programs_at = [tables.acquire_program(each) for each in wanted]
-    later = tables.acquire_group((0, 1, 2, 3, 4, 5))
-    for index, each in zip(programs_at, wanted, strict=True):
-        assert_program(buffers, index, each)
-    for index, taps in zip([*indices, later], [*groups, tuple(range(6))], strict=True):
-        places = buffers.table[:, index, layout.PLACE].tolist()
-        assert [places[tap] for tap in taps] == list(range(1, len(taps) + 1))
-        assert sum(map(bool, places)) == len(taps)
-    codes = make_buffers().table[:, 0]
-    assert (buffers.table[:, 0] == codes).all(), "the codes of the taps were overwritten"
 
 
 def test_a_group_without_a_user_stays_until_another_needs_its_room():
