@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from midstream.errors import SpecError
@@ -39,6 +39,7 @@ _RANGES = st.lists(
 ).map(merge)
 
 
+@example(((0, 2), (5, 9)), False, 3, 12)
 @given(_RANGES, st.booleans(), st.integers(1, 20), st.integers(1, 30))
 def test_the_first_positions_are_the_lowest_ones(ranges, is_open, most, length):
     if is_open:
