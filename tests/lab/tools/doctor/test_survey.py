@@ -59,7 +59,7 @@ def test_each_outcome_has_what_it_stands_on():
             assert model["reason"], name
             continue
         assert model["layer_classes"], name
-        assert model["worst"] < 0.15, name
+        assert model["worst"] <= 0.15, name
         # The stream is compared at every layer that has it, and something was edited.
         assert model["compared"] >= 2 * model["layers"] - 1, name
         assert model["operations"] >= 8, name
