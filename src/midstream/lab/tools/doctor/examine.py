@@ -137,9 +137,9 @@ def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
 def _examine_whole(options: Options, config: Any, folder: Path) -> Report:
     """Examine a small copy of a multimodal class, with an image in the prompt if that runs here."""
     why = "transformers has no model of the language model alone in that class"
-    without = replace(options, engine=(*options.engine, ("language_model_only", True)))
+    no_towers = replace(options, engine=(*options.engine, ("language_model_only", True)))
     noted: list[str] = []
-    for tried in (replace(options, images=DRAWN), without):
+    for tried in (replace(options, images=DRAWN), no_towers):
         try:
             with _as_cannot_build("no small copy of it can be made"):
                 save_config(small_whole(config, options.size or Size()), folder)
