@@ -1,7 +1,5 @@
 """All of Studio's views in Chromium: code, phone, keyboard, hostile text, keys, a lost server."""
 
-from __future__ import annotations
-
 import pytest
 from support.chromium import sync_api
 from support.studio_page import VIEWS, answer, link, say, with_vector

@@ -1,7 +1,5 @@
 """What goes wrong on a worker for one request ends that request, named, and nobody else's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.engine_view import inspect

@@ -1,7 +1,5 @@
 """Values that are not finite stay with their request, which is told of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Probes that act: transformers' scores decide where a completion ends, or is flagged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.conditions import first_met, pooled

@@ -1,7 +1,5 @@
 """Several threads on one `LLM`: each call has its own outputs, or an error that says what to do."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

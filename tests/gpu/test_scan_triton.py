@@ -1,7 +1,5 @@
 """The Triton kernel of gates with memory against the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.gate_memory import check_steps

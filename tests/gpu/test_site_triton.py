@@ -1,7 +1,5 @@
 """The Triton kernel against the reference op."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.sae_cases import assert_decoded, sae_case

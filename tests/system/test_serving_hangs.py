@@ -1,7 +1,5 @@
 """A server of which a part hangs: requests that need it end, others go on, and so does its end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Waits that end: none loses a cancellation, a result or an error, on any Python."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from contextlib import suppress

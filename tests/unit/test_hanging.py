@@ -4,8 +4,6 @@ Each wait ends with an error that names what hangs. No test measures time: one t
 after `FOREVER` seconds has failed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """JSON that is read member by member is what it is as a whole."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import example, given

@@ -1,7 +1,5 @@
 """Installed but not enabled, midstream does nothing at all; enabled, its hooks are in."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Names of sites in other tools' spellings."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from hypothesis import given

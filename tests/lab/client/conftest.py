@@ -1,7 +1,5 @@
 """The fixtures of the clients' tests."""
 
-from __future__ import annotations
-
 from unit.client.conftest import anyio_backend, both, site
 
 __all__ = ["anyio_backend", "both", "site"]

@@ -1,7 +1,5 @@
 """The fixtures of the server's tests."""
 
-from __future__ import annotations
-
 from unit.server.conftest import anyio_backend
 
 __all__ = ["anyio_backend"]

@@ -1,7 +1,5 @@
 """What `LLM.generate` makes of its arguments, without an engine."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

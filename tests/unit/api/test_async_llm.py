@@ -1,7 +1,5 @@
 """`AsyncLLM` at the interpreter's end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Controllers: what they are given, what becomes of their answers, and of their failures."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`midstream serve` starts vLLM's server so that it has midstream, or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 

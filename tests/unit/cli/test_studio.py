@@ -1,7 +1,5 @@
 """`midstream studio` starts a server with Studio, waits for the page, and opens it."""
 
-from __future__ import annotations
-
 import json
 import sys
 

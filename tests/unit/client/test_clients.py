@@ -1,7 +1,5 @@
 """Both clients return what the offline API returns, and refuse alike."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the clients' server is, and what a failed connection says."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 

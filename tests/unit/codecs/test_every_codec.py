@@ -1,7 +1,5 @@
 """What holds for each codec alike."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """The text of a codec, and what is refused of it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

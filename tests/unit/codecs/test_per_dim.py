@@ -1,7 +1,5 @@
 """`full8:per=dim` keeps every value of a block to half a step of its dimension."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from support.codec_rows import finite_rows

@@ -1,7 +1,5 @@
 """`VLLM_ACT_*`: what the variables mean, and that nothing else is taken for it."""
 
-from __future__ import annotations
-
 import cloudpickle
 import pytest
 from support.refusals import refused

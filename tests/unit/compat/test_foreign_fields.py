@@ -1,7 +1,5 @@
 """A field that asks for something is read, or rejected with what to write instead."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

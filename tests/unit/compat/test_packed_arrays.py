@@ -1,7 +1,5 @@
 """Compressed arrays are read with bounded memory; what is not true of them is rejected."""
 
-from __future__ import annotations
-
 import base64
 import io
 import sys

@@ -1,7 +1,5 @@
 """Other tools' requests give the plans that the same requests in midstream's words give."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Settings: read strictly, refused by name, and the same after a trip through JSON."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

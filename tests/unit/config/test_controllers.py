@@ -1,7 +1,5 @@
 """The setting `controllers`."""
 
-from __future__ import annotations
-
 from support.refusals import refused
 
 from midstream import Config, ConfigError

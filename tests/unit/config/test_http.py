@@ -1,7 +1,5 @@
 """The setting `http`, read strictly."""
 
-from __future__ import annotations
-
 from support.refusals import refused
 
 from midstream.config.http import HttpSettings, admin_key, plain_http, read_http

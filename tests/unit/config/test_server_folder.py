@@ -1,7 +1,5 @@
 """The private folder of a server's processes: made once, found by children only, removed."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

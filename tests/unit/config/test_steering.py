@@ -1,7 +1,5 @@
 """The settings `vectors` and `steering`: plain JSON, refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

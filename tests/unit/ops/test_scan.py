@@ -1,7 +1,5 @@
 """Scores with state: the reference against a loop over all tokens of a request."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The `site` op on the CPU: the reference implementation against its own definition."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Hypothesis judges what is found, not how fast: these tests run on busy machines."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("midstream", suppress_health_check=[HealthCheck.too_slow])

@@ -1,7 +1,5 @@
 """Rows of an earlier request by reference, and what becomes of edits that have them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.refusals import refused

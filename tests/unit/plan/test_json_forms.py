@@ -1,7 +1,5 @@
 """Every value that a request is made of is its dict, its text and, resolved, its bytes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Functions have keys of their own, and are found by them or by import."""
 
-from __future__ import annotations
-
 import gc
 import json
 

@@ -1,7 +1,5 @@
 """What a caller holds in hand: by name, by position, on disk and in a notebook."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Keys of activations in every spelling, stacked layers and prompts, files."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Headers of packed rows, which files of one form share."""
 
-from __future__ import annotations
-
 import json
 import struct
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a caller gets of its probes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Sequence

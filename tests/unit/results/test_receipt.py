@@ -1,7 +1,5 @@
 """Receipts say what was asked and what was done, to people and to programs."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Rows as bytes between processes: what went in comes out, and no hostile ones do."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

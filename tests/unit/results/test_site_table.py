@@ -1,7 +1,5 @@
 """What `llm.sites()` says of a model."""
 
-from __future__ import annotations
-
 import pytest
 
 from midstream import sites

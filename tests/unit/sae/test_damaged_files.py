@@ -1,7 +1,5 @@
 """Files of sparse autoencoders that are damaged or malicious, and numbers that are no scale."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 

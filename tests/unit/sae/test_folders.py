@@ -1,7 +1,5 @@
 """Folders of sparse autoencoders: the layouts that are read, and those of other tools."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Sparse autoencoders from files, and the edits of their features."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

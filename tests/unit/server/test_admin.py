@@ -1,7 +1,5 @@
 """Vectors and steering are changed by whom the server lets, and by nobody else."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

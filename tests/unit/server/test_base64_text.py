@@ -1,7 +1,5 @@
 """Rows in JSON are what they would be as one text: each byte, in every part of a response."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 

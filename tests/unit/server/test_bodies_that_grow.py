@@ -1,7 +1,5 @@
 """Short bodies that become long: compressed, JSON as text in JSON, parts that refer to others."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct

@@ -1,7 +1,5 @@
 """Every coroutine of the server, cancelled at each of its awaits: each ends, and leaves nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """Over HTTP, a field that asks for something is honoured or rejected."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

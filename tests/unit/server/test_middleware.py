@@ -1,7 +1,5 @@
 """What is midstream's is taken out of requests; all else reaches vLLM as it was sent."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """The field `midstream` of a body: read strictly, found in either place, taken out."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

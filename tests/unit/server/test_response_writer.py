@@ -1,7 +1,5 @@
 """Results are put on answers: one body or events, one choice or several, or why there are none."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """What docs/security.md says is tested, is; and promises that are of the code as a whole."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import json

@@ -1,7 +1,5 @@
 """Server-wide steering over HTTP, by midstream's endpoints and by those that others have."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 

@@ -1,7 +1,5 @@
 """The events of a stream get the results of their choice, whatever shape vLLM gives them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """An id under which rows are stored already is the client's mistake: 409, with the field."""
 
-from __future__ import annotations
-
 import pytest
 from support.serving_fake import refused, serving
 

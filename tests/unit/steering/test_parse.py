@@ -1,7 +1,5 @@
 """Vectors by tap, in every form that they are written in."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

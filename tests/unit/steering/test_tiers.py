@@ -1,7 +1,5 @@
 """The edits of a tier, in every form."""
 
-from __future__ import annotations
-
 from support.refusals import refused
 
 from midstream.plan import Reading, Steer

@@ -1,7 +1,5 @@
 """A small multimodal configuration: towers, what projects them, tokens of an image."""
 
-from __future__ import annotations
-
 import transformers as hf
 
 from midstream.lab.tools.doctor.cases import FIRST_TOKEN

@@ -1,7 +1,5 @@
 """`Stop`, `Switch` and `Flag`: their forms, and the rule by which scores meet a condition."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

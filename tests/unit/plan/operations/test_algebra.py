@@ -1,7 +1,5 @@
 """What holds of operations that no formula of theirs says, seen through their instructions."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from support.formulas import run

@@ -1,7 +1,5 @@
 """Each operation's fields: what they take, and what is refused, by its path."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from support.refusals import refused
 
 from midstream.ops.layout import Flags, Op

@@ -1,7 +1,5 @@
 """Arguments of gates with memory, and the SCANs that they become."""
 
-from __future__ import annotations
-
 import pytest
 from support.refusals import refused
 

@@ -1,7 +1,5 @@
 """Each operation's instructions compute its formula, and are flagged as one edit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

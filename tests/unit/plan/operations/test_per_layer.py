@@ -1,7 +1,5 @@
 """Edits with one vector per layer, and what a matrix means."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from support.refusals import refused_calls

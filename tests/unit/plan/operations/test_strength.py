@@ -1,7 +1,5 @@
 """Edits with a multiple of their strength."""
 
-from __future__ import annotations
-
 import pytest
 
 from midstream import Ablate, Affine, Bias, Clamp, Gate, Replace, Route, Scale, SpecError, Steer

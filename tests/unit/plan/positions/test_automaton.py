@@ -1,7 +1,5 @@
 """Tokens between marks, compared with a scan of the whole request, and selections made of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from support.refusals import refused, refused_calls
 

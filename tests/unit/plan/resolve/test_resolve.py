@@ -1,7 +1,5 @@
 """Plans made concrete: taps, instructions and positions for one model and one prompt."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

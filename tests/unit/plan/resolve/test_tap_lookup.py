@@ -1,7 +1,5 @@
 """Layers and sites as written, into taps in the order of a forward pass."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

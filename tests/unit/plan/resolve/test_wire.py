@@ -1,7 +1,5 @@
 """The form in which resolved plans travel: read back as written, and nothing else is read."""
 
-from __future__ import annotations
-
 import copy
 import random
 import struct

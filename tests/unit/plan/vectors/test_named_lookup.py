@@ -1,7 +1,5 @@
 """Names of registered vectors, and what they stand for."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from support.refusals import refused

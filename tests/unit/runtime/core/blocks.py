@@ -1,7 +1,5 @@
 """Requests and the blocks of their KV, as vLLM's scheduler has them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from midstream.runtime.core.failed_requests import end_failed

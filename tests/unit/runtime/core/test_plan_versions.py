@@ -1,7 +1,5 @@
 """Where a version of a plan begins, and what the engine core does then."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

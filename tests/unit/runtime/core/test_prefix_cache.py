@@ -1,7 +1,5 @@
 """The engine core's part, against a small stand-in for vLLM's scheduler."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -2,8 +2,6 @@
 engine core, and back to the worker.
 """
 
-from __future__ import annotations
-
 import pytest
 from support.nightly import rounds
 from unit.runtime.core.stopping import StoppingRun

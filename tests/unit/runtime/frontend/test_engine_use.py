@@ -1,7 +1,5 @@
 """One thread at a time uses an engine that its caller steps."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

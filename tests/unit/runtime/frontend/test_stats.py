@@ -1,7 +1,5 @@
 """Totals are what the receipts add up to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from midstream.results.receipt import Captured, CaptureResult, Edited, Probed, Receipt

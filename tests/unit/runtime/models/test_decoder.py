@@ -1,7 +1,5 @@
 """Finding a model's decoder layers, and refusing what is not understood."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

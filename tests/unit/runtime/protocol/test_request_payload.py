@@ -1,7 +1,5 @@
 """Request payloads: read once in each process, and nothing else is read."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from types import SimpleNamespace

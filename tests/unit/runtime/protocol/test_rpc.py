@@ -1,7 +1,5 @@
 """RPC requests and answers: read back as sent, and nothing else is read."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given, settings

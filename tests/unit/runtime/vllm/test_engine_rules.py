@@ -1,7 +1,5 @@
 """Unsupported engine settings are rejected by name; all others pass."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

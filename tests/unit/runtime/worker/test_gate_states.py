@@ -1,7 +1,5 @@
 """Which rows the states of gates with memory are armed for, and what is sent to the device."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.fake_steps import ROOM, TAPS, make_buffers

@@ -1,7 +1,5 @@
 """Plans that requests share on a worker."""
 
-from __future__ import annotations
-
 import pytest
 from support.fake_steps import TAPS, make_buffers
 from support.plans import VECTORS, plan_of

@@ -1,7 +1,5 @@
 """The outbox: what a worker holds for the front end, and how it is cut."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

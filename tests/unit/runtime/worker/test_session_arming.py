@@ -1,7 +1,5 @@
 """What stays armed from step to step, scores that travel, and edits that depend on token ids."""
 
-from __future__ import annotations
-
 import pytest
 from support.fake_steps import Fake, FakeEngine, SlowTransport, check_taken, view_of
 from support.plans import VECTORS, plan_of, rows

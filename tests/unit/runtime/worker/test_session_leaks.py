@@ -1,7 +1,5 @@
 """Thousands of requests, of which some are given up: nothing of any of them is left behind."""
 
-from __future__ import annotations
-
 import gc
 import random
 import tracemalloc

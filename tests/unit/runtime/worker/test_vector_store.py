@@ -1,7 +1,5 @@
 """Vectors in a worker's memory, by digests that the worker computes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

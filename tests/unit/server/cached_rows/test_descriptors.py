@@ -1,7 +1,5 @@
 """Cached rows take a part of the process's file descriptors, counted before anything is done."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 

@@ -1,7 +1,5 @@
 """Parameters of the model over HTTP."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from msgspec.structs import replace

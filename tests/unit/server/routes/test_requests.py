@@ -1,7 +1,5 @@
 """Changes of running requests over HTTP: who may change which, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

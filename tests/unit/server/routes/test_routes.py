@@ -1,7 +1,5 @@
 """The endpoints: what they answer, what they refuse, and what they never read."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """Texts of tokens over HTTP."""
 
-from __future__ import annotations
-
 import pytest
 from support.serving_fake import refused, serving
 

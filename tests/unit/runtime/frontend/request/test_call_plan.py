@@ -1,7 +1,5 @@
 """A request's parameters have at most one plan, in midstream's words or in another tool's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests with a plan wait for capacity within limits, and end before the engine does."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import time

@@ -1,7 +1,5 @@
 """From what the workers sent to activations and receipts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

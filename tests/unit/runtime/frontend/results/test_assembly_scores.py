@@ -1,7 +1,5 @@
 """Scores, selections by token id and what was selected, from what the workers sent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

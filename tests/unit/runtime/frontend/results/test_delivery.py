@@ -1,7 +1,5 @@
 """Rows on their way to the sinks: each gets its own, exactly, and outputs say what became of it."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows that come while a request runs: put together they are those of the end alone."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Outputs with several completions say where their results are."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

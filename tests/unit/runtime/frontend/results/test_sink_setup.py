@@ -1,7 +1,5 @@
 """Where rows are kept rides with an engine's settings, and is no part of what is hashed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

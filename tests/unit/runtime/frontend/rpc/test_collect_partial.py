@@ -1,7 +1,5 @@
 """Rows that are handed over while their requests run: each once, and the rest at the end."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The engines behind one front end: each is called by itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

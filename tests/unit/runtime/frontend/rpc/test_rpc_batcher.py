@@ -1,7 +1,5 @@
 """The RPC batcher: one call at a time, with all that has come together."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the hooks of both adapters make of the scheduler's decisions."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which model each forward pass runs, and which CUDA graphs it replays."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The adapter of vLLM's V2 runner, which runs on GPUs alone, on vLLM's own batches."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Drafted tokens: a rejected row leaves no trace, an accepted one is there exactly once."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps that repeat with other requests, against a planner that keeps no step."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

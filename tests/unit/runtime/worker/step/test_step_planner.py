@@ -1,7 +1,5 @@
 """What a step's plan says of each row: from the cache, without work, drafted, or new."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from support.fake_steps import TAPS, make_buffers, view_of

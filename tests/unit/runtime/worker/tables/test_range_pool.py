@@ -1,7 +1,5 @@
 """The allocator of ranges against a plain bitmap."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """What is raised for a prompt that an engine cannot take."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("vllm")

@@ -1,7 +1,5 @@
 """Tokens of each message of a chat, whatever its template makes of the contents."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
