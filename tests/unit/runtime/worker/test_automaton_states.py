@@ -152,6 +152,9 @@ def test_a_request_with_marks_of_its_own_costs_no_more_beside_many_others() -> N
         states.acquire(slot, made[slot])
     assert time.process_time() - start < 2
     for slot in range(300, 600):
+        states.arm(*batch_of([(slot, 1, 10)], [*range(16 * slot + 9, 16 * slot + 17), 1, 1], False))
+        assert states._ids[:10, layout.SELECTED].tolist() == [0] * 8 + [1, 1]
+    for slot in range(300, 600):
         states.release(slot)
     states.check_integrity()
     assert len(states._tables.moves) < 600
