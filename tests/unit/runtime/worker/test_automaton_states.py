@@ -139,7 +139,8 @@ def test_a_step_that_repeats_the_rows_of_the_last_sends_positions_alone(monkeypa
 
 def one_of_many(number: int) -> Automaton:
     marks = [16 * number + 9 + place for place in range(16)]
-    where = select(Positions(Between(marks[:8], marks[8:])), Prompt(1, (1,)), None)
+    start = marks[: 1 + number % 8]
+    where = select(Positions(Between(start, marks[8:])), Prompt(1, (1,)), None)
     return where.automata[0]
 
 
@@ -152,8 +153,10 @@ def test_a_request_with_marks_of_its_own_costs_no_more_beside_many_others() -> N
         states.acquire(slot, made[slot])
     assert time.process_time() - start < 2
     for slot in range(300, 600):
-        states.arm(*batch_of([(slot, 1, 10)], [*range(16 * slot + 9, 16 * slot + 17), 1, 1], False))
-        assert states._ids[:10, layout.SELECTED].tolist() == [0] * 8 + [1, 1]
+        first, length = 16 * slot + 9, 1 + slot % 8
+        ids = [*range(first, first + length), 1, 1]
+        states.arm(*batch_of([(slot, 1, len(ids))], ids, False))
+        assert states._ids[: len(ids), layout.SELECTED].tolist() == [0] * length + [1, 1]
     for slot in range(300, 600):
         states.release(slot)
     states.check_integrity()
