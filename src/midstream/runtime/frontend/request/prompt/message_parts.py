@@ -104,8 +104,9 @@ def _thought(message: Mapping[str, Any]) -> _Thought | None:
     if isinstance(content, (list, tuple)):
         content = _only_text(content)
     # Each search goes through the content once: its spaces may be many.
-    ended = _ENDS.search(content) if isinstance(content, str) else None
-    begun = _BEGINS.match(content) if ended else None
+    if not isinstance(content, str):
+        return None
+    ended, begun = _ENDS.search(content), _BEGINS.match(content)
     if ended is None or begun is None:
         return None
     start, stop = min(begun.end(), ended.start()), ended.start()
