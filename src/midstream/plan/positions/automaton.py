@@ -10,6 +10,10 @@ from midstream.plan.positions.ranges import Range, Ranges, merge
 
 # Transitions of an automaton: states times kinds of tokens.
 MAX_MOVES = 1 << 12
+# Its states: a worker composes the moves of them all.
+MAX_STATES = 128
+# Marks and lists of token ids that it reads: their combinations are at least two to their power.
+MAX_READERS = 16
 
 # A state of one reader: what it has seen of its marks, or whether the last token is listed.
 State = tuple[int, int]
@@ -66,7 +70,7 @@ class Automaton:
             raise SpecError("ids", "expected ascending ids, and a kind for each")
         if kinds != set(range(len(kinds))) or states * len(kinds) > MAX_MOVES:
             raise SpecError("kinds", "expected kinds from 0, and not more moves than the budget")
-        if not states or len(self.selects) != states:
+        if not 0 < states <= MAX_STATES or len(self.selects) != states:
             raise SpecError("selects", f"expected one for each of {states} states")
         if any(len(row) != len(kinds) or not 0 <= min(row) <= max(row) < states
                for row in self.moves):  # fmt: skip
@@ -161,6 +165,7 @@ def automaton_of(
     `included` it selects all others.
     """
     parts = [*(included or ()), *excluded]
+    _check_size(len(parts), 0, 0)
     readers = [reader for reader, _ in parts]
     kinds: dict[tuple[int, ...], int] = {(-1,) * len(readers): 0}
     kind_of: dict[int, int] = {}
@@ -182,14 +187,18 @@ def automaton_of(
         on = [reader.selects(state) for reader, state in zip(readers, current, strict=True)]
         count = len(included or ())
         selects.append((included is None or any(on[:count])) and not any(on[count:]))
-        if len(states) * len(kinds) > MAX_MOVES:
-            raise SpecError(
-                "",
-                "too many marks in one selection, or too long ones: their combinations exceed the "
-                f"budget of {MAX_MOVES} transitions; use fewer or shorter marks, or several edits, "
-                "captures or probes",
-            )
+        _check_size(len(parts), len(states), len(kinds))
     return Automaton(start, tuple(kind_of), tuple(kind_of.values()), tuple(moves), tuple(selects))
+
+
+def _check_size(readers: int, states: int, kinds: int) -> None:
+    if readers > MAX_READERS or states > MAX_STATES or states * kinds > MAX_MOVES:
+        raise SpecError(
+            "",
+            "too many marks in one selection, or too long ones: their combinations exceed the "
+            f"budget of {MAX_STATES} states or {MAX_MOVES} transitions; use fewer or shorter "
+            "marks, or several edits, captures or probes",
+        )
 
 
 def _matched(seen: tuple[int, ...], mark: tuple[int, ...]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,10 +32,12 @@ class Match:
         spans = [
             (max(first, start), stop if end is None else min(end, stop))
             for first, end in self.ranges
+            if first < stop and (end is None or end > start)
         ]
         if self.automaton is not None:
             chosen = self.automaton.selected(token, start, stop, reached)
-            return [p for p in chosen if any(first <= p < end for first, end in spans)]
+            bounds = [bound for span in spans for bound in span]
+            return [p for p in chosen if bisect_right(bounds, p) % 2]
         ids = frozenset(self.ids)
         return [
             position
@@ -103,7 +106,7 @@ class Where:
             raise SpecError(
                 "",
                 f"which {most} rows are the first depends on what is generated: select positions "
-                'without the word "last", and token ids in the prompt alone',
+                'without the word "last", and token ids and marks (Between) in the prompt alone',
             )
         return Where(tuple(ranges))
 

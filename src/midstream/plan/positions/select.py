@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from midstream.errors import NothingSelectedError, SpecError
-from midstream.plan.positions.automaton import Started, automaton_of, listed
+from midstream.plan.positions.automaton import Automaton, Started, automaton_of, listed
 from midstream.plan.positions.items import Between, Item, TokenIds
 from midstream.plan.positions.locate import MAX_RANGES, NEVER_FED, Locator
 from midstream.plan.positions.position_set import Match, Where
@@ -205,15 +205,24 @@ class _Selector:
         start = self.locator.prompt.length
         without = [*listed(excluded.ids), *excluded.marks]
         chosen = [*listed(included.ids), *included.marks]
+        ids = included.ids | excluded.ids
+        self.locator.budget.match(len(ids) * (len(without) + len(chosen) - 1))
         matches = []
         if without:
-            others = automaton_of(start, None, without)
+            others = self._automaton(start, None, without)
             matches.append(Match(self._reachable(wanted), automaton=others))
         if chosen:
             rest = self._reachable(subtract(allowed, included.ranges))
-            matches.append(Match(rest, automaton=automaton_of(start, chosen, without)))
+            matches.append(Match(rest, automaton=self._automaton(start, chosen, without)))
         by_position = () if without else wanted
         return by_position, tuple(match for match in matches if match.ranges)
+
+    def _automaton(
+        self, start: int, included: list[Started] | None, excluded: list[Started]
+    ) -> Automaton:
+        automaton = automaton_of(start, included, excluded)
+        self.locator.budget.match(len(automaton.moves) * len(automaton.moves[0]))
+        return automaton
 
     def _reachable(self, ranges: Ranges) -> Ranges:
         """Return, unclipped, the ranges that max_tokens lets the request reach in part."""

@@ -45,7 +45,7 @@ class RunningController:
     # preemption.
     reached: int = 0
     unseen: dict[str, list[float]] = field(default_factory=dict)  # by probe, not given yet
-    read: Reached = field(default_factory=dict)  # by automata that select tokens
+    read: dict[str, Reached] = field(default_factory=dict)  # by probe; see `Automaton.selected`
     chosen: int = 0  # index of the version that holds, in `control.choices`
     # The scale that it answered last, if it answered no more than that and the version of that
     # scale holds: the same once more changes nothing.
@@ -61,7 +61,8 @@ class RunningController:
         first = scores.first[index]
         start, end = max(first, self.reached), min(first + scores.length[index], stop)
         for probe in self.control.probes:
-            positions = probe.where.within(start, end, token, self.read)
+            read = self.read.setdefault(probe.name, {})
+            positions = probe.where.within(start, end, token, read)
             values = scores.at(index, probe.slot, positions)
             if values:
                 self.unseen.setdefault(probe.name, []).extend(values)

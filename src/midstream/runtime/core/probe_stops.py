@@ -59,7 +59,8 @@ class Watched:
     reached: int
     # How far the condition of each probe is; None: it has switched the edits, once.
     each: tuple[Progress | None, ...]
-    read: Reached = None  # by automata that select tokens, see `Automaton.selected`
+    # Of each probe, what its automata have read; see `Automaton.selected`.
+    read: tuple[Reached, ...] = ()
 
     def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
         """Take a step's scores if they are of one position and change nothing; return whether."""
@@ -92,7 +93,7 @@ class ProbeProgress(NamedTuple):
 
     reached: int
     each: tuple[Progress | None, ...]
-    read: Reached = None
+    read: tuple[Reached, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ def _watch(scheduler: Any, request: Any) -> Watched:
         None if control is None else controlled(scheduler, request, control),
         0 if before is None else before.reached,
         (Progress(),) * len(acts) if before is None else before.each,
-        {},
+        tuple({} for _ in acts),
     )
     WATCHED.set(request, watched)
     return watched
@@ -278,7 +279,8 @@ def advance(
         progress = probe_progress[probe_index]
         if progress is None:
             continue
-        positions = probe.where.within(start, end, token, before.read)
+        read = before.read[probe_index] if before.read else None
+        positions = probe.where.within(start, end, token, read)
         values = scores.at(index, probe.slot, positions)
         probe_progress[probe_index], met = follow(probe.condition, progress, values)
         if met is not None and probe.version is not None:

@@ -20,13 +20,82 @@ _FIRST_SIZE = 64
 _ID_BITS = 32
 
 
-class _Tables(NamedTuple):
-    """Automata on the device; the number of each is its index in `moves`."""
+class _Tables:
+    """Automata on the device, each as often as requests need it; a number is the index of each.
 
-    keys: Tensor  # int64, ascending: number << 32 | token id
-    kinds: Tensor  # int64, of each key
-    moves: Tensor  # int64 [automata, kinds, states]
-    selects: Tensor  # int64 [automata, states], 1 or 0
+    One that is added changes its own entries alone: requests with other marks may be many.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._numbers: dict[Automaton, int] = {}  # all from position 0
+        self._users: list[int] = []  # requests that need an automaton, by its number
+        self._free: list[int] = []  # numbers
+        # By number: number << 32 | token id of each id, ascending, and its kind.
+        self._ids: dict[int, tuple[Ints, Ints]] = {}
+        self.keys = torch.tensor([-1], device=device)  # int64, of all in use, ascending
+        self.kinds = torch.zeros(1, dtype=torch.int64, device=device)  # of each key
+        self.moves = torch.zeros(
+            0, 0, 0, dtype=torch.int16, device=device
+        )  # by number, kind, state
+        self.selects = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [numbers, states]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, automata: Sequence[Automaton]) -> list[int]:
+        """Return the number of each. Pair with `remove`."""
+        contents = [_content(automaton) for automaton in automata]
+        new = [one for one in dict.fromkeys(contents) if one not in self._numbers]
+        if new:
+            numbers = self._numbers_for(new)
+            for automaton, number in zip(new, numbers, strict=True):
+                self._write(number, automaton)
+            ids = {**self._ids, **dict(zip(numbers, map(_keys, numbers, new), strict=True))}
+            keys, kinds = zip(([-1], [0]), *(ids[number] for number in sorted(ids)), strict=True)
+            tables = [torch.from_numpy(np.concatenate(parts)) for parts in (keys, kinds)]
+            self.keys, self.kinds = (on_device(table, self._device) for table in tables)
+            # Last: where the device has no memory left, nothing is changed.
+            self._ids = ids
+            self._numbers.update(zip(new, numbers, strict=True))
+            self._free = [number for number in self._free if number not in ids]
+            self._users += [0] * (len(ids) + len(self._free) - len(self._users))
+        for content in contents:
+            self._users[self._numbers[content]] += 1
+        return [self._numbers[content] for content in contents]
+
+    def remove(self, automata: Sequence[Automaton]) -> None:
+        for content in map(_content, automata):
+            number = self._numbers[content]
+            self._users[number] -= 1
+            if not self._users[number]:
+                del self._numbers[content], self._ids[number]
+                self._free.append(number)
+
+    def _numbers_for(self, automata: Sequence[Automaton]) -> list[int]:
+        """Return free numbers, and let the tables have entries for these."""
+        more = range(len(self._users), len(self._users) + len(automata))
+        numbers = [*self._free, *more][: len(automata)]
+        size, num_kinds, num_states = self.moves.shape
+        if max(numbers) >= size:
+            size = max(2 * size, 1 + max(numbers), 16)
+        num_kinds = max(num_kinds, *(len(automaton.moves[0]) for automaton in automata))
+        num_states = max(num_states, *(len(automaton.moves) for automaton in automata))
+        if self.moves.shape != (size, num_kinds, num_states):
+            moves = self.moves.new_zeros(size, num_kinds, num_states)
+            selects = self.selects.new_zeros(size, num_states)
+            known, kinds, states = self.moves.shape
+            moves[:known, :kinds, :states] = self.moves
+            selects[:known, :states] = self.selects
+            self.moves, self.selects = moves, selects
+        return numbers
+
+    def _write(self, number: int, automaton: Automaton) -> None:
+        moves = torch.tensor(automaton.moves, dtype=torch.int16).T.contiguous()
+        selects = torch.tensor(automaton.selects, dtype=torch.int64)
+        kinds, states = moves.shape
+        self.moves[number, :kinds, :states] = on_device(moves, self._device)
+        self.selects[number, :states] = on_device(selects, self._device)
 
 
 class _Rows(NamedTuple):
@@ -54,10 +123,10 @@ class AutomatonStates:
             _FIRST_SIZE, buffers.scan_states.shape[1], dtype=torch.int64, device=self._ids.device
         )
         self._free = list(range(_FIRST_SIZE))  # rows of `_states`
-        # By slot of the request, its automata in the order of their bits, and the row of each.
-        self._held: dict[int, tuple[Sequence[Automaton], list[int]]] = {}
-        self._numbers: dict[Automaton, int] = {}  # of those in `_tables`, all from position 0
-        self._tables: _Tables | None = None
+        # By slot of the request, its automata in the order of their bits, and row and number of
+        # each.
+        self._held: dict[int, tuple[Sequence[Automaton], list[int], list[int]]] = {}
+        self._tables = _Tables(self._ids.device)
         self._rows: _Rows | None = None  # of the last step
 
     def __len__(self) -> int:
@@ -69,16 +138,14 @@ class AutomatonStates:
             size = len(self._states)
             self._states = torch.cat([self._states, torch.zeros_like(self._states)])
             self._free += range(size, 2 * size)
-        self._held[slot] = automata, [self._free.pop() for _ in automata]
+        numbers = self._tables.add(automata)
+        self._held[slot] = automata, [self._free.pop() for _ in automata], numbers
         self._rows = None
-        if any(_content(automaton) not in self._numbers for automaton in automata):
-            contents = (_content(one) for mine, _ in self._held.values() for one in mine)
-            self._numbers = {one: index for index, one in enumerate(dict.fromkeys(contents))}
-            self._tables = _tables(list(self._numbers), self._ids.device)
 
     def release(self, slot: int) -> None:
         """Take back the states of a request that has ended, if it has any."""
-        _, rows = self._held.pop(slot, ((), []))
+        automata, rows, _ = self._held.pop(slot, ((), [], []))
+        self._tables.remove(automata)
         self._free += rows
         self._rows = None
 
@@ -92,7 +159,6 @@ class AutomatonStates:
         if not rows.longest:
             return
         tables = self._tables
-        assert tables is not None
         row, column, place, number, bit = rows.places
         start, state_row = rows.automaton
         if runs.exact or batch.unknown is None:
@@ -106,7 +172,7 @@ class AutomatonStates:
         keys = (number << _ID_BITS) + batch.token_ids()[row]
         at = torch.searchsorted(tables.keys, keys).clamp_(max=len(tables.keys) - 1)
         kinds = torch.where(tables.keys[at] == keys, tables.kinds[at], 0)
-        after = _composed(tables.moves[number, kinds], place, rows.longest)
+        after = _composed(tables.moves[number, kinds].long(), place, rows.longest)
         state = after.gather(1, before[column, None])[:, 0]
         last, of = rows.kept, column[rows.kept]
         self._states[state_row[of], (position[of] + place[last]) % kept] = state[last]
@@ -133,8 +199,10 @@ class AutomatonStates:
         places: list[tuple[int, int, int, int, int]] = []
         kept: list[int] = []
         for slot, (row, run, skipped, count) in spans.items():
-            for bit, (automaton, state_row) in enumerate(zip(*self._held[slot], strict=True)):
-                number, column = self._numbers[_content(automaton)], len(automata)
+            for bit, (automaton, state_row, number) in enumerate(
+                zip(*self._held[slot], strict=True)
+            ):
+                column = len(automata)
                 first = len(places) + max(0, count - self._states.shape[1])
                 kept += range(first, len(places) + count)
                 places += [(row + place, column, place, number, bit) for place in range(count)]
@@ -154,8 +222,9 @@ class AutomatonStates:
 
     def check_integrity(self) -> None:
         """Check that each row of the states is free, or that of one automaton of a request."""
-        used = [row for _, rows in self._held.values() for row in rows]
+        used = [row for _, rows, _ in self._held.values() for row in rows]
         assert sorted([*self._free, *used]) == list(range(len(self._states)))
+        assert self._held or not len(self._tables)
 
 
 def _content(automaton: Automaton) -> Automaton:
@@ -163,20 +232,10 @@ def _content(automaton: Automaton) -> Automaton:
     return Automaton(0, automaton.ids, automaton.kinds, automaton.moves, automaton.selects)
 
 
-def _tables(automata: Sequence[Automaton], device: torch.device) -> _Tables:
-    keys, kinds = [-1], [0]
-    num_kinds = max(len(automaton.moves[0]) for automaton in automata)
-    num_states = max(len(automaton.moves) for automaton in automata)
-    moves = torch.zeros(len(automata), num_kinds, num_states, dtype=torch.int64)
-    selects = torch.zeros(len(automata), num_states, dtype=torch.int64)
-    for number, automaton in enumerate(automata):
-        keys += [(number << _ID_BITS) + token for token in automaton.ids]
-        kinds += automaton.kinds
-        table = torch.tensor(automaton.moves).T
-        moves[number, : table.shape[0], : table.shape[1]] = table
-        selects[number, : len(automaton.selects)] = torch.tensor(automaton.selects)
-    tensors = torch.tensor(keys), torch.tensor(kinds), moves, selects
-    return _Tables(*(on_device(tensor, device) for tensor in tensors))
+def _keys(number: int, automaton: Automaton) -> tuple[Ints, Ints]:
+    """Return the keys of an automaton's ids, and their kinds."""
+    ids = np.array(automaton.ids, np.int64)
+    return (number << _ID_BITS) + ids, np.array(automaton.kinds, np.int64)
 
 
 def _composed(moves: Tensor, place: Tensor, longest: int) -> Tensor:

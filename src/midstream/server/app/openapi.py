@@ -114,10 +114,9 @@ def _arguments(*kinds: type) -> dict[str, dict[str, str]]:
     for kind in kinds:
         for name, parameter in inspect.signature(kind).parameters.items():
             words.setdefault(name.rstrip("_"), set()).add(_TYPES.get(parameter.annotation, ""))
-    return {
-        name: {"type": word} if (word := "".join(types)) in _TYPES.values() else {}
-        for name, types in words.items()
-    }
+    # A set of one type, which may be unknown.
+    agreed = {name: min(types) if len(types) == 1 else "" for name, types in words.items()}
+    return {name: {"type": word} if word else {} for name, word in agreed.items()}
 
 
 def _response_schema() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Tokens between marks, compared with a scan of the whole request, and selections made of them."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from midstream.plan.positions.automaton import Automaton
 from midstream.plan.positions.items import Between, Span, TokenIds
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.prompt import Prompt
-from midstream.plan.positions.select import in_listed_order, select
+from midstream.plan.positions.select import PromptSelections, in_listed_order, select
 
 _TOKENS = st.integers(0, 3)
 _MARK = st.lists(_TOKENS, min_size=1, max_size=3)
@@ -116,10 +117,38 @@ def test_what_is_between_no_marks_may_be_nothing_in_the_prompt_alone():
     assert rows(select(Positions(Between(5, 6)), prompt, 9), [1, 2, 3, 4]) == []
 
 
-def test_too_many_marks_in_one_selection_are_refused():
-    marks = [Between([10 * n + k for k in range(9)], [10 * n + 9]) for n in range(4)]
-    with pytest.raises(SpecError, match="positions: too many marks.*budget of 4096"):
+@pytest.mark.parametrize(
+    "marks",
+    [
+        [Between([10 * n + k for k in range(9)], [10 * n + 9]) for n in range(4)],
+        [Between([3] * 16, [3] * 15), Between([3] * 14, [3] * 13)],
+        [Between([32 * n + k for k in range(16)], [32 * n + 17]) for n in range(1000)],
+    ],
+)
+def test_too_many_marks_in_one_selection_are_refused(marks):
+    start = time.process_time()
+    with pytest.raises(SpecError, match="positions: too many marks.*of 128 states or 4096 trans"):
         select(Positions(marks), Prompt(1, (1,)), 9)
+    assert time.process_time() - start < 2
+
+
+def test_too_many_marks_in_all_selections_are_refused():
+    """Also those of captures and probes, which no worker reads."""
+    selections = PromptSelections(Prompt(1, (1,)), 9)
+    marks = [range(16 * n, 16 * n + 16) for n in range(800)]
+    items = iter([Between(list(marks[n]), list(marks[n + 1])) for n in range(0, 800, 2)])
+    with pytest.raises(SpecError, match="positions: with this the positions of the plan match"):
+        any(selections.select(Positions(item)).ranges for item in items)
+    assert next(items)
+
+
+def test_tokens_between_marks_are_sought_in_many_ranges_once():
+    ids = [1, 5, *[2] * 20_000]
+    positions = Positions(Between(5, 6), exclude=Span(4, 20_000, 2))
+    where = select(positions, Prompt(1, (1,)), 20_001)
+    start = time.process_time()
+    assert rows(where, ids) == [2, *range(3, 20_000, 2), 20_000, 20_001]
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 from support.fake_steps import make_buffers
 from support.marks import MARKS, between, item
 
+from midstream import Between
 from midstream.ops import layout
+from midstream.plan.positions.automaton import Automaton
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.positions.select import select
@@ -132,3 +135,49 @@ def test_a_step_that_repeats_the_rows_of_the_last_sends_positions_alone(monkeypa
         runs = runs._replace(position=runs.position + 1)
         states.arm(runs, batch._replace(token_ids=lambda token=token: token))
         assert states._ids[0, layout.SELECTED] == request.bits(position)
+
+
+def one_of_many(number: int) -> Automaton:
+    marks = [16 * number + 9 + place for place in range(16)]
+    start = marks[: 1 + number % 8]
+    where = select(Positions(Between(start, marks[8:])), Prompt(1, (1,)), None)
+    return where.automata[0]
+
+
+def test_a_request_with_marks_of_its_own_costs_no_more_beside_many_others() -> None:
+    states = AutomatonStates(make_buffers(max_tokens=TOKENS, drafts=DRAFTS))
+    made = [[one_of_many(number)] for number in range(600)]
+    start = time.process_time()
+    for slot in range(600):
+        states.release(slot - 300)
+        states.acquire(slot, made[slot])
+    assert time.process_time() - start < 2
+    for slot in range(300, 600):
+        first, length = 16 * slot + 9, 1 + slot % 8
+        ids = [*range(first, first + length), 1, 1]
+        states.arm(*batch_of([(slot, 1, len(ids))], ids, False))
+        assert states._ids[: len(ids), layout.SELECTED].tolist() == [0] * length + [1, 1]
+    for slot in range(300, 600):
+        states.release(slot)
+    states.check_integrity()
+    assert len(states._tables.moves) < 600
+
+
+def test_a_request_for_which_there_is_no_memory_leaves_the_others_as_they_are(monkeypatch) -> None:
+    draw = random.Random(4)
+    states = AutomatonStates(make_buffers(max_tokens=TOKENS, drafts=DRAFTS))
+    request = Request(draw)
+    request.ids += draw.choices(range(3, 9), k=20)
+    states.acquire(5, request.automata)
+    monkeypatch.setattr(states._tables, "_write", raises)
+    with pytest.raises(MemoryError):
+        states.acquire(2, [one_of_many(3), *request.automata])
+    states.release(2)
+    states.check_integrity()
+    for position in range(request.prompt_len, len(request.ids)):
+        states.arm(*batch_of([(5, position, 1)], request.ids[position : position + 1], late=False))
+        assert states._ids[0, layout.SELECTED] == request.bits(position)
+
+
+def raises(*_: object) -> None:
+    raise MemoryError

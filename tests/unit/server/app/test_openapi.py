@@ -67,6 +67,7 @@ def test_the_schema_of_the_field_takes_what_the_server_takes_and_its_example_is_
         {"capture": {"layers": "all", "sites": ["resid_pre", "mlp_out"], "codec": "full8"}},
         {"capture": [{"layers": 3, "stream": True}, {"layers": [1, 2], "positions": [0, 5]}]},
         {"steer": {"vector": [1.0], "layer": 2}, "activations": "none"},
+        {"capture": {"layers": [1], "queries": 3, "reduce": {"mass": [0, 1]}}},
         {"probes": [{"direction": {"f32": "AACAPw=="}, "layer": 0, "name": "mood"}]},
     ]
     for one in taken:

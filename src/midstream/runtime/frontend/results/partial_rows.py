@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from midstream.plan import ModelShape, ResolvedPlan
+from midstream.plan.positions.position_set import Reached
 from midstream.results.activations import Activations, with_heads
 from midstream.results.receipt import Captured, CaptureResult, Receipt
 from midstream.runtime.frontend.admitted import AdmittedRequest
@@ -28,6 +29,9 @@ from midstream.sinks import Delivery
 from midstream.sinks.delivery import DeliveredRows, DeliverySource, Puts, SinkPut
 from midstream.sinks.sink_set import SinkSet
 from midstream.sites import Tap
+
+# What was read of a completion's tokens for the captures of a call, by these and the capture.
+Read = dict[tuple[tuple[int, ...], tuple[int, ...], int], Reached]
 
 
 class RowSelection:
@@ -56,9 +60,12 @@ class RowSelection:
         captures: tuple[int, ...],
         blocks: Sequence[ResultBlock],
         tokens: Ints,
+        read: Read,
         start: int = 0,
     ) -> Activations:
-        """Return the rows that captures, by index, select whatever tokens follow."""
+        """Return the rows that captures, by index, select whatever tokens follow; `read` is that
+        of their completion.
+        """
         plan = self._plan.only(captures)
         start = max(start, min((int(block.positions[0]) for block in blocks), default=0))
         stop = max((int(block.positions[-1]) + 1 for block in blocks), default=0)
@@ -66,7 +73,10 @@ class RowSelection:
 
         def selected(chosen: tuple[int, ...]) -> Ints:
             parts = [
-                self._selections[captures[index]].within(start, stop, tokens) for index in chosen
+                self._selections[captures[index]].within(
+                    start, stop, tokens, read.setdefault((captures, chosen, index), {})
+                )
+                for index in chosen
             ]
             return np.unique(np.concatenate(parts))
 
@@ -118,6 +128,7 @@ class _Completion:
     shown: int = 0  # position below which outputs have shown rows
     undelivered: list[ResultBlock] = field(default_factory=list)  # given to no sink yet
     requested: int = 0
+    read: Read = field(default_factory=dict)
     progress: RequestProgress | None = None  # when rows were last requested
     counts: dict[SinkRoute, Counter[Tap]] = field(default_factory=dict)  # that its sink got
     results: dict[SinkRoute, list[Future[CaptureResult]]] = field(default_factory=dict)  # of pieces
@@ -237,7 +248,7 @@ class PartialRows:
         blocks = [block for block in every if block.positions[0] < stop]
         mine.shown = stop
         mine.unshown = [block for block in mine.unshown if block.positions[-1] >= stop]
-        rows = self._selection.decided(self._streamed, blocks, tokens[:stop], start)
+        rows = self._selection.decided(self._streamed, blocks, tokens[:stop], mine.read, start)
         return with_heads(rows, *self._shown_as)
 
     # -- pieces for sinks -------------------------------------------------------------------
@@ -251,7 +262,7 @@ class PartialRows:
                 continue
             tokens = self._tokens(mine.progress)
             for route in self._paces:
-                rows = self._selection.decided(route.captures, blocks, tokens)
+                rows = self._selection.decided(route.captures, blocks, tokens, mine.read)
                 size = self._selection.size_of(rows)
                 if size:
                     mine.counts.setdefault(route, Counter()).update(rows.counts())
@@ -282,7 +293,8 @@ class PartialRows:
         for index, mine in self._completions.items():
             for route in mine.results:
                 assert mine.progress is not None
-                rows = self._selection.decided(route.captures, [], self._tokens(mine.progress))
+                tokens = self._tokens(mine.progress)
+                rows = self._selection.decided(route.captures, [], tokens, mine.read)
                 piece = self._piece(index, mine.progress, route, rows)
                 problems = ("it was aborted, or its caller has left",)
                 receipt = replace(piece.receipt, problems=problems)

@@ -1,5 +1,6 @@
 """Rows that come while a request runs: put together they are those of the end alone."""
 
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from support.answers import WIDTH, answer, assemble_on, output, rows, shape_of, 
 from support.plans import plan_of
 
 from midstream.plan import Capture, ModelShape, Plan
+from midstream.plan.positions.automaton import Automaton, Marks, automaton_of
 from midstream.plan.positions.position_set import Match, Where
 from midstream.plan.sink_target import NO_METADATA
 from midstream.runtime.frontend.admitted import AdmittedRequest
@@ -29,7 +31,12 @@ PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 EVERYWHERE = ((0, None),)
 PROMPT = (100, 101, 102)
 ROW_BYTES = 4 * WIDTH
+MARKS = Marks((201,), (203,))
+MARKED = Where(
+    ((0, 1),), (Match(((3, None),), automaton=automaton_of(3, [(MARKS, MARKS.first)], [])),)
+)
 WHERES = [
+    MARKED,
     Where(EVERYWHERE),
     Where(((0, 2), (5, 7))),
     Where(((3, None),)),
@@ -176,6 +183,26 @@ def test_outputs_show_what_is_there_for_the_tokens_that_they_show(wheres, steps,
         stop = partial.stop(3 + generated)
         wanted = [p for a, b in certain.final(stop, tokens[:stop].tolist()) for p in range(a, b)]
         assert before == {(POST, p): (vector(POST, p), int(tokens[p])) for p in wanted}
+
+
+def test_tokens_between_marks_are_read_once_by_rows_that_come_in_pieces(monkeypatch):
+    read, selected = [], Automaton.selected
+
+    def counted(self, token, *args):
+        def told(position):
+            read.append(position)
+            return token(position)
+
+        return selected(self, told, *args)
+
+    monkeypatch.setattr(Automaton, "selected", counted)
+    partial = partial_rows_of(resolved(MARKED, MARKED), (route("rows", (0, 1)),))
+    for generated in range(1, 60):
+        stop = partial.request({"x": known(generated)})["x"]
+        partial.receive(handed([stop - 1]))
+        put(partial)
+    # By each of two groups of captures: those of one tap, and those of the other.
+    assert max(Counter(read).values()) <= 3
 
 
 def test_outputs_show_heads_and_sinks_get_whole_vectors():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from midstream.errors import SpecError
@@ -15,7 +15,7 @@ from midstream.plan.positions.prompt import Message
 from midstream.plan.positions.text_map import TextMap
 from midstream.runtime.frontend.request.prompt.message_parts import REASONING, text_of
 
-_BLOCK = re.compile(r"(?s)<\|start\|>(.*?)<\|message\|>(.*?)<\|(?:end|call|return)\|>")
+_TOKEN = re.compile(r"<\|(start|message|end|call|return)\|>")
 _BEGIN = "<|start|>system<|message|>"
 _INSTRUCTIONS = "# Instructions\n\n"
 _UNLIKE = "the prompt does not have it as harmony writes it"
@@ -57,14 +57,26 @@ def harmony_spans(
     return tuple(spans)
 
 
+def _blocks(text: str) -> Iterator[_Block]:
+    """Yield the messages of a prompt, in one pass: a client may have written tokens of harmony."""
+    header, content = None, None  # where they begin
+    for token in _TOKEN.finditer(text):
+        if header is None:
+            header = token.end() if token[1] == "start" else None
+        elif content is None:
+            if token[1] == "message":
+                stop, content = token.start(), token.end()
+        elif token[1] not in ("start", "message"):
+            yield _Block(text[header:stop], header, content, token.start())
+            header, content = None, None
+
+
 class _Reader:
     """Reads the blocks of a prompt in their order, as the messages of a chat have become them."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._blocks = [
-            _Block(match[1], match.start(1), *match.span(2)) for match in _BLOCK.finditer(text)
-        ]
+        self._blocks = list(_blocks(text))
         self._next = 1  # the first is the system's
         if len(self._blocks) > 1 and self._blocks[1].header == "developer":
             self._next = 2
@@ -137,4 +149,5 @@ def _content_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(str(part.get("text", "")) for part in content)
+    texts = [part.get("text", "") if isinstance(part, Mapping) else part for part in content]
+    return "".join(map(str, texts))

@@ -17,8 +17,11 @@ RenderWith = Callable[[int, dict[str, Any]], str]
 REASONING = ("reasoning", "reasoning_content", "thinking")
 # Roles that do not answer.
 _ASKING = ("system", "developer", "user", "tool")
-# Of a content: what is before, in and after the part of it that was thought.
-_THOUGHT = re.compile(r"(?s)(\s*(?:<think>|\[THINK\])?\s*)(.*?)(\s*(?:</think>|\[/THINK\])\s*)(.*)")
+# What may be before the thinking of a content, and what ends it.
+_BEGINS = re.compile(r"\s*(?:<think>|\[THINK\])?\s*")
+_ENDS = re.compile(r"</think>|\[/THINK\]")
+# What is before, in and after the thinking of a content, and what is said after that.
+_Thought = tuple[str, str, str, str]
 
 
 class PartFinder:
@@ -35,19 +38,19 @@ class PartFinder:
         if fields:
             changed = {**message, **dict.fromkeys(fields, self._mark)}
             return self._region(index, changed, [message[name] for name in fields], "its thinking")
-        match = _thought(message)
-        if match is None or not match[2]:
+        parts = _thought(message)
+        if parts is None or not parts[1]:
             return None
-        before, thought, end, said = match.groups()
+        before, thought, end, said = parts
         changed = {**message, "content": f"{before}{self._mark}{end}{said}"}
         return self._region(index, changed, [thought], "its thinking")
 
     def answer(self, index: int, message: Mapping[str, Any]) -> Region | None:
         """Return the same of the content after what was thought; None: the content is all of it."""
-        match = _thought(message)
-        if match is None:
+        parts = _thought(message)
+        if parts is None:
             return None
-        *before, said = match.groups()
+        *before, said = parts
         changed = {**message, "content": "".join([*before, self._mark])}
         return self._region(index, changed, [said], "its answer")
 
@@ -94,8 +97,30 @@ def text_of(message: Mapping[str, Any], name: str) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _thought(message: Mapping[str, Any]) -> re.Match[str] | None:
+def _thought(message: Mapping[str, Any]) -> _Thought | None:
     if message.get("role") in _ASKING:  # who may write of marks
         return None
     content = message.get("content")
-    return _THOUGHT.fullmatch(content) if isinstance(content, str) else None
+    if isinstance(content, (list, tuple)):
+        content = _only_text(content)
+    # Each search goes through the content once: its spaces may be many.
+    if not isinstance(content, str):
+        return None
+    ended, begun = _ENDS.search(content), _BEGINS.match(content)
+    if ended is None or begun is None:
+        return None
+    start, stop = min(begun.end(), ended.start()), ended.start()
+    thought, said = content[start:stop].rstrip(), content[ended.end() :].lstrip()
+    end = content[start + len(thought) : len(content) - len(said)]
+    return content[:start], thought, end, said
+
+
+def _only_text(parts: Sequence[Any]) -> str | None:
+    """Return the text of a content given as parts; None: several that have no thinking."""
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if len(texts) == 1 and isinstance(texts[0], str):
+        return texts[0]
+    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
+    if "thinking" in kinds or any(isinstance(text, str) and _ENDS.search(text) for text in texts):
+        raise SpecError("", "its content is of several parts, of which one has its thinking")
+    return None

@@ -1,11 +1,15 @@
 """Messages in prompts that vLLM's server makes by harmony: of gpt-oss, with its own vocabulary."""
 
+import time
+
 import openai_harmony
 import pytest
 from vllm.entrypoints.openai.parser import harmony_utils
 
 from midstream.errors import SpecError
 from midstream.plan.positions.decoded_text import decode
+from midstream.plan.positions.text_map import TextMap
+from midstream.runtime.frontend.request.prompt.harmony import harmony_spans
 from midstream.runtime.frontend.request.prompt.message_spans import message_spans
 
 ENCODING = openai_harmony.load_harmony_encoding("HarmonyGptOss")
@@ -89,3 +93,11 @@ def test_another_prompt_that_is_not_the_templates_is_refused_as_before():
     ids = ENCODING.encode("<|start|>user<|message|>hi<|end|>", allowed_special="all")
     with pytest.raises(SpecError, match="not those of the chat as its template renders it"):
         message_spans(Tokenizer(), CHAT[1:2], ids)
+
+
+@pytest.mark.parametrize("written", ["<|start|>", "<|start|><|message|>"])
+def test_a_prompt_full_of_tokens_of_harmony_is_read_once(written):
+    text = "<|start|>system<|message|>hi<|end|>" + written * 20_000
+    start = time.process_time()
+    harmony_spans([{"role": "user", "content": "hi"}], TextMap(text, (0,), (len(text),)), "content")
+    assert time.process_time() - start < 2

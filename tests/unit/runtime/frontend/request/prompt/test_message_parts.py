@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from support.chat_templates import TEMPLATES, with_template
 
+from midstream.errors import SpecError
 from midstream.plan.positions.decoded_text import decode
+from midstream.runtime.frontend.request.prompt.message_parts import PartFinder
 from midstream.runtime.frontend.request.prompt.message_spans import message_spans
 
 ASKED = {"role": "user", "content": "what is two plus two?"}
@@ -109,6 +113,43 @@ def test_messages_without_a_part_have_none(template):
     for part in ("thinking", "tool_calls"):
         assert found(template, chat, part) == ["", "", ""]
     assert found(template, chat, "answer") == found(template, chat, "content")
+
+
+def test_thinking_is_found_in_a_content_given_as_parts():
+    """As clients of OpenAI's API write it."""
+    text = THOUGHT["content"]
+    for content in ([{"type": "text", "text": text}], [text]):
+        finder = part_finder({**THOUGHT, "content": content})
+        assert finder.thinking(0, {**THOUGHT, "content": content}) == (21, 29)
+        assert finder.answer(0, {**THOUGHT, "content": content}) == (40, 44)
+    parts = {"type": "text", "text": "<think>so</think>"}, {"type": "text", "text": "four"}
+    thinking = {"type": "thinking", "thinking": "so"}, parts[1]
+    for content in (parts, thinking):
+        message = {**THOUGHT, "content": list(content)}
+        for find in (part_finder(message).thinking, part_finder(message).answer):
+            with pytest.raises(SpecError, match="of several parts, of which one has its thinking"):
+                find(0, message)
+    message = {**THOUGHT, "content": [parts[1], parts[1]]}
+    assert part_finder(message).answer(0, message) is None
+
+
+def part_finder(message):
+    def render(index, changed):
+        content = changed["content"]
+        if isinstance(content, list):
+            content = "".join(part if isinstance(part, str) else part["text"] for part in content)
+        return f"<|assistant|>{content}<|end|>"
+
+    text = f"<|assistant|>{THOUGHT['content']}<|end|>"
+    return PartFinder(render, text, "mark of none")
+
+
+@pytest.mark.parametrize("content", [" " * 60_000, "a" + "\n" * 60_000, "<think>" + " " * 60_000])
+def test_a_content_of_spaces_is_searched_for_thinking_once(content):
+    message = {"role": "assistant", "content": content}
+    start = time.process_time()
+    assert part_finder(message).answer(0, message) is None
+    assert time.process_time() - start < 1
 
 
 REWRITES = "the chat template rewrites its thinking, or writes it more than once"
