@@ -99,6 +99,17 @@ def main() -> None:
         before = made.hidden.clone()
         site_triton(*made.arguments())
         assert same_bits(made.hidden, before), name
+    # What the mask of an edit of the whole row leaves out keeps the bits of both halves.
+    made = case(
+        [[Step(Op.REPLACE, write=1, a=1.0, mask=11)]], rows=3, width=20, dtype=torch.bfloat16,
+        captures=False,
+    )  # fmt: skip
+    kept, before = made.bank[11, :20] == 0, made.copy()
+    site_triton(*made.arguments())
+    assert 0 < int(kept.sum()) < 20
+    assert same_bits(made.hidden[:, kept], before.hidden[:, kept])
+    assert same_bits(made.residual[:, kept], before.residual[:, kept])
+    assert not same_bits(made.hidden, before.hidden)
     # Results that are far shorter or longer than the stream.
     for known in list(every_case())[:: rounds(suite=5, nightly=1)]:
         check(
