@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 VOCABULARY = 400
 SIDE = 56  # of an image, in pixels
@@ -41,26 +44,10 @@ class Parts(NamedTuple):
 
 
 def tokenizer(specials: Sequence[str], **named: str) -> Any:
-    """Return a tokenizer with a token per byte, a few of more, and special ones."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """Return the tokenizer of the tests' vision models, with these special tokens."""
+    from support.tokenizers import byte_pairs  # which imports transformers
 
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pairs = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("a", "n"), ("i", "n")]
-    words += [first + second for first, second in pairs]
-    core = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, pairs))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    kept = dict.fromkeys([*words[:4], *specials, *named.values()])
-    core.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in kept])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        extra_special_tokens=named,
-    )
+    return byte_pairs(specials, **named)
 
 
 def _gemma3() -> Parts:

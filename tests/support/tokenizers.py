@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -12,6 +14,28 @@ CHATML = (
 
 
 _WORDS = ["▁the", "▁cat", "▁con", "cat", "▁a", "the"]
+
+
+def byte_pairs(specials: Sequence[str], **named: str) -> PreTrainedTokenizerFast:
+    """In the manner of GPT-2: a token per byte, a few of more, and special ones, some of which the
+    tokenizer has by name.
+    """
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pairs = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("a", "n"), ("i", "n")]
+    words += [first + second for first, second in pairs]
+    core = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, pairs))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    kept = dict.fromkeys([*words[:4], *specials, *named.values()])
+    core.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in kept])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        extra_special_tokens=named,
+    )
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:

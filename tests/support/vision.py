@@ -13,7 +13,8 @@ import torch
 import transformers as hf
 from PIL import Image as Pictures
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from support.tokenizers import byte_pairs
 
 VOCAB, HIDDEN, LAYERS = 400, 64, 4
 CHATML = (
@@ -22,6 +23,7 @@ CHATML = (
     "{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_CHAT = ["<|im_start|>", "<|im_end|>"]
 _TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -75,8 +77,8 @@ class Vision:
 def _qwen3vl() -> Parts:
     names = ["vision_start", "vision_end", "image_pad", "video_pad"]
     start, end, image, video = (f"<|{name}|>" for name in names)
-    tokenizer = _tokenizer(
-        [start, end, image, video],
+    tokenizer = byte_pairs(
+        [*_CHAT, start, end, image, video],
         image_token=image,
         video_token=video,
         vision_bos_token=start,
@@ -114,8 +116,8 @@ def _gemma3(tokens: int = 4) -> Parts:
     # A line break before or after an image is one token with those that its processor writes.
     start, end, image = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
     breaks = ["\n" * count for count in range(1, 5)]
-    tokenizer = _tokenizer(
-        [start, end, image, *breaks], image_token=image, boi_token=start, eoi_token=end
+    tokenizer = byte_pairs(
+        [*_CHAT, start, end, image, *breaks], image_token=image, boi_token=start, eoi_token=end
     )
     start_id, end_id, image_id = tokenizer.convert_tokens_to_ids([start, end, image])
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -142,26 +144,6 @@ MODELS = {
 LARGE_IMAGES = Vision(
     lambda: _gemma3(16), "<start_of_image>", "<image_soft_token>", "token_type_ids"
 )
-
-
-def _tokenizer(specials: Sequence[str], **named: str) -> hf.PreTrainedTokenizerFast:
-    """A token per byte, and a few of more."""
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pairs = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("a", "n"), ("i", "n")]
-    words += [first + second for first, second in pairs]
-    core = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, pairs))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    kept = [*words[:4], "<|im_start|>", "<|im_end|>", *specials]
-    core.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in kept])
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        extra_special_tokens=named,
-    )
 
 
 def make(name: str, folder: Path, vision: Vision | None = None) -> Path:

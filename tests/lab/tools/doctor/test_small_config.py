@@ -38,14 +38,6 @@ def test_widths_heads_and_vocabulary_are_small_and_the_rest_stays():
     assert not {"quantization_config", "auto_map"} & set(found)
 
 
-def test_experts_are_few_and_more_than_are_chosen():
-    found = shrink(
-        {**LLAMA, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8}, Size()
-    )
-    assert found["n_routed_experts"] == EXPERTS > found["num_experts_per_tok"]
-    assert found["n_group"] == 1
-
-
 def test_sections_of_multimodal_rope_are_those_of_the_small_head():
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
     found = shrink({**LLAMA, "rope_parameters": rope}, Size())["rope_parameters"]
@@ -54,15 +46,6 @@ def test_sections_of_multimodal_rope_are_those_of_the_small_head():
     half = {**rope, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
     found = shrink({**LLAMA, "rope_parameters": half}, Size())["rope_parameters"]
     assert found["mrope_section"] == [2, 3, 3]
-
-
-def test_heads_of_latent_attention_keep_their_widths():
-    found = shrink(
-        {**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-         "v_head_dim": 128, "head_dim": 64}, Size()
-    )  # fmt: skip
-    assert found["kv_lora_rank"] + found["qk_rope_head_dim"] == 576
-    assert found["head_dim"] == 64
 
 
 def test_the_given_configuration_is_left_as_it_was_and_one_without_layers_refused():

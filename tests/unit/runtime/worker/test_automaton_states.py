@@ -120,12 +120,18 @@ def test_bits_are_those_of_a_scan_however_the_steps_are_cut(seed: int, late: boo
     states.check_integrity()
 
 
-def test_a_step_that_repeats_the_rows_of_the_last_sends_positions_alone(monkeypatch) -> None:
-    draw = random.Random(3)
+def with_request(seed: int) -> tuple[AutomatonStates, Request]:
+    """States, and a request with 20 generated tokens that has slot 5."""
+    draw = random.Random(seed)
     states = AutomatonStates(make_buffers(max_tokens=TOKENS, drafts=DRAFTS))
     request = Request(draw)
     request.ids += draw.choices(range(3, 9), k=20)
     states.acquire(5, request.automata)
+    return states, request
+
+
+def test_a_step_that_repeats_the_rows_of_the_last_sends_positions_alone(monkeypatch) -> None:
+    states, request = with_request(3)
     first = request.prompt_len
     runs, batch = batch_of([(5, first, 1)], request.ids[first : first + 1], late=False)
     states.arm(runs, batch)
@@ -164,11 +170,7 @@ def test_a_request_with_marks_of_its_own_costs_no_more_beside_many_others() -> N
 
 
 def test_a_request_for_which_there_is_no_memory_leaves_the_others_as_they_are(monkeypatch) -> None:
-    draw = random.Random(4)
-    states = AutomatonStates(make_buffers(max_tokens=TOKENS, drafts=DRAFTS))
-    request = Request(draw)
-    request.ids += draw.choices(range(3, 9), k=20)
-    states.acquire(5, request.automata)
+    states, request = with_request(4)
     monkeypatch.setattr(states._tables, "_write", raises)
     with pytest.raises(MemoryError):
         states.acquire(2, [one_of_many(3), *request.automata])

@@ -106,7 +106,9 @@ class ScoreSelection:
 
     def __init__(self, where: Where) -> None:
         self._ranges = _bounds(where.ranges)
-        self._matches = [(_bounds(match.ranges), match) for match in where.matches]
+        self._matches = [
+            (_bounds(match.ranges), np.array(match.ids), match) for match in where.matches
+        ]
 
     def within(self, start: int, stop: int, tokens: Ints, reached: Reached = None) -> Ints:
         """Return the selected positions in [start, stop); `tokens` are from position 0 on, and
@@ -114,9 +116,9 @@ class ScoreSelection:
         """
         positions = np.arange(start, stop)
         selected = _inside(self._ranges, positions)
-        for bounds, match in self._matches:
+        for bounds, ids, match in self._matches:
             if match.automaton is None:
-                chosen = np.isin(tokens[start:stop], match.ids) != match.others
+                chosen = np.isin(tokens[start:stop], ids) != match.others
             else:
                 read = match.automaton.selected(tokens.item, start, stop, reached)
                 chosen = np.isin(positions, read)
