@@ -13,7 +13,7 @@ from midstream.errors import SpecError
 from midstream.plan.positions.items import CONTENT
 from midstream.plan.positions.prompt import Message
 from midstream.plan.positions.text_map import TextMap
-from midstream.runtime.frontend.request.prompt.message_parts import REASONING, text_of
+from midstream.runtime.frontend.request.prompt.message_parts import REASONING, functions_of, text_of
 
 _TOKEN = re.compile(r"<\|(start|message|end|call|return)\|>")
 _BEGIN = "<|start|>system<|message|>"
@@ -91,7 +91,7 @@ class _Reader:
         if role != "assistant":
             return {CONTENT: self._take(str(role), content)} if content else self._pass(str(role))
         parts: dict[str, Region] = {}
-        calls = message.get("tool_calls") or []
+        calls = functions_of(message)
         if calls and content:
             parts[CONTENT] = self._take("assistant<|channel|>commentary", content)
         for thought in _reasoning(message):
@@ -102,8 +102,8 @@ class _Reader:
         if not calls and content:
             parts[CONTENT] = self._take("assistant<|channel|>final", content)
         for call in calls:
-            name = f"functions.{call['function']['name']}"
-            block, arguments = self._peek(), call["function"].get("arguments") or ""
+            name = f"functions.{call['name']}"
+            block, arguments = self._peek(), call.get("arguments") or ""
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments)
             if not block.header.startswith("assistant") or name not in block.header:

@@ -59,12 +59,9 @@ class PartFinder:
         if not message.get("tool_calls"):
             return None
         first, last = copy.deepcopy(dict(message)), copy.deepcopy(dict(message))
-        try:
-            named, called = first["tool_calls"][0]["function"], last["tool_calls"][-1]["function"]
-            name, named["name"] = str(named["name"]), self._mark
-            called["arguments"] = {self._mark: self._mark}
-        except (LookupError, TypeError):
-            raise SpecError("", "its tool calls are not those of functions") from None
+        named, called = functions_of(first)[0], functions_of(last)[-1]
+        name, named["name"] = str(named["name"]), self._mark
+        called["arguments"] = {self._mark: self._mark}
         begun, _, _ = self._render(index, first).partition(self._mark)
         _, is_there, rest = self._render(index, last).rpartition(self._mark)
         # The value is text in JSON: its quote may be another character, or none, of other values.
@@ -89,6 +86,19 @@ class PartFinder:
         if len(pieces) > 2 or not matches or written not in [part.strip() for part in parts]:
             raise SpecError("", f"the chat template rewrites {what}, or writes it more than once")
         return len(before), stop
+
+
+def functions_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the functions that a message calls, each with a name; SpecError: it calls others."""
+    calls = message.get("tool_calls") or []
+    try:
+        functions = [call["function"] for call in calls]
+        is_named = all("name" in function for function in functions)
+    except (LookupError, TypeError):
+        is_named = False
+    if not is_named:
+        raise SpecError("", "its tool calls are not those of functions")
+    return functions
 
 
 def text_of(message: Mapping[str, Any], name: str) -> bool:

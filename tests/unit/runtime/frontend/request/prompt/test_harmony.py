@@ -89,6 +89,12 @@ def test_a_message_that_the_prompt_does_not_have_is_refused(place, change):
     assert found(longer, "content", ids)[-1] == problems[place]
 
 
+def test_calls_of_what_is_no_function_are_refused():
+    odd = [*CHAT[:2], {**CHAT[2], "tool_calls": [{"type": "search"}]}]
+    problem = "its tool calls are not those of functions"
+    assert found(odd, "tool_calls", prompt(CHAT))[2] == problem
+
+
 def test_another_prompt_that_is_not_the_templates_is_refused_as_before():
     ids = ENCODING.encode("<|start|>user<|message|>hi<|end|>", allowed_special="all")
     with pytest.raises(SpecError, match="not those of the chat as its template renders it"):
