@@ -51,7 +51,7 @@ class Plan:
         coming_from: (field, tool) of each field of another tool that was translated into the plan.
         controller: changes its edits by the scores of its probes in the engine core; None: nothing
             does.
-        searched: of a version, where edits of the others are by marks: it looks for these as well.
+        searched: positions with marks of the edits of other versions: it looks for these marks too.
 
     Raises:
         SpecError: a capture is given twice, two captures with the same destination
@@ -215,7 +215,7 @@ class Plan:
 
     @property
     def marked(self) -> tuple[Positions, ...]:
-        """Where edits are by marks, in any version: all tokens are read for them."""
+        """The positions with marks of the edits of all versions."""
         own = (positions for positions in self._edited if positions.has_marks)
         return tuple(dict.fromkeys((*self.searched, *own)))
 

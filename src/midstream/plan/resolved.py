@@ -304,7 +304,7 @@ class ResolvedPlan:
         reduced: taps whose row is made of all selected rows.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
         reads_tokens: whether some positions are selected by generated tokens.
-        automata: those, and those that select tokens to edit: workers run them. Each has a bit.
+        automata: `followed`, and those that select tokens to edit, by their bits; run by workers.
     """
 
     prompt_len: int

@@ -201,7 +201,7 @@ class _Selector:
     def _marked_part(
         self, included: _Located, excluded: _Located, wanted: Ranges, allowed: Ranges
     ) -> tuple[Ranges, tuple[Match, ...]]:
-        """Do the same where tokens between marks are selected, or left out."""
+        """Return the same as `_generated_part`, for positions with marks."""
         start = self.locator.prompt.length
         without = [*listed(excluded.ids), *excluded.marks]
         chosen = [*listed(included.ids), *included.marks]

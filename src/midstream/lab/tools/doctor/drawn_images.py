@@ -100,7 +100,7 @@ def picture(seed: int) -> Image.Image:
 
 
 def _modality_of(model_class: Any) -> str:
-    """Return "image", or "audio" of a class that has a text for this alone."""
+    """Return "audio" for a class that has a placeholder for sounds and none for images."""
     for modality in ("image", "audio"):
         try:
             if model_class.get_placeholder_str(modality, 1) is not None:

@@ -106,9 +106,7 @@ class ScoreSelection:
 
     def __init__(self, where: Where) -> None:
         self._ranges = _bounds(where.ranges)
-        self._matches = [
-            (_bounds(match.ranges), np.array(match.ids), match) for match in where.matches
-        ]
+        self._matches = [(_bounds(m.ranges), np.array(m.ids), m) for m in where.matches]
 
     def within(self, start: int, stop: int, tokens: Ints, reached: Reached = None) -> Ints:
         """Return the selected positions in [start, stop); `tokens` are from position 0 on, and

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from midstream.errors import SpecError
+from midstream.plan.positions.decoded_text import Region
 from midstream.plan.positions.items import CONTENT
 from midstream.plan.positions.prompt import Message
 from midstream.plan.positions.text_map import TextMap
@@ -19,8 +20,6 @@ _TOKEN = re.compile(r"<\|(start|message|end|call|return)\|>")
 _BEGIN = "<|start|>system<|message|>"
 _INSTRUCTIONS = "# Instructions\n\n"
 _UNLIKE = "the prompt does not have it as harmony writes it"
-
-Region = tuple[int, int]
 
 
 class _Block(NamedTuple):
@@ -89,7 +88,8 @@ class _Reader:
         if role == "tool":
             return {CONTENT: self._take("functions.", content)}
         if role != "assistant":
-            return {CONTENT: self._take(str(role), content)} if content else self._pass(str(role))
+            region = self._take(str(role), content)
+            return {CONTENT: region} if content else {}
         parts: dict[str, Region] = {}
         calls = functions_of(message)
         if calls and content:
@@ -101,9 +101,9 @@ class _Reader:
                 break
         if not calls and content:
             parts[CONTENT] = self._take("assistant<|channel|>final", content)
-        for call in calls:
-            name = f"functions.{call['name']}"
-            block, arguments = self._peek(), call.get("arguments") or ""
+        for function, called in calls:
+            name = f"functions.{called}"
+            block, arguments = self._peek(), function.get("arguments") or ""
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments)
             if not block.header.startswith("assistant") or name not in block.header:
@@ -125,10 +125,6 @@ class _Reader:
         if self._next >= len(self._blocks):
             raise SpecError("", _UNLIKE)
         return self._blocks[self._next]
-
-    def _pass(self, header: str) -> dict[str, Region]:
-        self._take(header, "")
-        return {}
 
     def _take(self, header: str, content: str) -> Region:
         block = self._peek()

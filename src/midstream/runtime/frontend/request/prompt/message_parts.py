@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan.positions.decoded_text import Region
 
-Region = tuple[int, int]
 # Renders the chat with one message in place of that with an index.
 RenderWith = Callable[[int, dict[str, Any]], str]
 
@@ -46,7 +46,7 @@ class PartFinder:
         return self._region(index, changed, [thought], "its thinking")
 
     def answer(self, index: int, message: Mapping[str, Any]) -> Region | None:
-        """Return the same of the content after what was thought; None: the content is all of it."""
+        """Return [start, stop) of the content after its thinking; None: it has no thinking."""
         parts = _thought(message)
         if parts is None:
             return None
@@ -55,13 +55,12 @@ class PartFinder:
         return self._region(index, changed, [said], "its answer")
 
     def tool_calls(self, index: int, message: Mapping[str, Any]) -> Region | None:
-        """Return the same from the name of the first tool call to the arguments of the last."""
+        """Return [start, stop) from the first tool call's name to the last one's arguments."""
         if not message.get("tool_calls"):
             return None
         first, last = copy.deepcopy(dict(message)), copy.deepcopy(dict(message))
-        named, called = functions_of(first)[0], functions_of(last)[-1]
-        name, named["name"] = str(named["name"]), self._mark
-        called["arguments"] = {self._mark: self._mark}
+        (named, name), (called, _) = functions_of(first)[0], functions_of(last)[-1]
+        named["name"], called["arguments"] = self._mark, {self._mark: self._mark}
         begun, _, _ = self._render(index, first).partition(self._mark)
         _, is_there, rest = self._render(index, last).rpartition(self._mark)
         # The value is text in JSON: its quote may be another character, or none, of other values.
@@ -88,17 +87,13 @@ class PartFinder:
         return len(before), stop
 
 
-def functions_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the functions that a message calls, each with a name; SpecError: it calls others."""
-    calls = message.get("tool_calls") or []
+def functions_of(message: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return each function that a message calls, with its name; SpecError: it calls others."""
     try:
-        functions = [call["function"] for call in calls]
-        is_named = all("name" in function for function in functions)
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        return [(function, str(function["name"])) for function in functions]
     except (LookupError, TypeError):
-        is_named = False
-    if not is_named:
-        raise SpecError("", "its tool calls are not those of functions")
-    return functions
+        raise SpecError("", "its tool calls are not those of functions") from None
 
 
 def text_of(message: Mapping[str, Any], name: str) -> bool:

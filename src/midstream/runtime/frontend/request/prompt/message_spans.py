@@ -199,8 +199,7 @@ class _Finder:
 
     def parts(self, part: str) -> tuple[Message, ...]:
         """Return a part of each message; one that has none is empty."""
-        finder = PartFinder(self._render_with, self._text, self._mark)
-        find = getattr(finder, part)
+        find = getattr(PartFinder(self._render_with, self._text, self._mark), part)
         contents: tuple[Message, ...] = ()
         spans = []
         for index, message in enumerate(self._messages):
