@@ -27,8 +27,9 @@ export class Scale {
     let center = low;
     if (paint.center !== "low") {
       center = paint.center === "median" ? (sorted[sorted.length >> 1] ?? 0) : paint.center;
-      const isOneSided = known.length > 0 && sorted[0]! >= center;
       const reach = Math.max(Math.abs(low - center), Math.abs(high - center)) || 1;
+      // Cells a little below the centre are noise.
+      const isOneSided = known.length > 0 && sorted[0]! >= center - 0.05 * reach;
       [low, high] = [isOneSided ? center : center - reach, center + reach];
     }
     return new Scale(low, high, center, paint);

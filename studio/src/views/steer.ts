@@ -215,7 +215,7 @@ export function steer(context: Context, state: State): View {
         into.tokens.add(...update.pieces.map((piece) => ({ text: piece.text })));
         if (update.results) read?.read(less(update.results, shift), start, into.tokens);
         const receipt = update.results?.receipt;
-        if (receipt?.edited) into.foot.textContent = toldOf(receipt.edited);
+        if (receipt?.edited) into.foot.textContent = toldOf(receipt.edited, edits(into.factor).length);
       }
     } catch (error) {
       if (signal.aborted && running !== null && running.signal !== signal) return;
@@ -330,10 +330,11 @@ function pane(factor: number, title: string, paint: Paint | null): Pane {
 
 const shortName = (name: string) => name.replace(/^example\//, "");
 
-/** What the receipt says of edits, in words of a visitor. */
-function toldOf(edited: { applied: number; expected: number }): string {
-  const { applied, expected } = edited;
-  return applied === expected ? `steered at ${applied} tokens` : `steered at ${applied} of ${expected} tokens`;
+/** What the receipt says of edits, in words of a visitor: it counts each vector at each token. */
+function toldOf({ applied, expected }: { applied: number; expected: number }, vectors: number): string {
+  const isWhole = applied === expected;
+  if (isWhole && vectors && applied % vectors === 0) return `steered at ${applied / vectors} tokens`;
+  return isWhole ? `${applied} edits of tokens` : `${applied} of ${expected} edits of tokens`;
 }
 
 /** Probe scores of an event, each less a number. */
