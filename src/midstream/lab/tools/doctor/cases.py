@@ -6,7 +6,7 @@ the wrong site therefore exceeds the tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ def plain_cases(reference: Reference, seed: int) -> list[Case]:
     return cases
 
 
-def operation_cases(reference: Reference, seed: int) -> list[Case]:
+def operation_cases(reference: Reference, seed: int, names: Collection[str] = ()) -> list[Case]:
     """Return requests that test each operation.
 
     `Steer` is tested at every site of up to four layers, and at the sites without a layer. Each
@@ -91,6 +91,7 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
 
     Args:
         reference: transformers' model, after `find_sites`.
+        names: the operations beside `Steer`; none: all.
     """
     count = len(reference.layers)
     prompt = prompts(reference.vocabulary, seed)[EDITED]
@@ -115,7 +116,7 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
     # Several streams are too wide for a matrix.
     width = min(plain.values[tap].shape[1] for tap in taps)
     taps = [tap for tap in taps if plain.values[tap].shape[1] == width]
-    others = [name for name in OPERATIONS if name != "Steer"]
+    others = [name for name in OPERATIONS if name != "Steer" and (not names or name in names)]
     for index, name in enumerate(others):
         # The engine may lack a branch site; the stream site always exists.
         for tap in dict.fromkeys((taps[index % len(taps)], taps[-1], *ends[-1:])):
