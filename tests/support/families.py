@@ -73,10 +73,11 @@ class Job(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the requests of one engine showed: (largest error, where) of each kind; `off` is the
-    share of rows that are others.
+    """What the requests of one engine showed: (largest error, where) of each kind; `plain` is of
+    requests without an edit, and `off` the share of rows that are others.
     """
 
+    plain: tuple[float, str]
     rows: tuple[float, str]
     off: tuple[float, str]
     edits: tuple[float, str]
@@ -218,6 +219,8 @@ def limits(seen: Seen, job: Job) -> list[str]:
     problems = [f"{share:.0%} of rows are others: {where}"] if share > job.other[1] else []
     if not math.isfinite(seen.rows[0]):
         problems.append(f"no rows to compare: {seen.rows[1]}")
+    if not job.compiled and seen.plain[0] > HOOKS[0]:
+        problems.append("rows without an edit differ by {:.1e} at {}".format(*seen.plain))
     for kind, (error, where) in (("edit", seen.edits), ("probe", seen.probes)):
         if not error <= EXACT:
             problems.append(f"{kind} {where}: off by {error:.1e}")
@@ -232,7 +235,7 @@ def judge(llm: Any, asked: Sequence[Case], job: Job) -> Seen:
     from midstream.lab.tools.doctor.engine import run_cases
 
     taps = [tap for tap, lacking in taps_of(llm).items() if not lacking]
-    rows, off, edits, probes = [(0.0, "")], [(0.0, "")], [(0.0, "")], [(0.0, "")]
+    unedited, rows, off, edits, probes = ([(0.0, "")] for _ in Seen._fields)
     plain: dict[tuple[int, ...], Mapping[Tap, Tensor]] = {}
     for case in asked:
         output = run_cases(llm, [case], taps)[0]
@@ -246,6 +249,8 @@ def judge(llm: Any, asked: Sequence[Case], job: Job) -> Seen:
             errors = row_errors(found[tap][:count], case.values[tap][:count].double())
             where = f"{tap[0]} {tap[1]}" + (f" ({_name(case)})" if case.tap else "")
             rows.append((float(errors.max()), where))
+            if case.edit is None:
+                unedited.append(rows[-1])
             off.append((float((errors > job.other[0]).double().mean()), where))
         if case.tap is None:
             continue
@@ -263,7 +268,7 @@ def judge(llm: Any, asked: Sequence[Case], job: Job) -> Seen:
             expected = formulas.score(case.probe, values, case.heads)[:count]
             gap = (output.probes["score"].double()[:count] - expected).abs().max()
             probes.append((float(gap / expected.abs().max()), _name(case)))
-    return Seen(max(rows), max(off), max(edits), max(probes))
+    return Seen(max(unedited), max(rows), max(off), max(edits), max(probes))
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
@@ -289,11 +294,13 @@ def _same(case: Case, output: Any) -> int:
 
 
 def _moved(case: Case, plain: Sequence[Case]) -> float:
-    """Return how much an edit changes the logits of the token after the prompt."""
-    before = next(other for other in plain if other.prompt == case.prompt)
+    """Return how much an edit changes the logits of the token after the prompt, relative to how far
+    they are from their mean.
+    """
     last = len(case.prompt) - 1
-    first = before.logits[last].log_softmax(-1)
-    return float((case.logits[last].log_softmax(-1) - first).norm() / first.norm())
+    before = next(other for other in plain if other.prompt == case.prompt).logits[last]
+    first, second = (logits - logits.mean() for logits in (before, case.logits[last]))
+    return float((second - first).norm() / first.norm())
 
 
 def room(job: Job, running: Sequence[Job]) -> bool:
@@ -343,8 +350,11 @@ def line(name: str, found: Figures) -> str:
 
 
 def _figures(found: Figures) -> str:
-    row, off, edit, probe = (found[kind][0] for kind in Seen._fields)
-    return f"worst row {row:.1e} ({off:.0%} others), edit {edit:.1e}, probe {probe:.1e}"
+    plain, row, off, edit, probe = (found[kind][0] for kind in Seen._fields)
+    return (
+        f"worst row {plain:.1e}, with an edit {row:.1e} ({off:.0%} others), edit {edit:.1e}, "
+        f"probe {probe:.1e}"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
