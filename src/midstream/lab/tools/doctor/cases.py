@@ -85,13 +85,11 @@ def operation_cases(reference: Reference, seed: int, names: Collection[str] = ()
 
     `Steer` is tested at every site of up to four layers, and at the sites without a layer. Each
     other operation is tested in the middle layer, at the last site of the stream and at one further
-    site, which rotates, and at the final norm. Edits and
-    probes of single heads and components are tested in the middle layer, at the sites that have
-    these.
+    site, which rotates, and at the final norm. Edits and probes of single heads and components are
+    tested in the middle layer, at the sites that have these.
 
     Args:
-        reference: transformers' model, after `find_sites`.
-        names: the operations beside `Steer`; none: all.
+        reference: transformers' model, after `find_sites`; names: operations beside `Steer`.
     """
     count = len(reference.layers)
     prompt = prompts(reference.vocabulary, seed)[EDITED]

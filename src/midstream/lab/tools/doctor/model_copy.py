@@ -74,12 +74,7 @@ def save_config(config: Any, folder: Path) -> None:
 
 
 def drawn_weights(seed: int, gain: float | None = None) -> str:
-    """Return the load format of vLLM that draws weights as `save_copy` does.
-
-    Args:
-        gain: how much longer a matrix makes a vector; None: its numbers have a standard deviation
-            of `WEIGHTS`, which is for a small copy alone.
-    """
+    """Return vLLM's load format that draws weights as `save_copy` does, or by a matrix's `gain`."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -92,15 +87,13 @@ def drawn_weights(seed: int, gain: float | None = None) -> str:
                     parameter.data.fill_(float(name.endswith("weight")))
             _draw(model, gain)
 
-    name = f"midstream_drawn_{seed}_{gain}"
-    register_model_loader(name)(DrawnWeights)
+    register_model_loader(name := f"midstream_drawn_{seed}_{gain}")(DrawnWeights)
     return name
 
 
 def _draw(model: torch.nn.Module, gain: float | None = None) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.dtype == torch.uint8:
-            # MXFP4: two numbers in a byte, and their exponents, of a matrix of some 3,000 columns.
+        if parameter.dtype == torch.uint8:  # MXFP4 of some 3,000 columns, and its exponents
             parameter.data.random_(*((119, 121) if name.endswith("scale") else (0, 256)))
         if not parameter.is_floating_point():
             continue
@@ -108,8 +101,8 @@ def _draw(model: torch.nn.Module, gain: float | None = None) -> None:
             # vLLM's CPU build ignores this bias in some routers, so it keeps its initial value 0.
             parameter.data.zero_()
         elif parameter.dim() > 1:
-            wide = parameter.shape[-1] ** 0.5
-            torch.nn.init.normal_(parameter, std=WEIGHTS if gain is None else gain / wide)
+            std = WEIGHTS if gain is None else gain / parameter.shape[-1] ** 0.5
+            torch.nn.init.normal_(parameter, std=std)
         else:
             parameter.data += OTHERS * torch.randn_like(parameter)
 
