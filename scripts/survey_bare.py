@@ -40,7 +40,7 @@ INKLING = {
     "vocab_size": 512, "d_rel": 16, "rel_extent": 64, "local_layer_ids": [0, 1],
     "sliding_window_size": 64, "use_sconv": True, "sconv_kernel_size": 4, "dense_mlp_idx": 1,
     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
-    "dense_intermediate_size": 96, "use_embed_norm": True,
+    "dense_intermediate_size": 96, "use_embed_norm": True, "shared_expert_sink": True,
 }  # fmt: skip
 _MINIMAX_M3 = {
     "intermediate_size": 48, "dense_intermediate_size": 96, "shared_intermediate_size": 48,

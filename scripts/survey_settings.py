@@ -42,7 +42,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text": {"num_kv_shared_layers": 1},  # of a small copy's few layers
     "glm4_moe": {"head_dim": 128},
-    "glm5_next_text": {"mhc": True, "mla_use_nope": True, "indexer_rope_interleave": True},
+    "glm5_next_text": {
+        "mhc": True,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 4,
+    },
     "glm4_moe_lite": {"first_k_dense_replace": 1, "moe_layer_freq": 1},
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
@@ -96,19 +100,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "nemotron": {"num_key_value_heads": 8},
+    # Of linear attention alone: vLLM's CPU build has no sparse attention.
     "qwen4_exp_text": {
         "output_gate_type": "silu",
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e7,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [11, 11, 10],
-        },
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 128,
-        "indexer_budget": 512,
-        "indexer_compress_ratio": 16,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 4,
     },
     # vLLM's CPU build has no kernel for this model's experts, so these layers have none.
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
