@@ -44,6 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "glm5_next_text": {
         "mhc": True,
+        "topk_method": "noaux_tc",
+        "scoring_func": "softmax",
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention"] * 4,
     },
