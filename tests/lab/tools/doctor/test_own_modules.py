@@ -196,15 +196,18 @@ def test_what_a_layers_mlp_reads_is_not_told_where_a_module_that_it_is_called_wi
 
 
 def test_the_layers_are_those_of_the_language_model_not_of_a_tower_with_as_many():
-    class Whole(Model):
+    class Whole(nn.Module):
         def __init__(self):
-            super().__init__(Fused)
-            self.language_model = nn.ModuleDict({"decoder": nn.ModuleDict({"layers": self.layers})})
-            self.layers = nn.ModuleList([Mix() for _ in range(COUNT)])
+            super().__init__()
+            self.net = nn.ModuleList([Mix() for _ in range(COUNT)])
+            self.language_model = Model(Fused)
+            self.logits_processor = self.language_model.logits_processor
 
         def get_language_model(self):
             return self.language_model
 
+        def forward(self, ids):
+            return self.language_model(ids)
+
     whole = Whole()
-    layers = OwnModules(Engine(whole, whole)).layers
-    assert layers == list(whole.language_model["decoder"]["layers"])
+    assert OwnModules(Engine(whole, whole)).layers == list(whole.language_model.layers)
