@@ -145,12 +145,33 @@ def unknown_config(fields: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[name].from_dict(fields)
 
 
+class _Fields(dict[str, Any]):
+    """Fields that can be read as attributes too; in a configuration, JSON like any dict."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 def _part(field: str, value: Any) -> Any:
-    """Return a part of a bare configuration as a configuration of its type, or a bare one too."""
+    """Return a part of a bare configuration as a configuration of its type, or a bare one too; of
+    a list of parts, such as a block's for each layer, each with its own as attributes.
+    """
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
-    if not (field.endswith("_config") and isinstance(value, dict)) or "quant" in field:
+    if field.endswith("_configs") and isinstance(value, list):
+        return [_attributes(part) for part in value]
+    is_part = field.endswith("_config") or field in ("encoder", "decoder")
+    if not (is_part and isinstance(value, dict)) or "quant" in field:
         return value
     if value.get("model_type") not in CONFIG_MAPPING:
         return PretrainedConfig(**value)
     return CONFIG_MAPPING[value["model_type"]](**value)
+
+
+def _attributes(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return _Fields({name: _attributes(item) for name, item in value.items()})
