@@ -61,7 +61,7 @@ def test_rows_at_an_image_are_those_of_its_embeddings(served: Served) -> None:
     output = ask(served, text, [1], capture=capture)
     inputs = served.oracle.inputs(text, [vision.picture(1)])
     assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
-    places = served.oracle.image_tokens(inputs)
+    places = served.oracle.media_tokens(inputs)
     rows, _ = served.oracle.run(inputs)
     assert len(places) >= 4
     assert output.activations.positions_of("resid_post", 2).tolist() == places
@@ -83,7 +83,7 @@ def test_an_edit_at_all_images_is_a_hook_at_their_tokens(served: Served) -> None
     answer = list(output.outputs[0].token_ids)
     pictures = [vision.picture(1), vision.picture(2)]
     inputs = served.oracle.inputs(text, pictures, answer[:-1])
-    places = served.oracle.image_tokens(inputs)
+    places = served.oracle.media_tokens(inputs)
     rows, logits = served.oracle.run(inputs, LAYER, dict.fromkeys(places, VECTOR))
     for tap, wanted in rows.items():
         assert far(output.activations[tap], wanted) < TOLERANCE, tap
@@ -98,7 +98,7 @@ def test_one_of_two_images_is_selected_and_combined_with_others(served: Served) 
     pictures = [vision.picture(1), vision.picture(2, 84, 140)]
     prompt = {"prompt": text, "multi_modal_data": {"image": pictures}}
     inputs = served.oracle.inputs(text, pictures)
-    places = served.oracle.image_tokens(inputs)
+    places = served.oracle.media_tokens(inputs)
     count = next(at for at in range(1, len(places)) if places[at] != places[at - 1] + 1)
     first, second = places[:count], places[count:]
     decode = served.llm.get_tokenizer().decode
