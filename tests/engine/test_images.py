@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from lab.jobs.fakes import job, write_lines
 from support import vision
 from support.engines import engine, greedy
 from support.pages import blocks
 
-from midstream import Capture, Image, Media, Positions, Probe, Role, SpecError, Steer, Text
+from midstream import (
+    Capture,
+    Image,
+    Media,
+    Positions,
+    Probe,
+    Role,
+    SpecError,
+    Steer,
+    StoreError,
+    Text,
+    open_store,
+)
+from midstream.lab.jobs import capture_dataset
+from midstream.lab.jobs.engine import VllmEngine
 
 LAYER = 1
 TOLERANCE = 1e-4
@@ -277,3 +294,75 @@ def test_messages_of_a_chat_with_images_are_selected_and_images_loaded_once(
     # The marks of both ends belong to the message, the template's header does not.
     assert "user" not in spelt
     assert "<|im_end|>" not in spelt
+
+
+def test_a_dataset_capture_stores_chats_with_images_and_where_these_are(
+    served: Served, tmp_path: Path
+) -> None:
+    def asked(url: str) -> list[dict[str, Any]]:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        return [{"role": "user", "content": [said("what is"), part, said("in the hat?")]}]
+
+    allowed, other = tmp_path / "allowed", tmp_path / "other.png"
+    allowed.mkdir()
+    for path in (allowed / "owl.png", other):
+        vision.picture(2).save(path)
+    (allowed / "text.png").write_text("no image")
+    (allowed / "link.png").symlink_to(other)
+    written = {
+        "chat": CHAT,
+        "data": asked(url(2)["image_url"]["url"]),
+        "file": asked((allowed / "owl.png").as_uri()),
+        "text": [{"role": "user", "content": "the end"}],
+        "http": asked("http://127.0.0.1:9/owl.png"),
+        "outside": asked(other.as_uri()),
+        "link": asked((allowed / "link.png").as_uri()),
+        "broken": asked("data:image/png;base64,iVBO=="),
+        "no image": asked((allowed / "text.png").as_uri()),
+        "three": asked(url(1)["image_url"]["url"])[:1] + CHAT,
+    }
+    write_lines(tmp_path, [{"messages": chat} for chat in written.values()])
+    capture = Capture("all", ["embed", "resid_post"], "prompt")
+    mine = job(
+        tmp_path,
+        chat=True,
+        capture=capture,
+        engine_args={"allowed_local_media_path": str(allowed)},
+    )
+    summary = capture_dataset(mine, lambda job: VllmEngine(served.llm, job))
+    failed = {}
+    for line in (tmp_path / "acts" / "errors.jsonl").read_text().splitlines():
+        reason = json.loads(line)
+        failed[list(written)[reason["line"] - 1]] = reason["reason"]
+    assert "expected a `data:` URL in base64, or a `file://` URL" in failed.pop("http")
+    assert "is not in `allowed_local_media_path`" in failed.pop("outside")
+    assert "is not in `allowed_local_media_path`" in failed.pop("link")
+    assert "At most 2 image" in failed.pop("three")
+    assert set(failed) == {"broken", "no image"}, failed
+    assert (summary.counts.stored, summary.counts.failed) == (4, 6)
+    store = open_store(tmp_path / "acts")
+    stored = {
+        list(written)[request.metadata["line"] - 1]: request for request in store.requests
+    }
+    for name, request in stored.items():
+        live = served.llm.chat(written["data"] if name == "file" else written[name], greedy(1),
+                               capture=[capture], use_tqdm=False)[0].activations  # fmt: skip
+        rows = request.activations()
+        assert rows.positions_of_media == live.positions_of_media
+        for tap, wanted in live.items():
+            assert torch.equal(rows.positions_of(*tap), live.positions_of(*tap))
+            assert far(rows[tap], wanted) < TOLERANCE, (name, tap)
+        batch = store.select(site="embed", request=request.request).take(range(len(rows.positions)))
+        for span in rows.positions_of_media:
+            found = [place for place, each in enumerate(batch.media) if each == span]
+            assert found == list(range(span.first, span.first + span.length))
+    owl, other_owl = stored["chat"].activations().positions_of_media
+    assert owl.hash != other_owl.hash != ""
+    for name in ("data", "file"):
+        (span,) = stored[name].activations().positions_of_media
+        assert span.hash == other_owl.hash
+    assert stored["text"].activations().positions_of_media == ()
+    # The id of a line is of what its files hold.
+    vision.picture(1).save(allowed / "owl.png")
+    with pytest.raises(StoreError, match="line 3 was captured with another prompt"):
+        capture_dataset(replace(mine, resume=True), lambda job: VllmEngine(served.llm, job))
