@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -296,6 +298,12 @@ def test_messages_of_a_chat_with_images_are_selected_and_images_loaded_once(
     assert "<|im_end|>" not in spelt
 
 
+def _large_png() -> bytes:
+    """Return a file that says that it has more pixels than Pillow opens."""
+    size = struct.pack(">4sIIBBBBB", b"IHDR", 60000, 60000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + size + struct.pack(">I", zlib.crc32(size))
+
+
 def test_a_dataset_capture_stores_chats_with_images_and_where_these_are(
     served: Served, tmp_path: Path
 ) -> None:
@@ -319,6 +327,7 @@ def test_a_dataset_capture_stores_chats_with_images_and_where_these_are(
         "link": asked((allowed / "link.png").as_uri()),
         "broken": asked("data:image/png;base64,iVBO=="),
         "no image": asked((allowed / "text.png").as_uri()),
+        "bomb": asked(f"data:image/png;base64,{base64.b64encode(_large_png()).decode()}"),
         "three": asked(url(1)["image_url"]["url"])[:1] + CHAT,
     }
     write_lines(tmp_path, [{"messages": chat} for chat in written.values()])
@@ -338,12 +347,10 @@ def test_a_dataset_capture_stores_chats_with_images_and_where_these_are(
     assert "is not in `allowed_local_media_path`" in failed.pop("outside")
     assert "is not in `allowed_local_media_path`" in failed.pop("link")
     assert "At most 2 image" in failed.pop("three")
-    assert set(failed) == {"broken", "no image"}, failed
-    assert (summary.counts.stored, summary.counts.failed) == (4, 6)
+    assert set(failed) == {"broken", "no image", "bomb"}, failed
+    assert (summary.counts.stored, summary.counts.failed) == (4, 7)
     store = open_store(tmp_path / "acts")
-    stored = {
-        list(written)[request.metadata["line"] - 1]: request for request in store.requests
-    }
+    stored = {list(written)[request.metadata["line"] - 1]: request for request in store.requests}
     for name, request in stored.items():
         live = served.llm.chat(written["data"] if name == "file" else written[name], greedy(1),
                                capture=[capture], use_tqdm=False)[0].activations  # fmt: skip

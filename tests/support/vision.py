@@ -19,8 +19,8 @@ from support.tokenizers import byte_pairs
 VOCAB, HIDDEN, LAYERS = 400, 64, 4
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for c in m.content %}{% if c.type == 'image' %}MARK{% elif c.type == 'text' %}"
-    "{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% else %}{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% else %}"
+    "MARK{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHAT = ["<|im_start|>", "<|im_end|>"]
@@ -202,9 +202,7 @@ class VisionOracle:
         ).eval()
         self._layers = self._model.model.language_model.layers
 
-    def inputs(
-        self, text: str, media: Sequence[Any], more: Sequence[int] = ()
-    ) -> dict[str, Any]:
+    def inputs(self, text: str, media: Sequence[Any], more: Sequence[int] = ()) -> dict[str, Any]:
         """Return the inputs for a text with media, and more tokens behind it."""
         inputs = self.processed(text, media)
         tail = torch.tensor([list(more)], dtype=torch.long)

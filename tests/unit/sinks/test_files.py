@@ -104,10 +104,12 @@ def test_the_manifest_has_shapes_paths_codec_and_whose_they_are(sink, root):
         },
         "scales": None,
     }
+    # fmt: off
     wanted = {"codec": "raw", "return": "sharded", "request_id": "7", "metadata": {"a": [1]},
               "model": "a/model", "hidden_size": WIDTH, "prompt_tokens": 3, "generated_tokens": 2,
               "completion": 0, "status": "ok", "problems": [],
-              "media": [{"kind": "audio", "index": 0, "first": 1, "length": 2, "hash": "a1"}]}  # fmt: skip
+              "media": [{"kind": "audio", "index": 0, "first": 1, "length": 2, "hash": "a1"}]}
+    # fmt: on
     assert {name: on_disk[name] for name in wanted} == wanted
     # To the caller it is the same, with paths that need no folder.
     for one in on_disk["files"]:

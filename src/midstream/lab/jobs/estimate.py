@@ -57,9 +57,8 @@ def estimate_job(job: Job) -> JobEstimate:
         raise SpecError("limit", f"the number of lines of {job.data} is unknown: give a limit")
     for record in sample:
         if isinstance(record, Record) and has_media(record.prompt):
-            raise SpecError(
-                "data", f"line {record.line} has media: only an engine knows how many tokens they are"
-            )
+            problem = "only an engine knows how many tokens media take"
+            raise SpecError("data", f"line {record.line}: {problem}")
     counts, problems = list[int](), list[str]()
     for record in sample[:SAMPLE]:
         try:

@@ -122,8 +122,8 @@ def _data_url(url: str, files: str) -> str:
     if scheme != "file:":
         raise SpecError(
             "",
-            f"{show(url[:80])}: expected a `data:` URL in base64, or a `file://` URL; a job fetches "
-            "no media, which may have changed when it is resumed",
+            f"{show(url[:80])}: expected a `data:` URL in base64, or a `file://` URL; a job "
+            "fetches no media, which may have changed when it is resumed",
         )
     split = urlsplit(url)
     path = Path(url2pathname(split.path))
