@@ -19,6 +19,7 @@ from lab.jobs.fakes import job, write_lines
 from support import vision
 from support.engines import engine, greedy
 from support.pages import blocks
+from support.sinking import AsTheyCome, Keeping
 
 from midstream import (
     Capture,
@@ -47,6 +48,7 @@ class Served(NamedTuple):
     llm: Any
     oracle: vision.VisionOracle
     mark: str
+    sinks: dict[str, Keeping]
 
 
 @pytest.fixture(scope="module", params=list(vision.MODELS))
@@ -54,13 +56,14 @@ def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served
     name = request.param
     path = vision.make(name, tiny_models)
     oracle = vision.VisionOracle(name, path)
+    sinks = {"ended": Keeping(), "pieces": AsTheyCome()}
     settings = {
         "max_model_len": 512,
         "limit_mm_per_prompt": {"image": 2, "video": int(name == "qwen3vl")},
-        "midstream": {"sites": SITES},
+        "midstream": {"sites": SITES, "sinks": sinks},
     }
     with engine(vision.served(path), **settings) as llm:
-        yield Served(llm, oracle, vision.MODELS[name].mark)
+        yield Served(llm, oracle, vision.MODELS[name].mark, sinks)
 
 
 def ask(served: Served, text: str, seeds: list[int], **plan: Any) -> Any:
@@ -145,6 +148,11 @@ def test_one_of_two_images_is_selected_and_combined_with_others(served: Served) 
     assert items[0].first <= first[0] <= first[-1] < items[0].first + items[0].length
     assert items[1].first <= second[0] <= second[-1] < items[1].first + items[1].length
     assert rows.activations.copy().positions_of_media == items
+    capture = [Capture([1], positions="all", sink=name) for name in served.sinks]
+    served.llm.generate([prompt], greedy(3), capture=[capture], use_tqdm=False)
+    for name, sink in served.sinks.items():
+        assert sink.given, name
+        assert {each.activations.positions_of_media for each in sink.given} == {items}, name
     others = sorted(set(range(len(ids))) - set(places))
     assert found["without"] == others
     between = [place for place in found["with.text"] if place not in first]

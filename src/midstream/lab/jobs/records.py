@@ -106,12 +106,11 @@ def _part(path: str, part: object, files: str) -> object:
             raise SpecError(f"{path}.{name}", "leave out: media are known by their data alone")
     for name in _URLS:
         value = part.get(name)
-        is_nested = isinstance(value, dict)
-        url = value.get("url") if is_nested else value
+        url = value.get("url") if isinstance(value, dict) else value
         if isinstance(url, str):
             with at(f"{path}.{name}"):
                 url = _data_url(url, files)
-            part = {**part, name: {**value, "url": url} if is_nested else url}
+            part = {**part, name: {**value, "url": url} if isinstance(value, dict) else url}
     return part
 
 
