@@ -10,6 +10,7 @@ from midstream import sites
 from midstream.errors import StoreError
 from midstream.results.activations import Activations
 from midstream.sites import Tap
+from midstream.store.arrow import record_batches
 from midstream.store.backends.base import Folder
 from midstream.store.backends.local import folder_of
 from midstream.store.filter import read_filter
@@ -219,18 +220,28 @@ class Store:
                 hidden size or dtype.
             SpecError: `position` is malformed.
         """
-        arguments = {
-            "site": site,
-            "layer": layer,
-            "request": request,
-            "child": child,
-            "tag": tag,
-            "position": position,
-            "token": token,
-            "model": model,
-            "codec": codec,
-        }
-        return Selection(self.shards, read_filter(self.shards, arguments))
+        chosen = {name: value for name, value in locals().items() if name != "self"}
+        return Selection(self.shards, read_filter(self.shards, chosen))
+
+    def to_arrow(self, **chosen: Any) -> Any:
+        """Return rows as a `pyarrow.RecordBatchReader`, which reads them lazily, batch by batch.
+
+        Args:
+            **chosen: as for `select`.
+
+        Returns:
+            `request`, `tag`, `site` string; `child`, `layer` int32; `position`, `token_id` int64;
+            `media` string, such as `image.0` for the tokens of a prompt's first image, null for
+            text; `vector` [width], decoded: float16 for float16 rows with codec raw, else float32.
+            (Arrow has no bfloat16; float32 represents all of its values.) The schema's metadata
+            has the shards' headers under `midstream`, as JSON.
+
+        Raises:
+            StoreError: as `select`; there are no such rows, so that the width of their vectors is
+                unknown; or they differ in width. During iteration: rows are damaged.
+            MissingExtraError: pyarrow is not installed.
+        """
+        return record_batches(self.select(**chosen))
 
     @property
     def sites(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Parquet and Arrow files of a store, read by pyarrow and by Hugging Face's datasets."""
 
+import importlib.util
 import json
 import sys
 
@@ -11,7 +12,9 @@ import torch
 from unit.store.making import TAPS, entry, header, write
 
 from midstream import StoreError, open_store
-from midstream.lab.export import export_arrow, export_parquet, record_batches
+from midstream.errors import MissingExtraError
+from midstream.lab.export import export_arrow, export_parquet
+from midstream.store import Batch
 
 KINDS = {"float16": pa.float16(), "float32": pa.float32(), "bfloat16": pa.float32()}
 
@@ -78,8 +81,8 @@ def test_an_arrow_stream_and_a_file_of_many_groups_have_the_same_rows(tmp_path, 
     path = export_arrow(selection, tmp_path / "rows.arrow")
     with pa.memory_map(str(path)) as file:
         table = pa.ipc.open_stream(file).read_all()
-    assert table.equals(record_batches(selection).read_all())
-    monkeypatch.setattr("midstream.lab.export.arrow._BATCH_BYTES", 7 * 8 * 4)
+    assert table.equals(open_store(tmp_path / "store").to_arrow().read_all())
+    monkeypatch.setattr("midstream.store.arrow._BATCH_BYTES", 7 * 8 * 4)
     path = export_parquet(selection, tmp_path / "rows.parquet")
     file = pa.parquet.ParquetFile(path)
     assert file.num_row_groups == 5
@@ -115,7 +118,7 @@ def test_what_is_there_is_not_overwritten_and_a_failure_leaves_nothing(
     def broken(batch, schema):
         raise OSError("gone")
 
-    monkeypatch.setattr("midstream.lab.export.arrow._record_batch", broken)
+    monkeypatch.setattr("midstream.store.arrow._record_batch", broken)
     with pytest.raises(StoreError, match="rows: gone"):
         export(selection, path)
     assert list(path.parent.iterdir()) == []
@@ -134,11 +137,35 @@ def test_an_empty_selection_is_refused_and_pyarrow_is_asked_for_where_it_is_miss
 ):
     write(tmp_path / "store", [entry("a", rows=0)])
     with pytest.raises(StoreError, match="the selection is empty"):
-        record_batches(open_store(tmp_path / "store").select())
-    selection = selected(tmp_path)
+        open_store(tmp_path / "store").to_arrow()
+    selected(tmp_path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(StoreError, match=r'pip install "midstream\[arrow\]"'):
-        record_batches(selection)
+    with pytest.raises(MissingExtraError, match=r'pip install "midstream\[arrow\]"'):
+        open_store(tmp_path / "store").to_arrow()
+
+
+def test_other_tools_read_a_store_as_a_table_batch_by_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr("midstream.store.arrow._BATCH_BYTES", 7 * 8 * 4)
+    selection = selected(tmp_path, layer=0)
+    wanted, store = expected(selection), open_store(tmp_path / "store")
+    taken, reads = Batch.numpy, []
+    monkeypatch.setattr(Batch, "numpy", lambda batch: reads.append(len(batch)) or taken(batch))
+    assert store.to_arrow(layer=0).read_next_batch().num_rows == 7
+    assert reads == [7]
+    frame = store.to_arrow(layer=0).read_pandas()
+    media = [None if name != name else name for name in frame.pop("media")]
+    assert holds({**frame.to_dict("list"), "media": media}, wanted)
+    if importlib.util.find_spec("polars"):
+        import polars
+
+        found = polars.from_arrow(store.to_arrow(layer=0))
+        assert holds(found.to_dict(as_series=False), wanted)
+    if importlib.util.find_spec("duckdb"):
+        import duckdb
+
+        reader = store.to_arrow(layer=0)
+        counted = duckdb.from_arrow(reader).aggregate("layer, count(*)").fetchall()
+        assert counted == [(0, len(selection))]
 
 
 @pytest.fixture
@@ -180,7 +207,7 @@ def test_a_tap_of_another_width_has_vectors_of_it_and_is_not_mixed_with_others(
     write(tmp_path / "store", [entry("a", taps=(wide, TAPS[1]), head=head)], head)
     store = open_store(tmp_path / "store")
     with pytest.raises(StoreError, match="the rows differ in width: 12 at attn_out.0, 8 at resid"):
-        record_batches(store.select())
+        store.to_arrow()
     selection = store.select(site="attn_out")
     path = export_parquet(selection, tmp_path / "rows.parquet")
     table = pa.parquet.read_table(path)

@@ -100,6 +100,22 @@ def test_rows_that_stay_on_the_server_are_used_by_later_requests(both, site):
         both.call("delete", captured)
 
 
+def test_an_output_is_a_row_of_a_table_with_what_was_asked_for(both):
+    answer = {"id": "r", "choices": [{"index": 0, "text": "t1t2t3", "finish_reason": "length"}]}
+    output = both.call("read", answer | {"usage": {"prompt_tokens": 3, "completion_tokens": 3}})
+    plain = {"index": 0, "text": "t1t2t3", "finish_reason": "length", "prompt_tokens": 3}
+    assert output.to_dict() == plain | {"generated_tokens": 3, "request_id": "r"}
+    row = both.call("complete", "abc", capture=Capture([1]), probes=PROBE).to_dict()
+    assert row == plain | {
+        "request_id": "cmpl", "generated_tokens": 3, "probe.p.max": 0.5, "probe.p.mean": 0.25,
+        "status": "ok", "problems": [], "actions": [], "captured": 5,
+    }  # fmt: skip
+    several = both.call("complete", "abc", n=2, probes=PROBE)
+    with pytest.raises(SpecError, match="outputs: expected one completion, got 2, each with its"):
+        several.to_dict()
+    assert [one.to_dict()["index"] for one in several.outputs] == [0, 1]
+
+
 def test_without_anything_asked_it_is_a_plain_request(both, site):
     output = both.call("complete", "abc", max_tokens=2)
     assert (output.text, output.receipt, output.activations) == ("t1t2t3", None, None)

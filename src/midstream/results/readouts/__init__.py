@@ -11,6 +11,7 @@ from midstream.results.readouts.features import FeatureResults
 from midstream.results.readouts.lens import LensResults
 from midstream.results.readouts.logits import LogitRows
 from midstream.results.readouts.norms import NormResults
+from midstream.results.table_row import TableRow
 
 if TYPE_CHECKING:
     from midstream.plan.resolved import ResolvedCapture
@@ -58,7 +59,7 @@ RESULTS: dict[str, type[ReadOutResult]] = {
 
 
 @dataclass(slots=True, kw_only=True)
-class ChoiceReadOuts:
+class ChoiceReadOuts(TableRow):
     """Results of the read-outs of a choice; None if not asked for, or not yet known. `…_rows`: of a
     stream, partial rows of those with `stream`, in the order received.
     """
@@ -74,7 +75,7 @@ class ChoiceReadOuts:
     norm_rows: list[NormResults] = field(default_factory=list)
 
 
-class OnlyReadOuts:
+class OnlyReadOuts(TableRow):
     """Results of the read-outs of an output's only choice."""
 
     __slots__ = ()
@@ -108,7 +109,7 @@ class OnlyReadOuts:
         raise NotImplementedError
 
 
-class OutputReadOuts:
+class OutputReadOuts(TableRow):
     """Types of the attributes of vLLM's outputs; None without such a read-out."""
 
     attention: AttentionResults
