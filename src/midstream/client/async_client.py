@@ -63,8 +63,8 @@ class AsyncClient:
     ) -> AsyncIterator[ServedOutput]:
         """Yield the accumulated output after each event; see `Client.stream`."""
         stream = protocol.OutputStream(options, prompt, messages)
-        async with aclosing(self._bytes_of(stream.request)) as content:
-            async for data in content:
+        async with aclosing(self._events_of(stream.request)) as events:
+            async for data in events:
                 for exchange in stream.feed(data):
                     yield await self._run(exchange)
         stream.end()
@@ -109,14 +109,17 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _bytes_of(self, request: HttpRequest) -> AsyncGenerator[bytes, None]:
+    async def _events_of(self, request: HttpRequest) -> AsyncGenerator[str, None]:
+        from httpx_sse import EventSource
+
         stream = self._http.stream(request.method, request.path, json=request.json)
         with named_failures(self._http):
             async with stream as response:
-                if response.status_code >= 400:
-                    protocol.check(response.status_code, await response.aread())
-                async for data in response.aiter_bytes():
-                    yield data
+                if not protocol.is_stream(response):
+                    protocol.refuse(response.status_code, await response.aread())
+                async with aclosing(EventSource(response).aiter_sse()) as events:
+                    async for event in events:
+                        yield event.data
 
     async def _run(self, exchange: Exchange[T]) -> T:
         try:

@@ -84,7 +84,7 @@ class Client:
         Arguments and exceptions are those of `complete`, or of `chat` if `messages` is given.
         """
         stream = protocol.OutputStream(options, prompt, messages)
-        for data in self._bytes_of(stream.request):
+        for data in self._events_of(stream.request):
             for exchange in stream.feed(data):
                 yield self._run(exchange)
         stream.end()
@@ -173,12 +173,16 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bytes_of(self, request: HttpRequest) -> Iterator[bytes]:
+    def _events_of(self, request: HttpRequest) -> Iterator[str]:
+        """Yield the data of each event of a stream."""
+        from httpx_sse import EventSource
+
         stream = self._http.stream(request.method, request.path, json=request.json)
         with named_failures(self._http), stream as response:
-            if response.status_code >= 400:
-                protocol.check(response.status_code, response.read())
-            yield from response.iter_bytes()
+            if not protocol.is_stream(response):
+                protocol.refuse(response.status_code, response.read())
+            for event in EventSource(response).iter_sse():
+                yield event.data
 
     def _run(self, exchange: Exchange[T]) -> T:
         try:

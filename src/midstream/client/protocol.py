@@ -12,7 +12,7 @@ from midstream.client.outputs import Reader, ServedOutput
 from midstream.client.request_body import extra_body
 from midstream.config.config import KEY
 from midstream.errors import ServerError, SpecError
-from midstream.http.sse import DONE, Events
+from midstream.http.sse import DONE
 from midstream.plan.captured_rows import CapturedRows
 from midstream.plan.plan import emit_server_wide
 from midstream.plan.probe import Probe
@@ -108,11 +108,11 @@ class OutputStream:
         self._stream = Stream()
         self._reader = Reader()
 
-    def feed(self, data: bytes) -> Iterator[Exchange[ServedOutput]]:
-        """Yield, for each event that is complete after more bytes, the exchange for its output."""
-        reader = self._reader
-        for value in self._stream.feed(data):
-            yield _read_value(reader, value, self._keeps)
+    def feed(self, data: str) -> Iterator[Exchange[ServedOutput]]:
+        """Yield the exchange for the output so far, if an event's data adds to it."""
+        value = self._stream.read(data)
+        if value is not None:
+            yield _read_value(self._reader, value, self._keeps)
 
     def end(self) -> None:
         """Check that the stream is complete, and has receipts if the request had a plan."""
@@ -233,25 +233,38 @@ def check(status: int, content: bytes) -> Any:
     return value
 
 
+def is_stream(response: Any) -> bool:
+    """Whether an HTTP response is a stream of events."""
+    kind = str(response.headers.get("content-type", ""))
+    return response.status_code < 400 and kind.startswith("text/event-stream")
+
+
+def refuse(status: int, content: bytes) -> None:
+    """Raise the error of a response that is no stream, though one was asked for."""
+    value = check(status, content)
+    raise ServerError(500, f"expected a stream of events, got {str(value)[:400]}")
+
+
 class Stream:
-    """Parser of a streamed response."""
+    """Reader of a streamed response."""
 
     def __init__(self) -> None:
-        self._events = Events()
         self.is_done = False
 
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the events that are complete after more bytes."""
-        for event in self._events.feed(data):
-            self.is_done = self.is_done or event.data == DONE
-            value = event.value  # of `DONE` None
-            if not isinstance(value, dict):
-                continue
-            error = value.get("error")
-            if error is not None:
-                status = error.get("code") if isinstance(error, dict) else None
-                raise ServerError.of(status if isinstance(status, int) else 500, value)
-            yield value
+    def read(self, data: str) -> dict[str, Any] | None:
+        """Return the value of an event's data; None: it has none."""
+        self.is_done = self.is_done or data.encode() == DONE
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(value, dict):
+            return None
+        error = value.get("error")
+        if error is not None:
+            status = error.get("code") if isinstance(error, dict) else None
+            raise ServerError.of(status if isinstance(status, int) else 500, value)
+        return value
 
     def end(self) -> None:
         if not self.is_done:

@@ -6,7 +6,7 @@ import httpx
 import numpy as np
 import pytest
 from support.sweep_fake import logprob_of, unpatched
-from unit.client.both import KINDS, Both
+from unit.client.both import KINDS, Both, streamed
 
 from midstream.client import ServerError
 from midstream.errors import SpecError
@@ -117,7 +117,7 @@ DONE = "data: [DONE]\n\n"
     ],
 )
 def test_a_response_that_is_no_sweep_is_an_error(kind, text, problem):
-    made = Both(kind, httpx.MockTransport(lambda _: httpx.Response(200, text=text)))
+    made = Both(kind, httpx.MockTransport(lambda _: streamed(text)))
     with pytest.raises(ServerError, match=problem):
         made.call("sweep", "a", "b", "kl")
     made.close()
@@ -127,7 +127,7 @@ def test_a_response_that_is_no_sweep_is_an_error(kind, text, problem):
 def test_infinities_and_later_kinds_of_events_are_read(kind):
     cell = event(type="cell", index=[0, 0, 0], value="-Infinity")
     text = event(**START) + cell + event(type="later") + event(**RESULT) + DONE
-    made = Both(kind, httpx.MockTransport(lambda _: httpx.Response(200, text=text)))
+    made = Both(kind, httpx.MockTransport(lambda _: streamed(text)))
     found = made.call("sweep", "a", "b", "kl")
     assert found.values.item() == -np.inf
     assert Sweep.from_json(json.loads(json.dumps(found.to_json()))).values.item() == -np.inf

@@ -14,6 +14,11 @@ from midstream import AsyncClient, Client
 KINDS = ("sync", "async")
 
 
+def streamed(content: Any) -> httpx.Response:
+    """A stream of events."""
+    return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=content)
+
+
 class Both:
     """Either client: `call("vectors.register", …)` is its answer, of a stream a list."""
 

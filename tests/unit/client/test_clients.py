@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import serving_fake
 from support.serving_fake import rows
-from unit.client.both import KINDS, Both
+from unit.client.both import KINDS, Both, streamed
 
 from midstream import Capture, Probe, Replace, Steer
 from midstream.client import AsyncClient, Client, ServerError
@@ -130,7 +130,7 @@ def test_a_server_that_does_not_know_of_midstream_is_an_error(over, asked):
 
     def answer(request):
         if json.loads(request.content).get("stream"):
-            return httpx.Response(200, text=f"data: {json.dumps(whole)}\n\ndata: [DONE]\n\n")
+            return streamed(events(whole))
         return httpx.Response(200, json=whole)
 
     both = over(answer)
@@ -289,12 +289,34 @@ def test_a_stream_that_ends_with_an_error_or_breaks_off_is_one_after_what_there_
         (events(*CHUNKS, done=False), "ended before it was complete", None),
         (events(*CHUNKS, error), "507: no more", (507, "x")),
     ):
-        both = over(lambda _, content=content: httpx.Response(200, content=content))
+        both = over(lambda _, content=content: streamed(content))
         seen = []
         with pytest.raises(ServerError, match=message) as caught:
             both.stream(lambda output, seen=seen: seen.append(output.text), "abc")
         assert seen == ["a", "ab", "abc"]
         assert status in (None, (caught.value.status, caught.value.param))
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+def test_a_stream_is_read_however_a_proxy_frames_it(over, newline):
+    chunk = json.dumps(CHUNKS[0] | {"note": "\u2028"}, ensure_ascii=False, indent=0)
+    lines = [": waits", "", "retry: 5", "", "id: 7", "event: part"]
+    lines += [f"data:{line}" for line in chunk.split("\n")]
+    lines = [*lines, "more: x", "", "data: [DONE]", "", ""]
+    content = newline.join(lines).encode()
+    both = over(lambda _: streamed(content[i : i + 3] for i in range(0, len(content), 3)))
+    if isinstance(both.client, AsyncClient):
+        both = over(lambda _: streamed(content))
+    assert both.stream(lambda output: output.text, "abc") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"), [('{"id": 1}', "{'id': 1}"), ("<p>hello</p>", "<p>hello"), ("", "None")]
+)
+def test_an_answer_that_is_no_stream_is_an_error(over, content, shown):
+    both = over(lambda _: httpx.Response(200, text=content))
+    with pytest.raises(ServerError, match=f"expected a stream of events, got {shown}"):
+        both.stream(str, "abc")
 
 
 @pytest.mark.parametrize(

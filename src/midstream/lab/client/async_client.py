@@ -30,8 +30,8 @@ class AsyncClient(async_client.AsyncClient):
     ) -> Sweep:
         """Patch a prompt at each cell of a grid; see `Client.sweep`."""
         stream = SweepStream(sweep_body(prompt, source, metric, options), on_cell)
-        async with aclosing(self._bytes_of(stream.request)) as content:
-            async for data in content:
+        async with aclosing(self._events_of(stream.request)) as events:
+            async for data in events:
                 stream.feed(data)
         return stream.end()
 

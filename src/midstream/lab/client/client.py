@@ -44,7 +44,7 @@ class Client(client.Client):
             httpx.HTTPError: the server is unreachable, or the connection failed.
         """
         stream = SweepStream(sweep_body(prompt, source, metric, more), on_cell)
-        for data in self._bytes_of(stream.request):
+        for data in self._events_of(stream.request):
             stream.feed(data)
         return stream.end()
 

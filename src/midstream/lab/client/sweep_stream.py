@@ -41,14 +41,14 @@ class SweepStream:
         self._result: dict[str, Any] = {}
         self._values = np.zeros(0, np.float64)
 
-    def feed(self, data: bytes) -> None:
-        for value in self._stream.feed(data):
-            try:
-                update = self._read(value)
-            except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise ServerError(500, f"the server sent an invalid event: {error!r}") from None
-            if update is not None and self._on_cell is not None:
-                self._on_cell(*update)
+    def feed(self, data: str) -> None:
+        value = self._stream.read(data)
+        try:
+            update = None if value is None else self._read(value)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerError(500, f"the server sent an invalid event: {error!r}") from None
+        if update is not None and self._on_cell is not None:
+            self._on_cell(*update)
 
     def end(self) -> Sweep:
         """Return the sweep, once its response is complete."""
