@@ -192,7 +192,9 @@ class ModelError(MidstreamError, RuntimeError):
 
 # The extra that brings a package that a plain install lacks.
 _EXTRA_OF = {
+    "adlfs": "cloud",
     "fastapi": "vllm",
+    "gcsfs": "cloud",
     "gguf": "fit",
     "jinja2": "vllm",
     "matplotlib": "inspect",

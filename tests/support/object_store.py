@@ -1,9 +1,13 @@
-"""An object store on this machine, which speaks S3's protocol over HTTP."""
+"""Object stores on this machine: one that speaks S3's protocol over HTTP, Google's, Azure's."""
 
 from __future__ import annotations
 
+import base64
+import shutil
+import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -79,3 +83,41 @@ def bucket(s3: Any) -> str:
     name = f"bucket-{uuid.uuid4().hex}"
     s3.create_bucket(Bucket=name)
     return name
+
+
+@pytest.fixture(params=["gs", "az"])
+def other_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of an empty bucket of Google's emulator or of Azure's, where there is one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    if request.param == "gs":
+        emulator = pytest.importorskip("gcp_storage_emulator.server")
+        fsspec = pytest.importorskip("gcsfs").core.fsspec
+        server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
+        server.start()
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+        monkeypatch.setitem(fsspec.config.conf, "gcs", {"token": "anon"})
+        yield "gs://bucket"
+        server.stop()
+        return
+    pytest.importorskip("adlfs")
+    blob = pytest.importorskip("azure.storage.blob")
+    command = shutil.which("azurite-blob") or pytest.skip("no azurite-blob (npm install azurite)")
+    key = base64.b64encode(b"made up").decode()
+    account = f"AccountName=tester;AccountKey={key};BlobEndpoint={url}/tester;"
+    monkeypatch.setenv(
+        "AZURE_STORAGE_CONNECTION_STRING", f"DefaultEndpointsProtocol=http;{account}"
+    )
+    monkeypatch.setenv("AZURITE_ACCOUNTS", f"tester:{key}")
+    options = ["--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
+    with subprocess.Popen([command, *options, "--blobPort", str(port)]) as process:
+        deadline = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        client = blob.BlobServiceClient.from_connection_string(
+            f"DefaultEndpointsProtocol=http;{account}"
+        )
+        client.create_container("bucket")
+        yield "az://bucket"
+        process.terminate()

@@ -27,15 +27,15 @@ _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def folder_of(root: str | os.PathLike[str]) -> Folder:
-    """Return the folder at a path or URL `s3://bucket/prefix`."""
+    """Return the folder at a path or URL such as `s3://bucket/prefix`."""
     try:
         path = os.fsdecode(root)
     except TypeError:
         raise StoreError(f"expected a path or URL, got `{type(root).__name__}`") from None
     # pathlib removes one slash of a URL; the result must not be taken for a directory `s3:`.
-    if "://" not in path and not path.startswith("s3:/"):
+    if "://" not in path and not path.startswith(("s3:/", "gs:/", "az:/")):
         return LocalFolder(path)
-    from midstream.store.backends.s3 import CloudFolder
+    from midstream.store.backends.cloud import CloudFolder
 
     return CloudFolder(path)
 

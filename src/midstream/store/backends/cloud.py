@@ -1,11 +1,12 @@
-"""Store backend for `s3://bucket/prefix`, by s3fs. An object appears whole, so a shard is one
-upload; the block cache here is bounded over all files of a store.
+"""Store backend for `s3://`, `gs://` and `az://bucket/prefix`, by s3fs, gcsfs and adlfs. An object
+appears whole, so a shard is one upload; the block cache here is bounded over all files of a store.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import re
 import threading
@@ -22,7 +23,15 @@ from midstream.store.backends.base import is_shard_name
 # Written by `make`, to distinguish an empty store from a mistyped URL.
 MARKER = ".midstream"
 
-_URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[^/?#]+)*)/?")
+# By the scheme of a URL.
+_CLIENTS = {
+    "s3": ("s3fs", "S3FileSystem"),
+    "gs": ("gcsfs.core", "GCSFileSystem"),
+    "az": ("adlfs", "AzureBlobFileSystem"),
+}
+# Beginnings of environment variables that they read.
+_VARIABLES = ("AWS_", "AZURE_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
+_URL = re.compile(r"(s3|gs|az)://([a-z0-9][a-z0-9._-]{1,61}[a-z0-9](?:/[^/?#]+)*)/?")
 _BLOCK = 1 << 20  # bytes per fetched and cached block
 _MAX_CACHED = 256  # blocks
 _MAX_RANGE = 32 * _BLOCK  # bytes per read of neighbouring rows
@@ -34,16 +43,18 @@ class CloudFolder:
     def __init__(self, url: str) -> None:
         match = _URL.fullmatch(url)
         if match is None:
-            raise StoreError(f"{url!r}: expected a path or a string s3://bucket/prefix")
+            raise StoreError(
+                f"{url!r}: expected a path or a string s3://bucket/prefix (or gs://, az://)"
+            )
         self._url = url
-        self._path = match[1] + match[2]
+        self._scheme, self._path = match[1], match[2]
         self._files: dict[str, _Object] = {}
         self._cache: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._lock = threading.Lock()
         self._connected()
 
     def __str__(self) -> str:
-        return f"s3://{self._path}"
+        return f"{self._scheme}://{self._path}"
 
     # A connection cannot be used by another process, so unpickling makes a new one.
     def __reduce__(self) -> tuple[type[CloudFolder], tuple[str]]:
@@ -52,7 +63,7 @@ class CloudFolder:
     def names(self) -> list[str]:
         with self._named():
             try:
-                paths = self._connected().ls(self._path, detail=False, refresh=True)
+                paths = self._connected(fresh=True).ls(self._path, detail=False)
             except FileNotFoundError:
                 raise StoreError(
                     f"{self}: no such store: there is no such bucket or object"
@@ -63,16 +74,16 @@ class CloudFolder:
 
     def open(self, name: str) -> _Object:
         with self._lock:
-            s3_object = self._files.get(name)
-        if s3_object is None:
+            stored = self._files.get(name)
+        if stored is None:
             with self._named(name):
-                size = self._connected().info(f"{self._path}/{name}", refresh=True)["size"]
+                size = self._connected(fresh=True).info(f"{self._path}/{name}")["size"]
             if not size:
                 raise StoreError(f"{self}/{name}: truncated: the object is empty")
-            s3_object = _Object(self, name, int(size))
+            stored = _Object(self, name, int(size))
             with self._lock:
-                self._files[name] = s3_object
-        return s3_object
+                self._files[name] = stored
+        return stored
 
     def make(self) -> None:
         with self._named():
@@ -126,10 +137,13 @@ class CloudFolder:
             for key in [key for key in self._cache if key[0] == name]:
                 del self._cache[key]
 
-    def _connected(self) -> Any:
-        variables = (item for item in os.environ.items() if item[0].startswith("AWS_"))
+    def _connected(self, fresh: bool = False) -> Any:
+        variables = (item for item in os.environ.items() if item[0].startswith(_VARIABLES))
         with self._named():
-            return _client(os.getpid(), tuple(sorted(variables)))
+            client = _client(self._scheme, os.getpid(), tuple(sorted(variables)))
+            if fresh:
+                client.invalidate_cache()
+            return client
 
     @contextlib.contextmanager
     def _named(self, name: str = "") -> Iterator[None]:
@@ -145,7 +159,8 @@ class CloudFolder:
             raise StoreError(f'{where}: {error}; pip install "midstream[cloud]"') from None
         except Exception as error:
             # botocore, aiohttp and asyncio each raise exceptions of their own.
-            raise StoreError(f"{where}: {type(error).__name__}: {error}") from error
+            told = str(error).partition("\n")[0]
+            raise StoreError(f"{where}: {type(error).__name__}: {told}") from error
 
 
 class _Object:
@@ -174,11 +189,11 @@ class _Object:
 
 
 @functools.lru_cache(maxsize=4)
-def _client(process: int, environment: tuple[tuple[str, str], ...]) -> Any:
-    """Return the client: a fork lacks its thread, and other AWS settings need another."""
-    from s3fs import S3FileSystem
-
-    return S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+def _client(scheme: str, process: int, environment: tuple[tuple[str, str], ...]) -> Any:
+    """Return the client: a fork lacks its thread, and other settings need another."""
+    module, name = _CLIENTS[scheme]
+    client = getattr(importlib.import_module(module), name)
+    return client(skip_instance_cache=True, use_listings_cache=False)
 
 
 def _gaps(blocks: dict[int, bytes], first: int, last: int) -> Iterator[tuple[int, int]]:

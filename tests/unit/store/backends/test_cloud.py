@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.object_store import bucket, object_client, object_server, s3  # noqa: F401
+from support.object_store import bucket, object_client, object_server, other_bucket, s3  # noqa: F401
 from unit.store.making import TAPS, entry, header, same, write
 
 from midstream import StoreError, open_store
 from midstream.store import Writer
-from midstream.store.backends.s3 import _BLOCK, MARKER, CloudFolder, _Object
+from midstream.store.backends.cloud import _BLOCK, MARKER, CloudFolder, _Object
 
 PART = 5 << 20  # the least that S3 takes
 ENTRIES = [entry(f"r{i}", rows=3 + i, seed=10 * i, tag="even" * (1 - i % 2)) for i in range(6)]
@@ -45,6 +45,25 @@ def test_what_is_read_is_what_a_directory_would_have(root, tmp_path):
         for one, other in zip(left.batches(7), right.batches(7), strict=True):
             assert same(one.values, other.values)
             assert one.request == other.request
+
+
+def test_googles_and_azures_object_stores_are_stores(other_bucket, tmp_path):  # noqa: F811
+    url = f"{other_bucket}/runs/one"
+    for nowhere in (url, f"{other_bucket}-that-is-not/x"):
+        with pytest.raises(StoreError, match=f"^{nowhere}: no such store"):
+            open_store(nowhere)
+    Writer(url, header()).close()
+    store = open_store(url)
+    assert (len(store), store.root) == (0, url)
+    test_what_is_read_is_what_a_directory_would_have(url, tmp_path)
+    store.refresh()
+    assert len(store) == 6
+    folder = CloudFolder(url)
+    for shard in store.shards:
+        folder.delete(shard.name)
+        folder.delete(shard.name)
+    store.refresh()
+    assert len(store) == 0
 
 
 def test_a_store_may_be_a_whole_bucket(bucket):  # noqa: F811
@@ -158,7 +177,7 @@ def test_a_part_that_cannot_be_uploaded_leaves_nothing(root, s3, bucket, monkeyp
 @pytest.mark.parametrize(
     "url",
     [
-        "gs://bucket/x",
+        "gcs://bucket/x",
         "file:///tmp/x",
         "s3://",
         "s3:///x",
@@ -167,6 +186,7 @@ def test_a_part_that_cannot_be_uploaded_leaves_nothing(root, s3, bucket, monkeyp
         "s3://bucket/x?versionId=1",
         "s3://user:secret@bucket/x",
         Path("s3://bucket/x"),
+        Path("gs://bucket/x"),
     ],
 )
 def test_other_urls_are_refused(url):
@@ -186,11 +206,14 @@ def test_a_url_where_nothing_is_is_no_store_and_one_that_was_made_is_empty(root,
         Writer("s3://there-is-no-such-bucket/x", header())
 
 
-def test_s3fs_is_asked_for_where_it_is_missing(monkeypatch):
+@pytest.mark.parametrize(
+    ("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs.core"), ("az", "adlfs")]
+)
+def test_the_extra_is_asked_for_where_it_is_missing(monkeypatch, scheme, package):
     monkeypatch.setenv("AWS_PROFILE", "somebody-new")  # so that no client is there yet
-    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(StoreError, match=r'pip install "midstream\[cloud\]"'):
-        open_store("s3://bucket/x")
+        open_store(f"{scheme}://bucket/x")
 
 
 def test_objects_that_are_no_shards_are_passed_over(root, s3, bucket):  # noqa: F811
@@ -286,7 +309,7 @@ def test_rows_that_lie_together_are_fetched_together_and_once_and_others_apart()
 
 
 def test_no_more_is_held_than_is_told(monkeypatch):
-    monkeypatch.setattr("midstream.store.backends.s3._MAX_CACHED", 2)
+    monkeypatch.setattr("midstream.store.backends.cloud._MAX_CACHED", 2)
     folder = Fetched(DATA)
     file = _Object(folder, "a", len(DATA))
     assert bytes(file.read(0, len(DATA))) == DATA
