@@ -272,15 +272,21 @@ class _Attention:
         unknown = self._unknown(value.of(name)) - ELEMENTWISE
         if unknown or reader in self.flow.bypassed:
             return Lack(UNPROVEN)
-        if linear.input_size_per_partition != heads * size:
+        if _width(linear, "input") != heads * size:
             return Lack(UNPROVEN)
         path = _joined(self.owner_path, reader)
         return InnerPlace(path, "input", None, 0, heads * size, heads, ranks)
 
 
+def _width(linear: Any, side: str) -> int:
+    """Return a matrix's width on this rank, of its "input" or "output": all of a replicated one."""
+    width: int = getattr(linear, f"{side}_size_per_partition", getattr(linear, f"{side}_size"))
+    return width
+
+
 def _sizes(owner: nn.Module, part: OutputPart, linear: Any) -> list[int] | None:
     """Return the widths of the pieces of a matrix's output, which must be all of it."""
-    width = linear.output_size_per_partition
+    width = _width(linear, "output")
     if part.sizes is None:
         return [width]
     if isinstance(part.sizes, int):
