@@ -55,9 +55,11 @@ class HookedModules:
         # Layers that are called with modules, which read and give what no child of the layer does.
         self._visited: set[int] = set()
         # Halves at the entry (False) and exit (True) of each layer, where it is known; and by
-        # (site, layer) the child whose input or output the site is.
+        # (site, layer) the child whose input or output the site is; of an input that other modules
+        # read too, the child that gives it.
         self._halves: dict[tuple[int, bool], Halves] = {}
         self._children: dict[Tap, str] = {}
+        self._givers: dict[Tap, str] = {}
         self._ends: dict[str, nn.Module] = {}
 
     def add_image(self, request: dict[str, Any]) -> None:
@@ -169,7 +171,12 @@ class HookedModules:
                 name = self._children.get((site, index))
                 if name is None:
                     continue
-                child = layer.get_submodule(name)
+                giver = self._givers.get((site, index))
+                child = layer.get_submodule(giver or name)
+                if giver is not None:
+                    hook = self._output((site, index))
+                    handles.append(child.register_forward_hook(hook, with_kwargs=True))
+                    continue
                 if site.endswith("_in"):
                     hook = self._argument((site, index))
                 elif site == "resid_mid" and name != self._children["attn_out", index]:
@@ -231,6 +238,14 @@ class HookedModules:
             if isinstance(place, int):
                 return (*args[:place], edited, *args[place + 1 :]), kwargs
             return args, {**kwargs, place: edited}
+
+        return hook
+
+    def _output(self, tap: Tap) -> Any:
+        """Return a hook that edits what a child gives, for all that read it."""
+
+        def hook(_module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            self._meet(tap, self._results(args, kwargs, out)[:1], FIRST)
 
         return hook
 
