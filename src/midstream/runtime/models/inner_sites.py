@@ -272,21 +272,16 @@ class _Attention:
         unknown = self._unknown(value.of(name)) - ELEMENTWISE
         if unknown or reader in self.flow.bypassed:
             return Lack(UNPROVEN)
-        if _width(linear, "input") != heads * size:
+        if getattr(linear, "input_size_per_partition", linear.input_size) != heads * size:
             return Lack(UNPROVEN)
         path = _joined(self.owner_path, reader)
         return InnerPlace(path, "input", None, 0, heads * size, heads, ranks)
 
 
-def _width(linear: Any, side: str) -> int:
-    """Return a matrix's width on this rank, of its "input" or "output": all of a replicated one."""
-    width: int = getattr(linear, f"{side}_size_per_partition", getattr(linear, f"{side}_size"))
-    return width
-
-
 def _sizes(owner: nn.Module, part: OutputPart, linear: Any) -> list[int] | None:
     """Return the widths of the pieces of a matrix's output, which must be all of it."""
-    width = _width(linear, "output")
+    # A replicated matrix has no width of this rank.
+    width = getattr(linear, "output_size_per_partition", linear.output_size)
     if part.sizes is None:
         return [width]
     if isinstance(part.sizes, int):

@@ -43,7 +43,10 @@ class HookedModules:
         self._model: nn.Module = llm.apply_model(lambda model: model)[0]
         text = llm.llm_engine.model_config.hf_text_config
         self.vocabulary = int(text.vocab_size)
-        self._width, self.layers = llm.info.shape.hidden_size, self._find_layers()
+        self._width, self.layers = (
+            llm.info.shape.hidden_size,
+            find_layers(self._model, llm.info.shape.num_layers),
+        )
         self.image_prompts: list[list[int]] = []
         self._requests: dict[tuple[int, ...], dict[str, Any]] = {}
         self._changes: Mapping[Tap, Change] = {}
@@ -116,22 +119,6 @@ class HookedModules:
             values = {tap: rows for tap, rows in values.items() if tap[0] != "embed"}
         before = {tap: torch.cat(parts) for tap, parts in self._before.items()}
         return tokens, ForwardPass(torch.cat([earlier, logits]), values, before)
-
-    def _find_layers(self) -> list[nn.Module]:
-        count = self._llm.info.shape.num_layers
-        # vLLM's multimodal classes say which of their modules that is.
-        named = getattr(self._model, "get_language_model", None)
-        language_model = self._model if named is None else named()
-        lists = [
-            (name.count("."), list(module))
-            for name, module in language_model.named_modules()
-            if isinstance(module, nn.ModuleList)
-            and len(module) == count
-            and not any(part in name for part in TOWERS)
-        ]
-        if not lists:
-            raise NoOwnModules(f"no module list of it has {count} layers")
-        return min(lists, key=lambda candidate: candidate[0])[1]
 
     def _request(self, prompt: Sequence[int], count: int, **plan: Any) -> list[int]:
         """Run one request with hooks; return the generated tokens."""
@@ -288,6 +275,23 @@ class HookedModules:
                 changed = changed - part.cpu().double()
             rows = stream(parts, halves)
         self._rows[tap].append(rows.flatten(1).cpu().float().clone())
+
+
+def find_layers(model: nn.Module, count: int) -> list[nn.Module]:
+    """Return the decoder layers of a model that has `count` of them."""
+    # vLLM's multimodal classes say which of their modules that is.
+    named = getattr(model, "get_language_model", None)
+    language_model = model if named is None else named()
+    lists = [
+        (name.count("."), list(module))
+        for name, module in language_model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and not any(part in name for part in TOWERS)
+    ]
+    if not lists:
+        raise NoOwnModules(f"no module list of it has {count} layers")
+    return min(lists, key=lambda candidate: candidate[0])[1]
 
 
 def stream(parts: Sequence[Tensor], halves: Halves) -> Tensor:
