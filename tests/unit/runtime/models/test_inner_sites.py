@@ -19,6 +19,7 @@ from unit.runtime.models.inner_modules import (
     Mixture,
     MulAndSilu,
     OtherAttention,
+    Replicated,
     SelfAttention,
     SiluAndMul,
     SwigluOAIAndMul,
@@ -208,6 +209,15 @@ def test_sizes_that_are_not_attentions_give_no_place() -> None:
     attention = SelfAttention()
     attention.qkv_proj.output_size_per_partition = 80
     assert attention_reason(attention) == UNPROVEN
+
+
+def test_a_replicated_matrix_has_the_places_of_one_whose_only_rank_is_this() -> None:
+    attention, sliced = SelfAttention(), find_inner_sites(Layer())
+    attention.qkv_proj = Replicated(64, 64)  # type: ignore[assignment]
+    attention.o_proj = Replicated(32, 64)  # type: ignore[assignment]
+    found = find_inner_sites(Layer(attention))
+    sites = ("q", "k", "v", "rot_q", "rot_k", "z")
+    assert [found[site] for site in sites] == [sliced[site] for site in sites]
 
 
 def test_a_bias_outside_the_module_gives_no_place() -> None:
