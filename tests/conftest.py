@@ -1,7 +1,5 @@
 """Fixtures of all tests; which tests are run by default, and in which order."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

@@ -1,7 +1,5 @@
 """The reference for patches: transformers with plain hooks, each cell a row of the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

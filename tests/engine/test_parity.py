@@ -1,7 +1,5 @@
 """All sites of every layer against transformers with plain hooks: read, and edited by addition."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each cell of a sweep against a hook in transformers in float32, and what holds of any sweep."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -84,7 +82,7 @@ def expected(
     return difference(oracle.logprobs(corrupt, cells))
 
 
-def test_every_cell_is_what_a_hook_gives(llm: Any, oracle: PatchOracle) -> None:
+def test_every_cell_is_what_a_hook_gives(llm, oracle):
     sites, positions = ["resid_pre", "attn_out", "mlp_out", "z"], list(range(12, 33, 2))
     found = llm.sweep(CORRUPT, CLEAN, LogitDiff(A, B), sites=sites, positions=positions, **QUIET)
     corrupt, clean = ids(llm, CORRUPT), ids(llm, CLEAN)
@@ -106,7 +104,7 @@ def test_every_cell_is_what_a_hook_gives(llm: Any, oracle: PatchOracle) -> None:
     assert found.tokens[:4] == ("f", "J", "p", "n")
 
 
-def test_heads_are_patched_one_by_one(llm: Any, oracle: PatchOracle) -> None:
+def test_heads_are_patched_one_by_one(llm, oracle):
     positions = [15, 32]
     found = llm.sweep(
         CORRUPT, CLEAN, LogitDiff(A, B), sites="z", heads="all", positions=positions, **QUIET
@@ -138,9 +136,7 @@ def of_feature(nth: int, values: dict[int, float], alpha: float = 1.0) -> Patch:
 @pytest.mark.parametrize(
     ("source", "alpha"), [(CLEAN, 1.0), (CLEAN, 0.25), (0, 1.0), (3.5, 1.0), ("mean:average", -0.5)]
 )
-def test_features_are_patched_one_by_one(
-    llm: Any, oracle: PatchOracle, sparse: str, source: Any, alpha: float
-) -> None:
+def test_features_are_patched_one_by_one(llm, oracle, sparse, source, alpha):
     positions = [15, 30, 32]
     rows = oracle.rows(ids(llm, CLEAN), [PLACE])[PLACE]
     features = SPARSE.encode(rows[positions]).amin(0).topk(4).indices.tolist()
@@ -166,9 +162,7 @@ def test_features_are_patched_one_by_one(
     assert found.receipts.status == "ok"
 
 
-def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(
-    llm: Any, oracle: PatchOracle, sparse: str
-) -> None:
+def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(llm, oracle, sparse):
     groups = {"country": list(range(14, 19)), "last": [32]}
     active = SPARSE.encode(oracle.rows(ids(llm, CLEAN), [PLACE])[PLACE])
     features = sorted(active[14:19].amin(0).topk(2).indices.tolist())
@@ -184,7 +178,7 @@ def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(
     assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
 
 
-def test_alpha_interpolates_and_a_mask_chooses_components(llm: Any, oracle: PatchOracle) -> None:
+def test_alpha_interpolates_and_a_mask_chooses_components(llm, oracle):
     tap, place = ("resid_pre", 1), 15
     rows = oracle.rows(ids(llm, CLEAN), [tap])[tap][[place]]
     chosen = list(range(5, 40))
@@ -211,9 +205,7 @@ def test_alpha_interpolates_and_a_mask_chooses_components(llm: Any, oracle: Patc
         ({16: 3, -1: -2}, {32: 32, 16: 3, 0: None}),
     ],
 )
-def test_prompts_of_different_lengths_are_aligned(
-    llm: Any, oracle: PatchOracle, align: Any, pairs: dict[int, int | None]
-) -> None:
+def test_prompts_of_different_lengths_are_aligned(llm, oracle, align, pairs):
     corrupt, clean = ids(llm, CORRUPT), ids(llm, LONGER)
     assert (len(corrupt), len(clean)) == (33, 34)
     found = llm.sweep(
@@ -230,7 +222,7 @@ def test_prompts_of_different_lengths_are_aligned(
         assert value == pytest.approx(wanted, abs=TOLERANCE)
 
 
-def test_rows_of_an_output_are_those_of_its_prompt(llm: Any) -> None:
+def test_rows_of_an_output_are_those_of_its_prompt(llm):
     asked = {"layers": [1, 2], "positions": [15, 32], **QUIET}
     metric = Recovered(LogitDiff(A, B))
     wanted = llm.sweep(CORRUPT, CLEAN, metric, **asked)
@@ -246,7 +238,7 @@ def test_rows_of_an_output_are_those_of_its_prompt(llm: Any) -> None:
     assert np.abs(share - wanted.values).max() < TOLERANCE
 
 
-def test_the_prefix_cache_serves_what_comes_before_the_first_patched_position(llm: Any) -> None:
+def test_the_prefix_cache_serves_what_comes_before_the_first_patched_position(llm):
     llm.reset_prefix_cache()
     places = [10, 40, 100, 170]
     prompt = ids(llm, CORRUPT * 6)
@@ -259,7 +251,7 @@ def test_the_prefix_cache_serves_what_comes_before_the_first_patched_position(ll
     assert np.abs(found.values - again.values).max() < TOLERANCE
 
 
-def test_what_cannot_be_done_is_refused_by_its_argument(llm: Any, sparse: str) -> None:
+def test_what_cannot_be_done_is_refused_by_its_argument(llm, sparse):
     of_sae = {"sae": sparse, "features": 3, "layers": 1}
     for path, more in (
         ("align", {"source": LONGER}),
@@ -296,7 +288,7 @@ def smol(smollm2: Path) -> Iterator[Any]:
 
 @pytest.mark.model
 @pytest.mark.nightly
-def test_the_whole_grid_of_smollm2_is_what_hooks_give(smol: Any, smollm2: Path) -> None:
+def test_the_whole_grid_of_smollm2_is_what_hooks_give(smol, smollm2):
     oracle = PatchOracle(smollm2)
     corrupt, clean = (ids(smol, text) for text in QUESTION)
     assert len(corrupt) == len(clean) == 8

@@ -1,7 +1,5 @@
 """Rows to encode: every finite float of a dtype, the extreme ones often."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """One request for each operation at each site, with the expected results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """One request for each operation at sites inside attention and the MLP: whole vectors and heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

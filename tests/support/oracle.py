@@ -1,7 +1,5 @@
 """The independent reference: transformers in float32 with plain PyTorch hooks, no KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

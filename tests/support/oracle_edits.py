@@ -1,7 +1,5 @@
 """The reference for edits: transformers in float32 with plain hooks, formulas in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -2,8 +2,6 @@
 tests, and independent of `midstream.sae`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

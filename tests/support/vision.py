@@ -1,7 +1,5 @@
 """Tiny random vision-language models, and what transformers computes of their prompts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

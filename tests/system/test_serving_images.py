@@ -1,7 +1,5 @@
 """Images in requests to a server: `data:` URLs, selected by number, and in messages by role."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator
@@ -53,9 +51,7 @@ def chat(system: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("system", ["be terse", LONG])
-def test_images_and_messages_with_images_are_selected(
-    server: Running, path: Path, system: str
-) -> None:
+def test_images_and_messages_with_images_are_selected(server, path, system):
     selected = {
         "first": {"image": 0},
         "every": {"image": "all"},
@@ -102,7 +98,7 @@ def test_images_and_messages_with_images_are_selected(
     assert first.first + first.length < second.first
 
 
-def test_an_image_that_the_request_lacks_is_refused(server: Running) -> None:
+def test_an_image_that_the_request_lacks_is_refused(server):
     with Client(server.url) as client:
         for where, problem in (
             ({"image": 2}, "image 2 is out of range: the prompt has 2 of this kind"),

@@ -1,7 +1,5 @@
 """`midstream docs`: opens the installed site, and says how to build one that is not there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A fake server and both clients of it. Tests of coroutines run on asyncio, as the clients do."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Tests of coroutines run on asyncio, as the server does."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Edits of a request with the cached rows of an earlier one, over HTTP."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Changes of running requests in the front end: of all or of none, and of whole requests."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
