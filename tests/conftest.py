@@ -143,6 +143,12 @@ def _logger() -> None:
         logging.root.setLevel(logging.WARNING)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """What tests of coroutines run on, as servers and clients do."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, made when absent (a download of 90 MB)."""

@@ -1,7 +1,5 @@
 """Positions in prompts with images, on tiny vision-language models, compared with transformers."""
 
-import base64
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,22 +205,15 @@ def test_the_example_of_the_documents_runs(served):
     assert output.receipt.status == "ok"
 
 
-def url(seed: int) -> dict[str, Any]:
-    data = io.BytesIO()
-    vision.picture(seed).save(data, "PNG")
-    text = base64.b64encode(data.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
-
-
 def said(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
 CHAT = [
     {"role": "system", "content": "be terse"},
-    {"role": "user", "content": [said("what is"), url(1), said("in the hat?")]},
+    {"role": "user", "content": [said("what is"), vision.url_part(1), said("in the hat?")]},
     {"role": "assistant", "content": "an owl"},
-    {"role": "user", "content": [url(2), said("and there?")]},
+    {"role": "user", "content": [vision.url_part(2), said("and there?")]},
     {"role": "assistant", "content": "an owl"},
     {"role": "user", "content": "the end"},
 ]

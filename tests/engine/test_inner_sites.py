@@ -1,14 +1,16 @@
 """Sites inside attention and the MLP, and edits of single heads, against hooks in transformers."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.edit_cases import all_problems
 from support.engines import engine, generated
-from support.inner_cases import END, InnerMaker, all_problems, cases, fresh, with_neighbours
+from support.inner_cases import END, InnerMaker, captured, cases, fresh, with_neighbours
 from support.inner_oracle import INNER, InnerOracle
 from support.inner_served import (
     BLOCK,
@@ -135,7 +137,9 @@ def check_edits(served: Served, every: int) -> None:
     assert len({case.name for case in given}) == len(given) > 50
     assert {case.tap[0] for case in given} == set(served.oracle.sites)
     mixed = with_neighbours(given, PROMPTS)
-    found = all_problems(served.llm, served.oracle, mixed, TOLERANCE, TIE)
+    found = all_problems(
+        served.llm, served.oracle, mixed, TOLERANCE, TIE, captured=partial(captured, served.oracle)
+    )
     assert not found, "\n".join([f"of {len(mixed)} cases:", *found[:40]])
 
 

@@ -1,7 +1,5 @@
 """Images in requests to a server: `data:` URLs, selected by number, and in messages by role."""
 
-import base64
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,19 +32,15 @@ def server(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         yield running
 
 
-def url(seed: int) -> dict[str, Any]:
-    data = io.BytesIO()
-    vision.picture(seed).save(data, "PNG")
-    text = base64.b64encode(data.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
-
-
 def chat(system: str) -> list[dict[str, Any]]:
     return [
         {"role": "system", "content": system},
-        {"role": "user", "content": [{"type": "text", "text": "what is "}, url(1)]},
+        {"role": "user", "content": [{"type": "text", "text": "what is "}, vision.url_part(1)]},
         {"role": "assistant", "content": "an owl"},
-        {"role": "user", "content": [url(2), {"type": "text", "text": "and there?"}]},
+        {
+            "role": "user",
+            "content": [vision.url_part(2), {"type": "text", "text": "and there?"}],
+        },
     ]
 
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from support.codec_rows import encoded
 from support.sinking import ORIGIN, WIDE, WIDE_ORIGIN, WIDTH, activations, delivery
 
 from midstream.codecs import parse_codec
@@ -12,7 +13,6 @@ from midstream.errors import StoreError
 from midstream.plan import Capture, Plan, Probe, Steer
 from midstream.plan.vectors.vector import Vector
 from midstream.results.activations import Activations
-from midstream.results.encoded_rows import Rows
 from midstream.results.receipt import Captured, Receipt, Selected
 from midstream.sinks.store_sink import StoreSink, brief, outline
 from midstream.store import open_store
@@ -65,10 +65,7 @@ def test_rows_of_two_widths_are_in_the_store_as_they_came(root, spec):
     sink, codec = StoreSink(str(root)), parse_codec(spec)
     sink.open(WIDE_ORIGIN)
     plain = activations((WIDE, *TAPS), origin=WIDE_ORIGIN)
-    rows = {
-        tap: Rows(codec, value.shape[1], torch.float32, (codec.encode(value)[:, None],), (0,))
-        for tap, value in plain.items()
-    }
+    rows = {tap: encoded(codec, value) for tap, value in plain.items()}
     given = Activations(rows, dict.fromkeys(rows, plain.positions), torch.arange(100, 104))
     sink.write(delivery(activations=given))
     sink.flush()
@@ -148,7 +145,7 @@ def test_rows_of_several_codecs_are_in_shards_of_their_own(sink, root):
     plain = activations(TAPS[:1])
     codec = parse_codec("rp8:k=4")
     tap = TAPS[0]
-    coded = Rows(codec, WIDTH, torch.float32, (codec.encode(plain[tap])[:, None],), (0,))
+    coded = encoded(codec, plain[tap])
     reduced = Activations({tap: coded}, {tap: plain.positions}, torch.arange(100, 104))
     sink.write(delivery("raw", activations=plain))
     sink.write(delivery("rp8", activations=reduced))

@@ -25,11 +25,6 @@ ROWS = 10
 EMPTY = ResolvedPlan(3, (), ())
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def need(name: str, rows: int) -> Need:
     empty = {kind: {} for kind in ("programs", "groups", "max_edits", "token_ids")}
     return Need({**empty, "bank_rows": {name: rows}})
