@@ -1,7 +1,5 @@
 """Layers, attention, MLPs and mixtures as vLLM's, without numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn
