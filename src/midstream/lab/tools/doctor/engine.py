@@ -17,6 +17,19 @@ BLOCKS = 128
 LOGPROBS = 3
 
 
+def _latent_attention(dtype: str) -> dict[str, Any]:
+    """Return vLLM's setting of latent attention (MLA) in float32 on a CPU with AMX, which by
+    default takes kernels that have bfloat16 alone.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    is_asked = current_platform.is_cpu() and dtype in ("float32", "float")
+    if not is_asked or "CPU_MLA" not in AttentionBackendEnum.__members__:
+        return {}
+    return {"attention_backend": "CPU_MLA"}
+
+
 @contextmanager
 def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
     """Start an engine and shut it down on exit.
@@ -43,6 +56,7 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
         # The requests are short, so few KV blocks are enough.
         "num_gpu_blocks_override": BLOCKS,
         "seed": 0,
+        **_latent_attention(dtype),
         **more,
     }
     # One matrix at a time: the cases that have one wait for each other.
