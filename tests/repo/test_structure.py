@@ -133,7 +133,7 @@ def test_every_module_and_public_class_says_what_it_is_in_the_words_of_the_gloss
     assert found == []
 
 
-# Words of the habits that docs/design.md's glossary replaces.
+# Words of the habits that docs/internal/design.md's glossary replaces.
 PRIVATE = re.compile(
     r"\b(whoever|how manieth|what came of|comes? to nothing|the front door|wishes|rode with|"
     r"is let go|are let go|by chance|are told of|as of a)\b"
