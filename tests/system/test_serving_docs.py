@@ -33,7 +33,7 @@ def snippets() -> list[tuple[int, str, str]]:
 
 def starts(word: str) -> list[str]:
     [text] = [text for _, _, text in snippets() if text.startswith(f"{word} serve ")]
-    return shlex.split(text)
+    return shlex.split(text.replace("\\\n", ""))
 
 
 @pytest.fixture(scope="module")
