@@ -39,7 +39,10 @@ def outcome(entry: Entry) -> str:
 
 def pages() -> dict[str, dict[str, str]]:
     """Return every block that is written, by page and name."""
-    return {"docs/models.md": {"survey counts": survey_tables.blocks()["survey counts"]}}
+    return {
+        "README.md": {"parity": survey_tables.parity()},
+        "docs/models.md": {"survey counts": survey_tables.blocks()["survey counts"]},
+    }
 
 
 def site_tables() -> dict[str, str]:
