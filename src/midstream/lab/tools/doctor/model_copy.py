@@ -87,7 +87,7 @@ def drawn_weights(seed: int, gain: float | None = None) -> str:
                     parameter.data.fill_(float(name.endswith("weight")))
             _draw(model, gain)
 
-    register_model_loader(name := f"midstream_drawn_{seed}_{gain}")(DrawnWeights)
+    register_model_loader(name := f"midstream_drawn_{seed}_{gain or 0}")(DrawnWeights)
     return name
 
 
