@@ -75,11 +75,9 @@ class LLM(Updates, VllmLLM):
             last_decode_token: only the last row of the generated tokens.
             last_token_row: with `layers`: `hidden_states` also has the row of the last generated
                 token, so there are as many rows as tokens. It takes a second request per
-                completion, of one step, which counts in vLLM's metrics. Rejected then: edits that
-                select positions or a phase, names of vectors in the request, captures of every
-                request, prompts that are neither text nor token ids. Server-wide edits must not
-                change meanwhile. A request that fills `max_model_len` gets a warning, and one row
-                fewer.
+                completion. Rejected then: edits that select positions or a phase, names of vectors
+                in the request, captures of every request, prompts of embeddings. Server-wide edits
+                must not change meanwhile.
             enable_steering: tap all three residual sites, so that
                 `SamplingParams(steering_vectors=…)` can use any of its hook points. Settings in
                 `midstream` take precedence.
