@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_CLASS_LINES = 500, 250
-MOST_LINES = {"core": 67_700, "lab": 19_930}
+MOST_LINES = {"core": 67_750, "lab": 19_930}
 MOST_MODULES = 20
 # English words that end in -ing and are nouns.
 NOUNS = {"string", "steering", "tracing", "listing", "sizing"}
@@ -133,7 +133,7 @@ def test_every_module_and_public_class_says_what_it_is_in_the_words_of_the_gloss
     assert found == []
 
 
-# Words of the habits that docs/design.md's glossary replaces.
+# Words of the habits that docs/internal/design.md's glossary replaces.
 PRIVATE = re.compile(
     r"\b(whoever|how manieth|what came of|comes? to nothing|the front door|wishes|rode with|"
     r"is let go|are let go|by chance|are told of|as of a)\b"

@@ -1,4 +1,4 @@
-"""Waits of the package: each has a limit, or is named in docs/security.md with what ends it."""
+"""Waits of the package: each has a limit, or is in docs/internal/promises.md with what ends it."""
 
 import ast
 import functools
@@ -9,7 +9,7 @@ from support.syntax import tree_of, walk
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
-PAGE = ROOT / "docs" / "security.md"
+PAGE = ROOT / "docs" / "internal" / "promises.md"
 
 # Calls that wait without a limit, by file and function, each with its row of the page's table.
 # "" is no wait: what is asked for its result has ended, or is no future.

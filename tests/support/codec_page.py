@@ -1,4 +1,4 @@
-"""Codecs implemented from docs/codecs.md in numpy and plain Python, without the package's code."""
+"""Codecs as specified, implemented in numpy and plain Python, without the package's code."""
 
 import math
 import struct

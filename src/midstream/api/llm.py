@@ -75,7 +75,8 @@ class LLM(Updates, VllmLLM):
             last_decode_token: only the last row of the generated tokens.
             last_token_row: with `layers`: `hidden_states` also has the row of the last generated
                 token, so there are as many rows as tokens. It takes a second request per
-                completion, of one step; see `docs/guide.md` for what it excludes.
+                completion. Rejected then: edits that select positions or a phase, names of vectors
+                in the request, captures of every request, prompts of embeddings.
             enable_steering: tap all three residual sites, so that
                 `SamplingParams(steering_vectors=…)` can use any of its hook points. Settings in
                 `midstream` take precedence.
