@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from midstream.codecs import Codec
+    from midstream.results.readouts.norms import NormResults
 
 
 class Activations:
@@ -248,6 +249,18 @@ class Activations:
             metadata |= encoding | widths_of(widths, int(encoding.get("hidden", 0)))
         save_tensors(rows, indices, Path(path), metadata | heads_of(self.heads))
         return Path(path)
+
+    def plot(self, ax: Any = None, site: str | None = None, tokens: Any = None) -> Any:
+        """Draw the norms of the rows by layer and position with matplotlib, as `Norms` does; see
+        `NormResults.plot`. Heads are taken together.
+        """
+        return self.norms().plot(ax, site, tokens)
+
+    def norms(self) -> NormResults:
+        """Return the L2 norm of each row, by site and layer; its `picture` is drawn by `plot`."""
+        from midstream.results.readouts.norms import NormResults
+
+        return NormResults.of(self)
 
     @staticmethod
     def load(path: str | Path) -> Activations:

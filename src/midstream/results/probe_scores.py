@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from midstream.viz import Picture
+    from midstream.viz import Chart, Picture
 
 # Positions that a notebook shows of a long completion.
 _SHOWN = 512
@@ -118,24 +118,45 @@ class Probes(Mapping[str, "Tensor"]):
         values = [of_place.get(place, float("nan")) for place in places]
         return viz.tokens(texts, values, title=f"probe {name}", positions=places)
 
-    def _repr_html_(self) -> str:
-        """Return a line of cells for each probe, a cell for each position."""
+    def plot(self, ax: Any = None, tokenizer: Any = None) -> Any:
+        """Draw the scores over the tokens with matplotlib, a line for each probe; of more than six
+        the others are grey.
+
+        Args:
+            ax: as for `Chart.plot`, whose result and errors are these.
+            tokenizer: what decodes ids, for labels; None: positions are shown.
+        """
+        return self._lines(tokenizer, None).plot(ax)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        if not any(map(len, self._positions.values())):
+            return {"text/plain": repr(self)}
+        return self._lines(None, _SHOWN)._repr_mimebundle_()
+
+    def _lines(self, tokenizer: Any, most: int | None) -> Chart:
         from midstream import viz
 
         every = sorted(
             {place for positions in self._positions.values() for place in positions.tolist()}
         )
-        shown = every[:_SHOWN]
-        rows = []
+        shown = every[:most]
+        lines: dict[str, list[float]] = {}
         for name, scores in self.items():
             of_place = dict(zip(self._positions[name].tolist(), scores.tolist(), strict=True))
-            rows.append([of_place.get(place, float("nan")) for place in shown])
+            lines[name] = [of_place.get(place, float("nan")) for place in shown]
         left_out = f": the first {len(shown)} of {len(every)} positions" if shown != every else ""
-        title = f"probe scores{left_out}"
-        picture = viz.heatmap(
-            rows, list(self), shown, title=title, row_title="probe", column_title="position"
+        names, labels = list(lines), None
+        if tokenizer is not None:
+            labels = [tokenizer.decode([int(self._tokens[place])]) for place in shown]
+        return viz.curve(
+            shown,
+            {name: lines[name] for name in names[:6]},
+            title=f"probe scores{left_out}",
+            x_title="position" if labels is None else "token",
+            y_title="score" if len(names) > 1 else f"score of {names[0]}",
+            background={name: lines[name] for name in names[6:]},
+            labels=labels,
         )
-        return picture._repr_html_()
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{name}: {len(scores)}" for name, scores in self._scores.items())

@@ -22,15 +22,21 @@ COLORS = {
     "soft": ("#5f5b55", "#a39f98"),
     "line": ("#e3dfd8", "#34373c"),
 }
-# Lines of a curve, in order; told apart by their dashes too.
+# Lines of a curve, in order; told apart by their dashes too. None has the colour of a scale's end,
+# which stays the same on a dark page.
 LINES = (
-    ("#c9540c", "#ff9240", ""),
-    ("#215aa8", "#62a4ff", "7 3"),
-    ("#3a7d44", "#7ccb87", "2 3"),
-    ("#7d4fa8", "#c39bea", "9 3 2 3"),
-    ("#8a6d12", "#d8b64c", "4 2"),
-    ("#5d6570", "#9aa4b2", "1 2"),
+    ("#c8540c", "#ff9240", ()),
+    ("#205aa8", "#62a4ff", (5, 2)),
+    ("#3a7d44", "#7ccb87", (1.5, 2)),
+    ("#7d4fa8", "#c39bea", (6, 2, 1.5, 2)),
+    ("#8a6d12", "#d8b64c", (3, 1.5)),
+    ("#5d6570", "#9aa4b2", (1, 1.5)),
 )
+VARIABLES = {
+    **{light: f"var(--{name})" for name, (light, _) in COLORS.items() if name != "card"},
+    **{light: f"var(--line{nth})" for nth, (light, *_) in enumerate(LINES)},
+}
+"""Colours of a chart, by which a page's light and dark ones replace them."""
 
 # The classes of notebooks' and editors' themes come after the system's own setting.
 _CSS = """
@@ -58,57 +64,17 @@ figure.midstream.wide { width: auto; }
 .midstream .ramp { display: inline-flex; border-radius: 3px; overflow: hidden;
   border: 1px solid var(--line); }
 .midstream .ramp i { width: 6px; height: 12px; background: var(--c); }
-.midstream table.heat.heat { border-collapse: separate; border-spacing: 1px; margin: 0;
-  width: auto; font: inherit; border: 0; table-layout: auto; }
-.midstream table.heat.heat tr { background: none; border: 0; }
-.midstream table.heat.heat th { font-weight: 400; color: var(--soft); border: 0; background:
-  var(--card); padding: 0 .3rem; white-space: pre; font-size: 11px; line-height: 1.2; }
-.midstream table.heat.heat th.side { position: sticky; left: 0; z-index: 1; text-align: right;
-  max-width: 12rem; overflow: hidden; text-overflow: ellipsis; }
-.midstream table.heat.heat th.axis { text-align: left; font-size: 12px; padding-bottom: 2px; }
-.midstream table.heat.heat th.top { text-align: center; vertical-align: bottom; color: var(--ink);
-  max-width: 9rem; overflow: hidden; text-overflow: ellipsis; }
-.midstream table.heat.heat th.top span.up { display: inline-block; writing-mode: vertical-rl;
-  transform: rotate(180deg); max-height: 8rem; overflow: hidden; line-height: 1; }
-.midstream table.heat.heat th .rare { display: inline-block; width: 0; height: 0;
-  overflow: hidden; }
-.midstream table.heat.heat td { border: 0; padding: 0 .35rem; height: 20px; min-width: 2.6rem;
-  text-align: center; background: var(--c, transparent); color: var(--i, var(--soft));
-  font-size: 11px; line-height: 18px; white-space: pre; max-width: 9rem; overflow: hidden;
-  text-overflow: ellipsis; font-variant-numeric: tabular-nums; border-radius: 2px; }
-.midstream table.heat.heat.dense { border-spacing: 0; }
-.midstream table.heat.heat.dense td { font-size: 0; padding: 0; height: 12px; line-height: 0;
-  min-width: 22px; width: 22px; border-radius: 0; }
-.midstream table.heat.heat.dense.many td { min-width: 11px; width: 11px; }
-.midstream table.heat.heat.dense th.side { line-height: 12px; }
-.midstream table.heat.heat tr.marked td { box-shadow: inset 0 1.5px var(--ink),
-  inset 0 -1.5px var(--ink); }
-.midstream table.heat.heat tr.marked th.side { color: var(--ink); font-weight: 700; }
 .midstream .text { font: 15px/1.9 var(--serif); white-space: pre-wrap; overflow-wrap: anywhere;
   max-width: 46rem; }
 .midstream .text .c { background: var(--c, transparent); color: var(--i, var(--ink));
   padding: .18em 0; border-radius: 2px; box-shadow: inset -1px 0 var(--card); }
-.midstream svg { display: block; width: 34rem; max-width: 100%; height: auto; overflow: visible; }
-.midstream svg text { fill: var(--soft); font: 12px var(--sans); }
-.midstream svg .name { fill: var(--ink); font-weight: 600; }
-.midstream svg .middle { text-anchor: middle; } .midstream svg .end { text-anchor: end; }
-.midstream svg .rule { stroke: var(--line); }
-.midstream svg .level { stroke: var(--soft); stroke-dasharray: 3 4; }
-.midstream svg .mark { stroke: var(--ink); opacity: .55; }
-.midstream svg path { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.midstream svg path.back { stroke: var(--soft); stroke-width: 1; opacity: .4; }
-.midstream svg rect.c { fill: transparent; } .midstream svg rect.c:focus { outline-width: 2px; }
-.midstream svg rect.on { fill: var(--ink); fill-opacity: .07; outline: none; }
-.midstream .keys { display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; margin: 0 0 .4rem; }
-.midstream .keys span { display: inline-flex; align-items: center; gap: .4rem; }
-.midstream .keys svg { width: 26px; height: 8px; }
+.midstream svg.chart { display: block; max-width: 100%; height: auto; overflow: visible; }
+.midstream svg.chart.wide { max-width: none; }
+.midstream svg.chart * { stroke-linejoin: round; font-family: var(--sans); }
 .midstream details { margin-top: .5rem; color: var(--soft); }
 .midstream summary { cursor: pointer; }
-.midstream table.numbers.numbers { border-collapse: collapse; margin: .4rem 0 0; font: inherit;
-  font-variant-numeric: tabular-nums; border: 0; }
-.midstream table.numbers.numbers th, .midstream table.numbers.numbers td { text-align: right;
-  padding: .15rem .8rem .15rem 0; border: 0; border-bottom: 1px solid var(--line);
-  background: none; color: var(--ink); white-space: nowrap; }
+.midstream pre.numbers { margin: .4rem 0 0; padding: 0; border: 0; background: none;
+  color: var(--ink); font: 11px/1.4 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto; }
 .midstream .prompt { color: var(--soft); margin: 0 0 .6rem; max-width: 46rem; }
 .midstream .answers { display: grid; gap: .75rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 11.5rem), 1fr)); }
@@ -119,7 +85,6 @@ figure.midstream.wide { width: auto; }
 .midstream .answer .chip strong { color: var(--ink); font-size: 14px; }
 .midstream .answer p { margin: .4rem 0 0; font: 15px/1.45 var(--serif); white-space: pre-wrap;
   overflow-wrap: anywhere; }
-@media (max-width: 34rem) { .midstream svg.chart text { font-size: 17px; } }
 """
 
 PAGE_CSS = """
@@ -140,13 +105,6 @@ const show = c => {
   out.textContent = c.getAttribute("aria-label");
   out.classList.add("filled");
   c.removeAttribute("title");
-  const t = c.querySelector("title");
-  if (t) t.remove();
-};
-const go = c => {
-  c.closest("[data-columns]").querySelectorAll(".c[tabindex]").forEach(e => e.tabIndex = -1);
-  c.setAttribute("tabindex", "0");
-  c.focus();
 };
 document.addEventListener("pointerover", e => { const c = cellOf(e.target); if (c) show(c); });
 document.addEventListener("pointerout", e => {
@@ -154,21 +112,22 @@ document.addEventListener("pointerout", e => {
   if (c && held && held !== c && held.closest("figure") === c.closest("figure")) show(held);
 });
 document.addEventListener("focusin", e => { const c = cellOf(e.target); if (c) show(c); });
+const go = c => {
+  c.parentElement.querySelectorAll(".c[tabindex]").forEach(e => e.tabIndex = -1);
+  c.tabIndex = 0;
+  c.focus();
+};
 document.addEventListener("click", e => { const c = cellOf(e.target); if (c) go(c); });
 document.addEventListener("keydown", e => {
   const c = cellOf(e.target);
-  if (!c || e.altKey || e.metaKey || e.shiftKey) return;
-  const grid = c.closest("[data-columns]"), all = [...grid.querySelectorAll(".c")];
-  const n = +grid.dataset.columns, at = all.indexOf(c), start = at - at % n;
-  const last = all.length - 1;
+  if (!c || e.altKey || e.metaKey || e.shiftKey || e.ctrlKey) return;
   const to = {
-    ArrowRight: at % n < n - 1 ? at + 1 : at, ArrowLeft: at % n ? at - 1 : at,
-    ArrowDown: at + n, ArrowUp: at - n,
-    Home: e.ctrlKey ? 0 : start, End: e.ctrlKey ? last : start + n - 1,
+    ArrowRight: c.nextElementSibling, ArrowLeft: c.previousElementSibling,
+    Home: c.parentElement.firstElementChild, End: c.parentElement.lastElementChild,
   }[e.key];
-  if (to === undefined || !all[to] || to === at) return;
+  if (!to || to === c) return;
   e.preventDefault();
-  go(all[to]);
+  go(to);
 });
 })();
 """
@@ -176,18 +135,13 @@ document.addEventListener("keydown", e => {
 
 def style_sheet() -> str:
     """Return the rules of pictures, with the colours of light and dark pages."""
-    names = " ".join(f"--{name}: light-dark({a}, {b});" for name, (a, b) in COLORS.items())
+    pairs = {**COLORS, **{f"line{nth}": line[:2] for nth, line in enumerate(LINES)}}
+    names = " ".join(f"--{name}: light-dark({a}, {b});" for name, (a, b) in pairs.items())
     fonts = (
         '--sans: Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;'
         ' --serif: Charter, "Bitstream Charter", "Iowan Old Style", Georgia, serif;'
     )
-    lines = "\n".join(
-        f".midstream .line{n} {{ stroke: light-dark({light}, {dark});"
-        f" stroke-dasharray: {dashes or 'none'}; }}\n"
-        f".midstream .dot{n} {{ fill: light-dark({light}, {dark}); }}"
-        for n, (light, dark, dashes) in enumerate(LINES)
-    )
-    return f"{_CSS.replace('@VARIABLES@', f'{names} {fonts}')}{_bins()}\n{lines}\n"
+    return f"{_CSS.replace('@VARIABLES@', f'{names} {fonts}')}{_bins()}\n"
 
 
 def bin_colors(index: int) -> tuple[Rgb, Rgb]:

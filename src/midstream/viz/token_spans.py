@@ -7,9 +7,9 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.viz.color_scale import ColorScale, read_numbers, written
-from midstream.viz.heatmaps import MOST_CELLS, legend
-from midstream.viz.markup import tag, visible
-from midstream.viz.picture import Picture, cell, figure, readout
+from midstream.viz.heatmaps import MOST_CELLS
+from midstream.viz.markup import escape, tag, visible
+from midstream.viz.picture import Picture, figure
 
 
 def tokens(
@@ -55,9 +55,10 @@ def tokens(
         label = f"{visible(text)!r} at {places[index]}: {number}"
         # Line breaks stay line breaks, after a sign that takes the colour.
         pieces = (visible(part) if part.strip(" ") else part for part in text.split("\n"))
-        spans.append(
-            cell("span", "option", "⏎\n".join(pieces), label, scale.style(value), index == 0)
-        )
+        named = {"role": "option", "title": label, "aria_label": label}
+        focus = None if index else "0"
+        style = f"c {scale.style(value)}".strip()
+        spans.append(tag("span", escape("⏎\n".join(pieces)), style, **named, tabindex=focus))
         lines.append(f"{places[index]:>5}  {number:>10}  {visible(text)!r}")
     box = tag(
         "div",
@@ -66,10 +67,18 @@ def tokens(
         role="listbox",
         aria_label=title or "tokens",
         aria_orientation="horizontal",
-        data_columns=len(texts) or 1,
         data_lm_suppress_shortcuts="true",
         dir="auto",
     )
     head = f"{title}\n" if title else ""
-    body = figure(title, box + readout("a token", legend(scale, fmt, unit)))
-    return Picture(title, body, head + "\n".join(lines))
+    told = tag("div", "Point at a token for its number.", "readout", aria_hidden="true")
+    foot = tag("div", told + legend(scale, fmt, unit), "foot")
+    return Picture(title, head + "\n".join(lines), figure(title, box + foot))
+
+
+def legend(scale: ColorScale, fmt: str, unit: str = "") -> str:
+    steps = "".join(tag("i", cls=f"b{step}") for step in scale.steps)
+    suffix = f" {unit}" if unit else ""
+    low = tag("span", escape(written(scale.low, fmt)))
+    high = tag("span", escape(written(scale.high, fmt) + suffix))
+    return tag("div", low + tag("span", steps, "ramp", aria_hidden="true") + high, "legend")

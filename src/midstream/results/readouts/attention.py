@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 Key = tuple[str, int]  # (name of the `Attention`, layer from 0)
 _WORDS = {"top": "top_keys"}
+# What the values are, for colour bars.
+_VALUES = {
+    "top_keys": "attention weight (share)",
+    "mass": "attention mass (share)",
+    "entropy": "entropy (nats)",
+    "full": "attention weight (share)",
+    "scores": "score before the softmax (logits)",
+}
 # Queries, keys and lines that a notebook shows.
 _SHOWN = 128
 
@@ -62,7 +70,7 @@ class AttentionRows:
         shape = " × ".join(map(str, self.values.shape))
         return f"AttentionRows({self.reduce}: {shape})"
 
-    def picture(self, tokens: Any = None, head: int | None = None) -> viz.Picture:
+    def picture(self, tokens: Any = None, head: int | None = None) -> viz.Chart:
         """Return a picture of the weights.
 
         `full` and `scores` are a cell for each query and key, `mass` and `entropy` one for each
@@ -79,8 +87,14 @@ class AttentionRows:
         """
         return _draw(self, tokens, head)
 
-    def _repr_html_(self) -> str:
-        return _draw(self, None, None, _SHOWN)._repr_html_()
+    def plot(self, ax: Any = None, tokens: Any = None, head: int | None = None) -> Any:
+        """Draw `picture(tokens, head)` with matplotlib; `ax`, result and errors are
+        `Chart.plot`'s.
+        """
+        return self.picture(tokens, head).plot(ax)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        return _draw(self, None, None, _SHOWN)._repr_mimebundle_()
 
 
 class AttentionResults(LayerRows[AttentionRows]):
@@ -185,9 +199,7 @@ class AttentionResults(LayerRows[AttentionRows]):
         return f"AttentionResults({'; '.join(parts)})"
 
 
-def _draw(
-    rows: AttentionRows, tokens: Any, head: int | None, most: int | None = None
-) -> viz.Picture:
+def _draw(rows: AttentionRows, tokens: Any, head: int | None, most: int | None = None) -> viz.Chart:
     """Return the picture of a head, or of all, with at most so many queries and keys, or lines."""
     if head is not None and head not in rows.heads:
         raise SpecError("head", f"expected one of {list(rows.heads)}, got {head!r}")
@@ -219,7 +231,7 @@ def _draw(
         title=f"{title}{_part(is_cut)}",
         row_title="query",
         column_title=column_title,
-        unit="nats" if rows.reduce == "entropy" else "",
+        value_title=_VALUES[rows.reduce],
         center=None,
         limits=(0, 1) if rows.reduce in ("mass", "full") else None,
     )
@@ -231,7 +243,7 @@ def _top_keys(
     names: tuple[list[str], list[int]],
     name: Callable[[int], str],
     most: int | None,
-) -> viz.Picture:
+) -> viz.Chart:
     """Draw a line for each query and head, of [queries, heads, k]; a key of −1 is none."""
     lines = [f"{query}, head {head}" for query in names[0] for head in names[1]]
     count = keys.shape[2]
@@ -246,7 +258,8 @@ def _top_keys(
         range(1, count + 1),
         title=f"keys with most attention{_part(len(texts) < len(lines))}",
         row_title="query",
-        column_title="key",
+        column_title="key, by weight",
+        value_title=_VALUES["top_keys"],
         center=None,
         limits=(0, 1),
         texts=texts,

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from midstream.results.arrays import array_of, from_base64, to_base64
+import numpy as np
+
+from midstream.results.arrays import array_of, from_base64, to_base64, to_numpy
 from midstream.results.readouts.base import NamedRows
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from midstream.plan.readouts.features import Features
     from midstream.plan.resolved import ResolvedCapture
     from midstream.results.activations import Activations
-    from midstream.viz import Picture
+    from midstream.viz import Chart
 
 # Arrays of the JSON form, with the dtypes in it and here.
 _ARRAYS = {
@@ -86,12 +88,14 @@ class FeatureRows:
         widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
-    def picture(self, tokens: Any = None, top: int = _SHOWN, rows: slice = slice(None)) -> Picture:
-        """Return the table as a picture: features coloured by their activations.
+    def picture(self, tokens: Any = None, top: int = _SHOWN, rows: slice = slice(None)) -> Chart:
+        """Return a picture: the chosen features, or the most active ones, by position, coloured by
+        their activations. Of the most active ones, a cell is empty where the feature is not among
+        the `top` of its position that the request asked for.
 
         Args:
             tokens: as for `table`.
-            top: number of features of each position.
+            top: number of features that are shown, if none were chosen.
             rows: the rows to show.
 
         Raises:
@@ -99,31 +103,40 @@ class FeatureRows:
         """
         from midstream import viz
 
-        every = list(self._cells(top))
-        cells = every[rows]
-        width = max((len(pairs) for _, pairs in cells), default=0)
-        places = [int(self.positions[row]) for row, _ in cells]
-        names = [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places]
-        values = [value for _, pairs in cells for _, value in pairs]
-        left_out = f": {len(cells)} of {len(every)} positions" if len(cells) < len(every) else ""
+        ids: Any = to_numpy(self.ids)[rows]
+        values = to_numpy(self.values)[rows]
+        shown, grid = list(self.features), to_numpy(self.feature_values)[rows].T
+        if not shown:
+            active = ids[ids >= 0]
+            largest = {int(one): float(values[ids == one].max()) for one in np.unique(active)}
+            shown = sorted(largest, key=lambda one: -largest[one])[:top]
+            grid = np.full((len(shown), len(ids)), np.nan)
+            for line, feature in zip(grid, shown, strict=True):
+                place, rank = np.nonzero(ids == feature)
+                line[place] = values[place, rank]
+        places = self.positions[rows].tolist()
+        cut = f": {len(places)} of {len(self)} positions" if len(places) < len(self) else ""
         return viz.heatmap(
-            [[value for _, value in _padded(pairs, width)] for _, pairs in cells],
-            names,
-            range(1, width + 1),
-            title=f"features at {self.site} of layer {self.layer}{left_out}",
-            row_title="position",
-            column_title="most active",
+            grid,
+            shown,
+            [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places],
+            title=f"features at {self.site} of layer {self.layer}{cut}",
+            row_title="feature",
+            column_title="position",
+            value_title="activation",
             center=None,
-            limits=(0, max(values)) if values else None,
+            limits=(0, float(np.nanmax(grid))) if np.nansum(grid) > 0 else None,
             fmt=".3g",
-            texts=[
-                ["" if feature < 0 else str(feature) for feature, _ in _padded(pairs, width)]
-                for _, pairs in cells
-            ],
         )
 
-    def _repr_html_(self) -> str:
-        return self.picture(rows=slice(_ROWS))._repr_html_()
+    def plot(self, ax: Any = None, tokens: Any = None, top: int = _SHOWN) -> Any:
+        """Draw `picture(tokens, top)` with matplotlib; `ax`, result and errors are
+        `Chart.plot`'s.
+        """
+        return self.picture(tokens, top).plot(ax)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        return self.picture(rows=slice(_ROWS))._repr_mimebundle_()
 
     def _cells(self, top: int = _SHOWN) -> Iterator[tuple[int, list[tuple[int, float]]]]:
         """Yield the number of each row, and its active features with their activations."""
@@ -195,7 +208,3 @@ class FeatureResults(NamedRows[FeatureRows]):
     fewer: ClassVar[str] = "fewer positions, or a smaller `top`"
     unknown = "there are no features {}; there are {}"
     kind = FeatureRows
-
-
-def _padded(pairs: list[tuple[int, float]], width: int) -> list[tuple[int, float]]:
-    return pairs + [(-1, float("nan"))] * (width - len(pairs))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from midstream.plan.resolved import ResolvedCapture
     from midstream.plan.selection import Layers
     from midstream.results.activations import Activations
+    from midstream.viz import Chart
 
 # Arrays of the JSON form, with the dtypes in it and here.
 _FLOATS = "values", "token_values", "logsumexp"
@@ -24,15 +25,16 @@ _INTS = "ids", "ranks"
 
 
 class LensCell(NamedTuple):
-    """A cell: its text, and the probability by which notebooks colour it, 0 to 1."""
+    """A cell: its text, the probability by which charts colour it, 0 to 1, and its token alone."""
 
     text: str
     probability: float = 0.0
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LensTable:
-    """A table; prints as plain text, and is coloured by probability in a notebook."""
+    """A table; prints as plain text, and is a chart coloured by probability in a notebook."""
 
     headings: Sequence[str]
     lines: Sequence[Sequence[LensCell]]
@@ -46,23 +48,36 @@ class LensTable:
     def __repr__(self) -> str:
         return str(self)
 
-    def _repr_html_(self) -> str:
+    def picture(self) -> Chart:
+        """Return the tokens by layer, coloured by probability.
+
+        Raises:
+            SpecError: there are more than 20,000 cells.
+        """
         from midstream import viz
 
         first, *columns = self.headings
-        picture = viz.heatmap(
-            [[cell.probability or math.nan for cell in line[1:]] for line in self.lines],
-            [line[0].text for line in self.lines],
-            columns,
+        lines = self.lines[::-1]  # layer 0 is at the bottom
+        return viz.heatmap(
+            [[cell.probability or math.nan for cell in line[1:]] for line in lines],
+            [line[0].text for line in lines],
+            columns if self.column_title else [one or n for n, one in enumerate(columns, 1)],
             title="" if first == "layer" else first,
             row_title="layer",
-            column_title=self.column_title,
+            column_title=self.column_title or "rank of the token",
+            value_title="probability",
             center=None,
             limits=(0, 1),
             fmt=".3f",
-            texts=[[cell.text for cell in line[1:]] for line in self.lines],
+            texts=[[cell.token or cell.text for cell in line[1:]] for line in lines],
         )
-        return picture._repr_html_()
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw `picture()` with matplotlib; `ax`, result and errors are `Chart.plot`'s."""
+        return self.picture().plot(ax)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        return self.picture()._repr_mimebundle_()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,8 +168,12 @@ class LensRows:
         top = self.positions.tolist() if self.ids.shape[2] else []
         return LensTable(["layer", *map(str, top)], lines, "position")
 
-    def _repr_html_(self) -> str:
-        return self.grid()._repr_html_()
+    def plot(self, ax: Any = None, tokenizer: Any = None) -> Any:
+        """Draw `grid(tokenizer)` with matplotlib; `ax`, result and errors are `Chart.plot`'s."""
+        return self.grid(tokenizer).plot(ax)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        return self.grid()._repr_mimebundle_()
 
     @staticmethod
     def of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:
@@ -241,7 +260,7 @@ def _as_listed(layers: list[int], asked: Layers) -> tuple[int, ...]:
 
 def _token_cell(show: Callable[[int], str], token: int, logprob: float) -> LensCell:
     probability = math.exp(logprob)
-    return LensCell(f"{show(token)} {100 * probability:.0f}%", probability)
+    return LensCell(f"{show(token)} {100 * probability:.0f}%", probability, show(token))
 
 
 def _shown_by(tokenizer: Any) -> Callable[[int], str]:

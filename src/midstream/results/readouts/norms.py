@@ -75,9 +75,9 @@ class NormResults(LayerRows[NormRows]):
         shown = (f"{site} {layer}: {len(rows)}" for (site, layer), rows in self.items())
         return f"NormResults({', '.join(shown)})"
 
-    def picture(self, site: str | None = None, tokens: Any = None) -> viz.Picture:
-        """Return a picture of the norms of a site: a cell for each position and layer, coloured by
-        the logarithm of its norm to base 10. Outlier tokens stand out as rows.
+    def picture(self, site: str | None = None, tokens: Any = None) -> viz.Chart:
+        """Return a picture of the norms of a site: a cell for each layer and position, coloured by
+        the logarithm of its norm to base 10. Outlier tokens stand out as columns.
 
         Args:
             site: the site; None: the only one.
@@ -90,10 +90,16 @@ class NormResults(LayerRows[NormRows]):
         """
         return self._draw(site, tokens, None)
 
-    def _repr_html_(self) -> str:
-        return self._draw(next(iter(self._rows))[0], None, _SHOWN)._repr_html_()
+    def plot(self, ax: Any = None, site: str | None = None, tokens: Any = None) -> Any:
+        """Draw `picture(site, tokens)` with matplotlib; `ax`, result and errors are
+        `Chart.plot`'s.
+        """
+        return self.picture(site, tokens).plot(ax)
 
-    def _draw(self, site: str | None, tokens: Any, most: int | None) -> viz.Picture:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        return self._draw(next(iter(self._rows))[0], None, _SHOWN)._repr_mimebundle_()
+
+    def _draw(self, site: str | None, tokens: Any, most: int | None) -> viz.Chart:
         sites = list(dict.fromkeys(name for name, _ in self._rows))
         if site is None and len(sites) == 1:
             site = sites[0]
@@ -105,22 +111,32 @@ class NormResults(LayerRows[NormRows]):
         places = rows[0].positions.tolist()
         if any(other.positions.tolist() != places for other in rows):
             raise SpecError("site", f"the layers of {named[0]} have norms at different positions")
-        values = np.stack([np.asarray(to_numpy(other.values), np.float64) for other in rows], 1)
-        values, places = values[:most], places[:most]
+        values = np.stack([np.asarray(to_numpy(other.values), np.float64) for other in rows])
+        values, places = values[:, :most], places[:most]
         part = ", the first part" if len(rows[0]) > len(places) else ""
         with np.errstate(divide="ignore"):
             logarithms = np.log10(values)
         return viz.heatmap(
             np.where(np.isfinite(logarithms), logarithms, np.nan),
-            [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places],
             layers,
+            [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places],
             title=f"norms at {named[0]}{part}",
-            row_title="position",
-            column_title="layer",
-            unit="log₁₀",
+            row_title="layer",
+            column_title="position",
+            value_title="log₁₀ of the L2 norm",
             center=None,
-            details=[[f"norm {value:.4g}" for value in line] for line in values.tolist()],
         )
+
+    @staticmethod
+    def of(activations: Activations) -> NormResults:
+        """Return the norms of captured rows, in float32; heads are taken together."""
+        results = {}
+        for site, layer in activations.counts():
+            values = to_numpy(activations[site, layer])
+            norms = np.linalg.norm(values.reshape(len(values), -1).astype(np.float32), axis=1)
+            positions = activations.positions_of(site, layer)
+            results[site, layer] = NormRows(array_of(norms, "float32"), positions)
+        return NormResults(results, activations.num_layers)
 
     @staticmethod
     def decode(
