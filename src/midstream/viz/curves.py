@@ -69,7 +69,7 @@ class CurvePanel:
 
     def draw(self, axes: Axes) -> None:
         axes.grid(axis="y")
-        if self.is_log:
+        if self.is_log and any((line > 0).any() for line in self.lines.values()):
             axes.set_yscale("log", nonpositive="clip")
         if self.level is not None:
             axes.axhline(self.level, color=SOFT, linewidth=0.8, linestyle=(0, (3, 4)))
