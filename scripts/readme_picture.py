@@ -18,7 +18,7 @@ import numpy as np
 
 from midstream import LLM, Capture, Directions, SamplingParams
 from midstream.viz.color_scale import ColorScale
-from midstream.viz.heatmaps import heatmap, legend
+from midstream.viz.heatmaps import heatmap
 from midstream.viz.markup import escape, tag
 from midstream.viz.picture import document
 
@@ -39,11 +39,8 @@ h1 { font: 600 25px/1.2 var(--sans); margin: 0 0 3px; }
 .col p.t { font: 19px/1.7 var(--serif); margin: 0 0 8px; height: 104px; overflow: hidden; }
 .col p.t span { background: var(--c); color: var(--i); border-radius: 3px; padding: .12em 0; }
 .col p.t span { white-space: pre-wrap; }
-.col figure { margin: 0; border: 0; padding: 0; } .col .foot { display: none; }
-.midstream table.heat.heat.dense td { height: 21px; min-width: 14px; width: 14px; }
-.midstream table.heat.heat.dense th.side { line-height: 21px; font-size: 10px; }
-.midstream table.heat.heat.dense th.top { display: none; }
-.base { display: flex; justify-content: space-between; align-items: center; }
+.col figure { margin: 0; border: 0; padding: 0; } .col details { display: none; }
+.midstream .col svg.chart { width: 100%; height: 410px; max-width: 100%; }
 .base { margin-top: 12px; color: var(--soft); }
 """
 
@@ -80,15 +77,14 @@ def main(page: Path) -> None:
         f" sentences is added at layer {best.layer}."
     )
     base = (
-        f"Rows: layers {LAYERS[0]} to {LAYERS[-1]}. Columns: tokens. Colour: projection on the"
-        f" layer's direction; of the text: at layer {LAYERS[-1]}."
+        f"Layers {LAYERS[0]} to {LAYERS[-1]}; of the text: layer {LAYERS[-1]}. −1 is the mean of"
+        " the sad sentences, +1 that of the glad ones."
     )
-    scale = legend(ColorScale.of(np.array(LIMITS), 0.0, LIMITS), ".1f")
     body = (
         tag("h1", "One prompt, three requests, one batch")
         + tag("p", escape(sub), "sub")
         + tag("div", "".join(columns), "three")
-        + tag("div", tag("span", escape(base)) + scale, "base")
+        + tag("div", escape(base), "base")
     )
     page.write_text(document("midstream", body, css=CSS), encoding="utf-8")
     shot = [sys.executable, ROOT / "scripts/screenshot.py", page, ROOT / "docs/images/readme.png"]
@@ -108,8 +104,15 @@ def column(head: str, words: list[str], rows: np.ndarray, layer: int) -> str:
         tag("span", escape(word), colors.style(float(value)))
         for word, value in zip(words, rows[-1], strict=True)
     )
-    labels = [str(one) if one % 5 == 0 else "" for one in LAYERS]
-    cells = heatmap(rows, labels, words, limits=LIMITS, marked=LAYERS.index(layer))
+    cells = heatmap(
+        rows,
+        LAYERS,
+        words,
+        row_title="layer",
+        value_title="projection on the layer's direction",
+        limits=LIMITS,
+        marked=LAYERS.index(layer),
+    )
     return tag("div", tag("h2", escape(head)) + tag("p", spans, "t") + cells.body, "col")
 
 

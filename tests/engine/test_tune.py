@@ -206,7 +206,9 @@ def test_the_best_cell_has_the_largest_effect_for_which_the_guard_holds(
     same(effect.image, few.effect - few.plain_effect)
     same(perplexity.image, few.perplexity / few.plain_perplexity)
     assert effect.titles == ("scale", "layer")
-    assert (effect.x, effect.y) == ([f"{one:g}" for one in SCALES], list(map(str, few.layers)))
+    assert (effect.x, effect.y) == (["0", "1.5", "−2"], list(map(str, few.layers)))
+    (place,) = (n for n, text in enumerate(effect.texts) if text.endswith("★"))
+    assert list(few)[place] == few.best
     assert [text.endswith("×") for text in effect.texts] == (~few.holds).reshape(-1).tolist()
     assert effect.bar == "effect, less that of plain answers"
 

@@ -23,6 +23,7 @@ from midstream.results.arrays import (
 from midstream.results.encoded_rows import Rows
 from midstream.results.held_rows import HeldRows
 from midstream.results.media_span import MediaSpan
+from midstream.results.norm_chart import norm_chart
 from midstream.results.rows_file import (
     POSITIONS,
     TOKENS,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from midstream.codecs import Codec
-    from midstream.results.readouts.norms import NormResults
+    from midstream.viz import Chart
 
 
 class Activations:
@@ -250,17 +251,17 @@ class Activations:
         save_tensors(rows, indices, Path(path), metadata | heads_of(self.heads))
         return Path(path)
 
+    def picture(self, site: str | None = None, tokens: Any = None) -> Chart:
+        """Return the norms of the rows by layer and position; see `NormResults.picture`."""
+
+        def read(tap: Tap) -> tuple[Any, Any]:
+            return self[tap], self.positions_of(*tap)
+
+        return norm_chart(self.keys(), read, site, tokens)
+
     def plot(self, ax: Any = None, site: str | None = None, tokens: Any = None) -> Any:
-        """Draw the norms of the rows by layer and position with matplotlib, as `Norms` does; see
-        `NormResults.plot`. Heads are taken together.
-        """
-        return self.norms().plot(ax, site, tokens)
-
-    def norms(self) -> NormResults:
-        """Return the L2 norm of each row, by site and layer; its `picture` is drawn by `plot`."""
-        from midstream.results.readouts.norms import NormResults
-
-        return NormResults.of(self)
+        """Draw `picture(site, tokens)`; see `Chart.plot`."""
+        return self.picture(site, tokens).plot(ax)
 
     @staticmethod
     def load(path: str | Path) -> Activations:

@@ -10,9 +10,6 @@ if TYPE_CHECKING:
 
     from midstream.viz import Chart, Picture
 
-# Positions that a notebook shows of a long completion.
-_SHOWN = 512
-
 
 class Probes(Mapping[str, "Tensor"]):
     """The scores of one completion's probes, by name.
@@ -119,43 +116,35 @@ class Probes(Mapping[str, "Tensor"]):
         return viz.tokens(texts, values, title=f"probe {name}", positions=places)
 
     def plot(self, ax: Any = None, tokenizer: Any = None) -> Any:
-        """Draw the scores over the tokens with matplotlib, a line for each probe; of more than six
-        the others are grey.
+        """Draw the scores over the tokens, a line for each probe; see `Chart.plot`.
 
         Args:
-            ax: as for `Chart.plot`, whose result and errors are these.
+            ax: as for `Chart.plot`.
             tokenizer: what decodes ids, for labels; None: positions are shown.
         """
-        return self._lines(tokenizer, None).plot(ax)
+        return self._chart(tokenizer).plot(ax)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         if not any(map(len, self._positions.values())):
             return {"text/plain": repr(self)}
-        return self._lines(None, _SHOWN)._repr_mimebundle_()
+        return self._chart(None)._repr_mimebundle_()
 
-    def _lines(self, tokenizer: Any, most: int | None) -> Chart:
+    def _chart(self, tokenizer: Any) -> Chart:
         from midstream import viz
 
-        every = sorted(
-            {place for positions in self._positions.values() for place in positions.tolist()}
-        )
-        shown = every[:most]
-        lines: dict[str, list[float]] = {}
+        shown = sorted({one for places in self._positions.values() for one in places.tolist()})
+        lines = {}
         for name, scores in self.items():
             of_place = dict(zip(self._positions[name].tolist(), scores.tolist(), strict=True))
             lines[name] = [of_place.get(place, float("nan")) for place in shown]
-        left_out = f": the first {len(shown)} of {len(every)} positions" if shown != every else ""
-        names, labels = list(lines), None
-        if tokenizer is not None:
-            labels = [tokenizer.decode([int(self._tokens[place])]) for place in shown]
+        texts = [tokenizer.decode([int(self._tokens[one])]) for one in shown] if tokenizer else None
         return viz.curve(
             shown,
-            {name: lines[name] for name in names[:6]},
-            title=f"probe scores{left_out}",
-            x_title="position" if labels is None else "token",
-            y_title="score" if len(names) > 1 else f"score of {names[0]}",
-            background={name: lines[name] for name in names[6:]},
-            labels=labels,
+            lines,
+            title="probe scores",
+            x_title="token" if texts else "position",
+            y_title="score" if len(lines) > 1 else f"score of {next(iter(lines))}",
+            labels=texts,
         )
 
     def __repr__(self) -> str:

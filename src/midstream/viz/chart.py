@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import textwrap
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
@@ -15,18 +17,14 @@ import numpy as np
 from midstream.errors import MissingExtraError, SpecError
 from midstream.validation import kind
 from midstream.viz.figure_style import CHARACTER, COLUMN, PAGE, styled
-from midstream.viz.markup import escape, tag
-from midstream.viz.picture import Picture, document, figure
+from midstream.viz.markup import tag
+from midstream.viz.picture import Picture, columns_of, details, document, figure
 from midstream.viz.theme import VARIABLES
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.figure import Figure
-
-_SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
-# Pixels per inch: of files, of notebooks, and of CSS.
+_SVG, _LINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+# Pixels per inch: of files, of notebooks, and of pages.
 _FILE_DPI, _NOTEBOOK_DPI, _PAGE_DPI = 300, 192, 120
+_DATES = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 class ColorBar(NamedTuple):
@@ -35,28 +33,22 @@ class ColorBar(NamedTuple):
     title: str  # with the unit
     low: float
     high: float
+    center: float | None  # with the neutral colour
     extend: str  # the ends beyond which there are values: "neither", "both", "min", "max"
 
 
-class Panel(Protocol):
+@dataclass(frozen=True)
+class Panel:
     """What is drawn into one pair of axes."""
 
-    @property
-    def title(self) -> str: ...
+    title: str
+    size: tuple[float, float]  # width and height in inches
+    rows: Sequence[Sequence[str]]  # the values as text
+    draw: Callable[[Any], tuple[Any, ColorBar] | None]  # returns what a colour bar is of, and it
 
     @property
     def text(self) -> str:
-        """The values as plain text."""
-        ...
-
-    @property
-    def size(self) -> tuple[float, float]:
-        """Width and height in inches."""
-        ...
-
-    def draw(self, axes: Axes) -> tuple[ScalarMappable, ColorBar] | None:
-        """Draw into axes; return what a colour bar is of, and the bar; None: without one."""
-        ...
+        return (f"{self.title}\n" if self.title else "") + columns_of(self.rows)
 
 
 class Chart(Picture):
@@ -88,7 +80,7 @@ class Chart(Picture):
             The `Axes`; of several panels an array of them.
 
         Raises:
-            SpecError: `ax` is something else, or there are as many as there are not panels.
+            SpecError: `ax` is something else, or of another number.
             MissingExtraError: matplotlib is not installed.
         """
         MissingExtraError.require("matplotlib", "a chart")
@@ -96,7 +88,7 @@ class Chart(Picture):
             from matplotlib import pyplot
 
             with styled():
-                axes = self._lay_out(pyplot.figure(figsize=self._size, layout="constrained"))
+                axes = self._new(pyplot.figure)[1]
         else:
             axes = list(np.ravel(np.asarray(ax, dtype=object)))
             for each in axes:
@@ -133,50 +125,42 @@ class Chart(Picture):
         numbers.
         """
         (svg,) = self._rendered(("svg", _FILE_DPI), ground="none")
-        numbers = tag("summary", "Numbers") + tag("pre", escape(self.text), "numbers")
-        return figure("", tag("div", _inline(svg, self.title), "scroll") + tag("details", numbers))
+        return figure("", tag("div", _inline(svg, self.title), "scroll") + details(self.text))
 
-    @property
-    def _grid(self) -> tuple[int, int]:
-        columns = max(1, min(len(self.panels), int(PAGE // self._largest[0])))
-        return ceil(len(self.panels) / columns), columns
-
-    @property
-    def _largest(self) -> tuple[float, float]:
-        sizes = [panel.size for panel in self.panels]
-        return max(width for width, _ in sizes), max(height for _, height in sizes)
-
-    @property
-    def _size(self) -> tuple[float, float]:
-        (rows, columns), (width, height) = self._grid, self._largest
-        return columns * width, rows * height + (0.25 if len(self.panels) > 1 else 0)
-
-    def _lay_out(self, drawing: Figure) -> list[Any]:
-        """Draw the panels into a figure, and return their axes."""
-        every = list(drawing.subplots(*self._grid, squeeze=False).flat)
+    def _new(self, make: Callable[..., Any]) -> tuple[Any, list[Any]]:
+        """Return a figure with the panels drawn, and their axes."""
+        width, height = np.max([panel.size for panel in self.panels], axis=0).tolist()
+        columns = max(1, min(len(self.panels), int(PAGE // width)))
+        rows, margin = ceil(len(self.panels) / columns), 0.25 if len(self.panels) > 1 else 0
+        size = columns * width, rows * height + margin
+        drawing = make(figsize=size, layout="constrained")
+        every = list(drawing.subplots(rows, columns, squeeze=False).flat)
         axes = every[: len(self.panels)]
         for unused in every[len(axes) :]:
             unused.remove()
         self._draw(axes)
-        if len(axes) > 1 and self.title:
-            title = wrapped(self.title, drawing.get_figwidth())
+        if len(axes) > 1:
+            title = wrapped(self.title, size[0])
             drawing.suptitle(title, x=0.01, ha="left", size=9, weight="bold")
-        return axes
+        return drawing, axes
 
     def _draw(self, axes: Sequence[Any]) -> None:
-        bars: dict[ColorBar, tuple[ScalarMappable, list[Any]]] = {}
+        bars: dict[ColorBar, list[tuple[Any, Any]]] = {}
         for panel, each in zip(self.panels, axes, strict=True):
             drawn = panel.draw(each)
             each.set_title(wrapped(panel.title, panel.size[0]), parse_math=False)
             if drawn is not None:
-                bars.setdefault(drawn[1], (drawn[0], []))[1].append(each)
+                bars.setdefault(drawn[1], []).append((drawn[0], each))
         # One bar serves all panels with its colours.
-        for bar, (mappable, places) in bars.items():
-            made = places[0].figure.colorbar(
-                mappable, ax=places, extend=bar.extend, pad=0.02, aspect=25
-            )
-            made.set_label(bar.title, parse_math=False)
+        for bar, served in bars.items():
+            mappables, places = zip(*served, strict=True)
+            options = {"ax": list(places), "extend": bar.extend, "pad": 0.02, "aspect": 25}
+            made = places[0].figure.colorbar(mappables[0], **options)
+            made.set_label(wrapped(bar.title, self.panels[0].size[1]), parse_math=False)
             made.outline.set_visible(False)
+            least = min(np.ma.filled(each.get_array(), np.inf).min() for each in mappables)
+            if bar.center is not None and least >= bar.center:
+                made.ax.set_ylim(bar.center, bar.high)  # nothing is below it
 
     def _rendered(self, *kinds: tuple[str, int], ground: str = "white") -> list[bytes]:
         """Return files as bytes, by (format, pixels per inch); equal charts have equal ones."""
@@ -184,21 +168,18 @@ class Chart(Picture):
         with styled(self.text):
             from matplotlib.figure import Figure
 
-            drawing = Figure(figsize=self._size, layout="constrained")
-            self._lay_out(drawing)
+            drawing, _ = self._new(Figure)
             drawing.draw_without_rendering()
             drawing.set_layout_engine("none")  # it is laid out once for all formats
+            options: dict[str, Any] = {
+                "facecolor": ground,
+                "bbox_inches": "tight",
+                "pad_inches": 0.03,
+            }
             for name, dpi in kinds:
-                date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(name)
-                file: dict[str, Any] = {
-                    "format": name,
-                    "dpi": dpi,
-                    "metadata": date,
-                    "facecolor": ground,
-                }
-                buffer = io.BytesIO()
-                drawing.savefig(buffer, bbox_inches="tight", pad_inches=0.03, **file)
-                files.append(buffer.getvalue())
+                file = io.BytesIO()
+                drawing.savefig(file, format=name, dpi=dpi, metadata=_DATES.get(name), **options)
+                files.append(file.getvalue())
         return files
 
 
@@ -214,28 +195,41 @@ def _inline(svg: bytes, title: str) -> str:
     the page gives the font, and the colours of light and dark.
     """
     root = ElementTree.fromstring(svg)
-    used = set()
-    for element in root.iter():
-        for child in list(element):
-            if child.tag in (f"{_SVG}metadata", f"{_SVG}style"):
-                element.remove(child)
+    parents = {child: parent for parent in root.iter() for child in parent}
+    used: set[str] = set()
+    for element, parent in parents.items():
+        if element.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+            parent.remove(element)
         for part in element.attrib.pop("style", "").split(";"):
             name, _, value = (piece.strip() for piece in part.partition(":"))
-            if name and name not in ("font-family", "font"):
+            if name and not name.startswith("font-family"):
                 element.set(name, VARIABLES.get(value, value))
-        for value in element.attrib.values():
-            if value.startswith(("#", "url(#")):
-                used.add(value.partition("#")[2].rstrip(")"))
-    for element in root.iter():
+        links = [value for value in element.attrib.values() if value.startswith(("#", "url(#"))]
+        used.update(link.partition("#")[2].rstrip(")") for link in links)
+    for element in parents:
         if element.get("id") not in used:
             element.attrib.pop("id", None)
-    width, height = (float(root.attrib[name].removesuffix("pt")) for name in ("width", "height"))
-    root.set("width", f"{width * _PAGE_DPI / 72:.0f}")
-    root.set("height", f"{height * _PAGE_DPI / 72:.0f}")
+    for side in ("height", "width"):
+        inches = float(root.attrib[side].removesuffix("pt")) / 72
+        root.set(side, f"{inches * _PAGE_DPI:.0f}")
     # A narrow page shrinks the figure of a column, and scrolls a wider one.
-    root.set("class", "chart wide" if width > 72 * 1.2 * COLUMN else "chart")
-    root.set("role", "img")
-    root.set("aria-label", title or "chart")
-    ElementTree.register_namespace("", _SVG[1:-1])
-    ElementTree.register_namespace("xlink", _LINK[1:].partition("}")[0])
+    style = "chart wide" if inches > 1.2 * COLUMN else "chart"
+    root.attrib.update({"class": style, "role": "img", "aria-label": title or "chart"})
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", _LINK)
     return ElementTree.tostring(root, encoding="unicode")
+
+
+class Charted(ABC):
+    """A result that notebooks show as a chart."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def picture(self) -> Picture: ...
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        try:
+            return self.picture()._repr_mimebundle_()
+        except SpecError as error:  # such as too many cells
+            return {"text/plain": f"{self}\n({error})"}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.viz.markup import escape, tag
-from midstream.viz.theme import PAGE_CSS, SCRIPT, source_of, style_sheet
+from midstream.viz.theme import PAGE_CSS, source_of, style_sheet
 
 
 class Picture:
@@ -37,7 +37,7 @@ class Picture:
         return self.text
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        page = f"<div><style>{style_sheet()}</style>{self.body}<script>{SCRIPT}</script></div>"
+        page = f"<div><style>{style_sheet()}</style>{self.body}</div>"
         return {"text/html": page, "text/plain": self.text}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -74,11 +74,11 @@ def check_suffix(path: str | os.PathLike[str], suffixes: Sequence[str]) -> Path:
 
 
 def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] = ()) -> str:
-    """Return a page of escaped HTML and `data_block`s that runs only the script of pictures."""
+    """Return a page of escaped HTML and `data_block`s that loads and runs nothing."""
     style = style_sheet() + css
     policy = (
-        f"default-src 'none'; style-src {source_of(style)}; script-src {source_of(SCRIPT)};"
-        " img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src {source_of(style)}; img-src data:; base-uri 'none';"
+        " form-action 'none'"
     )
     head = "\n".join(
         [
@@ -92,13 +92,18 @@ def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] 
     blocks = "\n".join(data)
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body class="midstream">\n'
-        f"<main>{body}</main>\n{blocks}\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        f"<main>{body}</main>\n{blocks}\n</body>\n</html>\n"
     )
 
 
 def figure(title: str, content: str, cls: str = "midstream") -> str:
     caption = tag("figcaption", escape(title)) if title else ""
     return tag("figure", caption + content, cls)
+
+
+def details(numbers: str) -> str:
+    """Return what opens to the numbers of a picture, by keyboard and touch too."""
+    return tag("details", tag("summary", "Numbers") + tag("pre", escape(numbers), "numbers"))
 
 
 def columns_of(lines: Sequence[Sequence[str]], most_rows: int = 60, most_columns: int = 18) -> str:

@@ -1,9 +1,10 @@
-"""Style sheet and script of pictures: no fonts, no images, nothing to fetch."""
+"""Style sheet of pictures: no fonts, no images, nothing to fetch."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from pathlib import Path
 
 from midstream.viz.color_scale import NUM_BINS
 
@@ -38,98 +39,9 @@ VARIABLES = {
 }
 """Colours of a chart, by which a page's light and dark ones replace them."""
 
-# The classes of notebooks' and editors' themes come after the system's own setting.
-_CSS = """
-.midstream { color-scheme: light dark; color: var(--ink); @VARIABLES@ }
-[data-jp-theme-light="true"] .midstream, .vscode-light .midstream { color-scheme: light; }
-[data-jp-theme-light="false"] .midstream, .vscode-dark .midstream, html[theme="dark"] .midstream {
-  color-scheme: dark; }
-figure.midstream { box-sizing: border-box; width: fit-content; max-width: 100%; min-width: 0;
-  margin: 1rem 0; padding: 1rem; background: var(--card); border: 1px solid var(--line);
-  border-radius: 12px; font: 13px/1.5 var(--sans); }
-figure.midstream.wide { width: auto; }
-.midstream figcaption { font-weight: 600; font-size: 14px; margin: 0 0 .6rem; color: var(--ink);
-  overflow-wrap: anywhere; }
-.midstream .scroll { overflow-x: auto; }
-.midstream .c { cursor: default; }
-.midstream .c:focus { outline: 3px solid var(--ink); outline-offset: -1px; }
-.midstream .on { outline: 2px solid var(--ink); outline-offset: -1px; }
-.midstream .foot { display: flex; flex-wrap: wrap; gap: .3rem 1.5rem; margin-top: .7rem;
-  align-items: center; justify-content: space-between; color: var(--soft); }
-.midstream .readout { flex: 1 1 14rem; min-height: 1.5em; white-space: pre-wrap;
-  overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-.midstream .readout.filled { color: var(--ink); }
-.midstream .legend { display: inline-flex; align-items: center; gap: .5rem; flex-wrap: wrap;
-  color: var(--soft); font-variant-numeric: tabular-nums; }
-.midstream .ramp { display: inline-flex; border-radius: 3px; overflow: hidden;
-  border: 1px solid var(--line); }
-.midstream .ramp i { width: 6px; height: 12px; background: var(--c); }
-.midstream .text { font: 15px/1.9 var(--serif); white-space: pre-wrap; overflow-wrap: anywhere;
-  max-width: 46rem; }
-.midstream .text .c { background: var(--c, transparent); color: var(--i, var(--ink));
-  padding: .18em 0; border-radius: 2px; box-shadow: inset -1px 0 var(--card); }
-.midstream svg.chart { display: block; max-width: 100%; height: auto; overflow: visible; }
-.midstream svg.chart.wide { max-width: none; }
-.midstream svg.chart * { stroke-linejoin: round; font-family: var(--sans); }
-.midstream details { margin-top: .5rem; color: var(--soft); }
-.midstream summary { cursor: pointer; }
-.midstream pre.numbers { margin: .4rem 0 0; padding: 0; border: 0; background: none;
-  color: var(--ink); font: 11px/1.4 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto; }
-.midstream .prompt { color: var(--soft); margin: 0 0 .6rem; max-width: 46rem; }
-.midstream .answers { display: grid; gap: .75rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 11.5rem), 1fr)); }
-.midstream .answer { border: 1px solid var(--line); border-top: 4px solid var(--c, var(--line));
-  border-radius: 10px; padding: .6rem .8rem .7rem; min-width: 0; }
-.midstream .answer .chip { display: grid; font-size: 12px; color: var(--soft);
-  font-variant-numeric: tabular-nums; }
-.midstream .answer .chip strong { color: var(--ink); font-size: 14px; }
-.midstream .answer p { margin: .4rem 0 0; font: 15px/1.45 var(--serif); white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-"""
-
 PAGE_CSS = """
 body.midstream { margin: 0; background: var(--page); font: 17px/1.55 var(--serif); }
 body.midstream main { max-width: 72rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
-"""
-
-SCRIPT = """
-(() => { "use strict";
-if (window.midstreamPictures) return;
-window.midstreamPictures = true;
-const cellOf = t => t instanceof Element ? t.closest(".midstream .c") : null;
-const show = c => {
-  const f = c.closest("figure.midstream"), out = f && f.querySelector(".readout");
-  if (!out) return;
-  f.querySelectorAll(".on").forEach(e => e.classList.remove("on"));
-  c.classList.add("on");
-  out.textContent = c.getAttribute("aria-label");
-  out.classList.add("filled");
-  c.removeAttribute("title");
-};
-document.addEventListener("pointerover", e => { const c = cellOf(e.target); if (c) show(c); });
-document.addEventListener("pointerout", e => {
-  const c = cellOf(e.target), held = cellOf(document.activeElement);
-  if (c && held && held !== c && held.closest("figure") === c.closest("figure")) show(held);
-});
-document.addEventListener("focusin", e => { const c = cellOf(e.target); if (c) show(c); });
-const go = c => {
-  c.parentElement.querySelectorAll(".c[tabindex]").forEach(e => e.tabIndex = -1);
-  c.tabIndex = 0;
-  c.focus();
-};
-document.addEventListener("click", e => { const c = cellOf(e.target); if (c) go(c); });
-document.addEventListener("keydown", e => {
-  const c = cellOf(e.target);
-  if (!c || e.altKey || e.metaKey || e.shiftKey || e.ctrlKey) return;
-  const to = {
-    ArrowRight: c.nextElementSibling, ArrowLeft: c.previousElementSibling,
-    Home: c.parentElement.firstElementChild, End: c.parentElement.lastElementChild,
-  }[e.key];
-  if (!to || to === c) return;
-  e.preventDefault();
-  go(to);
-});
-})();
 """
 
 
@@ -141,7 +53,8 @@ def style_sheet() -> str:
         '--sans: Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;'
         ' --serif: Charter, "Bitstream Charter", "Iowan Old Style", Georgia, serif;'
     )
-    return f"{_CSS.replace('@VARIABLES@', f'{names} {fonts}')}{_bins()}\n"
+    css = (Path(__file__).parent / "pictures.css").read_text(encoding="utf-8")
+    return f"{css.replace('@VARIABLES@', f'{names} {fonts}')}{_bins()}\n"
 
 
 def bin_colors(index: int) -> tuple[Rgb, Rgb]:
@@ -186,5 +99,5 @@ def _hex(color: Rgb) -> str:
 
 
 def source_of(text: str) -> str:
-    """Return the source that allows an inline style sheet or script, for a security policy."""
+    """Return the source that allows an inline style sheet, for a security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

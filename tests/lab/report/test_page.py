@@ -24,9 +24,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=y>\"'&amp;]]>\x0
 def test_is_well_formed_and_loads_nothing(hostile):
     page = Page(report.render(make_result(hostile)))
     page.check_harmless()
-    (data, script) = page.all("script")
-    assert data.attributes == {"type": "application/json", "id": report.DATA_ID}
-    assert script.text == theme.SCRIPT
+    assert page.one("script").attributes == {"type": "application/json", "id": report.DATA_ID}
     assert not re.search(r"url\(|@import|https?:", page.one("style").text)
 
 
@@ -34,10 +32,8 @@ def test_the_browser_is_told_to_load_nothing():
     page = Page(report.render(make_result()))
     (policy,) = [m.attributes["content"] for m in page.all("meta") if "http-equiv" in m.attributes]
     style = theme.source_of(page.one("style").text)
-    script = theme.source_of(page.all("script")[1].text)
     assert policy == (
-        f"default-src 'none'; style-src {style}; script-src {script}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src {style}; img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
@@ -127,12 +123,11 @@ def test_charts_have_the_scores_by_layer_the_effects_by_strength_and_maps_that_r
         "Repetition",
     ]
     numbers = [each.text.splitlines() for each in page.all("pre", cls="numbers")]
-    assert numbers[0][2].split(maxsplit=1) == ["0", "0.000 (−0.100, 0.100)"]
-    assert numbers[1][6].split(maxsplit=1) == ["4", "0.900 (0.880, 0.920)  0.820 (0.790, 0.850)"]
-    words = "strength  mean of the questions  question 1  question 2"
+    assert numbers[0][2].split() == ["0", "0.000", "−0.100", "0.100"]
+    assert numbers[1][6].split() == ["4", "0.900", "0.880", "0.920", "0.820", "0.790", "0.850"]
     assert [line.split() for line in numbers[3]] == [
         ["Reading"],
-        words.split(),
+        ["strength", "mean", "from", "to"],
         ["−2", *["−0.50"] * 3],
         ["0", *["–"] * 3],
         ["1.5", *["0.25"] * 3],
@@ -141,7 +136,7 @@ def test_charts_have_the_scores_by_layer_the_effects_by_strength_and_maps_that_r
     cells = [line.split() for line in numbers[2]]
     assert [line[0] for line in cells[2:]] == ["4", "3", "2", "1", "0"]  # layer 0 is at the bottom
     assert cells[2][1:] == ["+0.40", "+0.35", "+0.30"]
-    assert "cosine with the direction" in charts["a map "].text
+    assert "cosine with the" in charts["a map "].text
 
 
 def test_the_receipts_are_counted_by_kind_and_one_that_is_not_ok_is_not_hidden():

@@ -144,9 +144,9 @@ def test_plots_have_a_panel_for_each_site_and_heads_as_columns_where_there_is_on
 
 
 def test_a_sweep_that_is_too_large_to_draw_says_so_in_a_notebook():
-    values = np.zeros((1, 101, 200), np.float32)
-    coords = {"site": ["z"], "layer": list(range(101)), "position": list(range(200))}
-    large = made(values=values, coords=coords, tokens=("a",) * 200)
+    values = np.zeros((1, 101, 10_000), np.float32)
+    coords = {"site": ["z"], "layer": list(range(101)), "position": list(range(10_000))}
+    large = made(values=values, coords=coords, tokens=("a",) * 10_000)
     shown = large._repr_mimebundle_()["text/plain"]
     assert shown.startswith(repr(large))
-    assert "20200 cells" in shown
+    assert "1010000 cells" in shown

@@ -82,7 +82,6 @@ def test_norms_are_a_cell_for_each_layer_and_position() -> None:
     has_words(found, "norms at resid_post", ("position", "layer"), "log₁₀ of the L2 norm")
     same(found.image, [[0, NAN, 4], [1, NAN, 4]])
     assert (found.y, found.x) == (["0", "1"], ["0 The", "3 ⏎", "4  $"])
-    assert "norms at resid_post" in norms()._repr_mimebundle_()[0]["image/svg+xml"]
     for site in (None, "mlp_out"):
         with pytest.raises(SpecError, match=f"site: expected one of resid_post, z, got {site!r}"):
             norms().plot(site=site)
@@ -174,21 +173,11 @@ def test_probes_are_lines_over_the_tokens() -> None:
     assert Probes({}, {}, [])._repr_mimebundle_() == {"text/plain": "Probes()"}
 
 
-def test_notebooks_show_the_first_part_of_long_results() -> None:
-    every, ones = torch.arange(600), torch.ones(600, 1)
-    probes = Probes({"b": torch.zeros(600)}, {"b": every}, every)
-    keys = torch.zeros(200, 2, 3, dtype=torch.int64)
-    queries = torch.arange(200)
-    for result, told in (
-        (probes, "probe scores: the first 512 of 600 positions"),
-        (FeatureRows(every[:, None], ones, (0,), ones, every, every, "mlp_out", 3),
-         "features at mlp_out of layer 3: 256 of 600 positions"),
-        (AttentionRows("top_keys", torch.rand(200, 2, 3), keys, queries, (0, 1)),
-         "keys with most attention, the first part"),
-        (AttentionRows("full", torch.rand(200, 1, 300), None, queries, (0,)),
-         "attention, head 0, the first part"),
-    ):  # fmt: skip
-        bundle = result._repr_mimebundle_()  # type: ignore[attr-defined]
-        data = bundle if isinstance(bundle, dict) else bundle[0]
-        assert data["text/plain"].startswith(told)
-        assert {"image/png", "image/svg+xml"} <= set(data)
+def test_notebooks_show_a_chart_or_why_there_is_none() -> None:
+    one_site = NormResults({tap: rows for tap, rows in norms().items() if tap[0] != "z"})
+    for result in (attention("full", FULL), features(()), lens(), lens().table(), one_site):
+        data, _ = result._repr_mimebundle_()
+        assert sorted(data) == ["image/png", "image/svg+xml", "text/plain"]
+    shown = norms()._repr_mimebundle_()  # of two sites
+    assert shown["text/plain"].startswith(repr(norms()))
+    assert "site: expected one of resid_post, z, got None" in shown["text/plain"]

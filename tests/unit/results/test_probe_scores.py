@@ -92,7 +92,7 @@ def test_the_picture_is_the_text_between_the_scored_tokens_coloured_by_score(pro
     spans = page.all("span", cls="c")
     assert [span.text for span in spans] == [" <b>", " and", "⏎\n"]
     assert [span.classes - {"c"} for span in spans] == [{"b30"}, set(), {"b0"}]
-    assert [span.attributes["aria-label"] for span in spans] == [
+    assert [span.attributes["title"] for span in spans] == [
         "' <b>' at 1: 0.50",
         "' and' at 2: no value",
         "'⏎' at 3: −1.00",

@@ -41,16 +41,21 @@ def read(axes: Any) -> Drawn:
     y = [label.get_text() for label in axes.get_yticklabels()]
     bar = getattr(image, "colorbar", None)
     return Drawn(
-        axes.get_title(loc="left") or axes.get_title(),
+        joined(axes.get_title(loc="left") or axes.get_title()),
         (axes.get_xlabel(), axes.get_ylabel()),
         [label.get_text() for label in axes.get_xticklabels()],
         y if image is None or image.origin == "lower" else y[::-1],
-        bar.ax.get_ylabel() if bar is not None else "",
+        joined(bar.ax.get_ylabel()) if bar is not None else "",
         values,
         image.get_clim() if image is not None else None,
         {line.get_label(): line.get_ydata() for line in axes.lines},
         [text.get_text() for text in axes.texts],
     )
+
+
+def joined(text: str) -> str:
+    """A title in one line."""
+    return text.replace("\n", " ")
 
 
 def same(found: Any, wanted: Any) -> None:

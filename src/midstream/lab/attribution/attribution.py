@@ -122,7 +122,7 @@ class Attribution:
         return repr(self.sweep).replace("Sweep(", "Attribution(", 1)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the estimates as heatmaps with matplotlib; see `Sweep.plot`."""
+        """Draw the estimates as heatmaps; see `Chart.plot`."""
         return self.sweep.plot(ax)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:

@@ -214,7 +214,7 @@ class DirectionSet:
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw `picture()` with matplotlib; `ax`, result and errors are `Chart.plot`'s."""
+        """Draw `picture()`; see `Chart.plot`."""
         return self.picture().plot(ax)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:

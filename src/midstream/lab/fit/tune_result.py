@@ -13,6 +13,7 @@ from midstream.errors import MissingExtraError, SpecError
 from midstream.lab.fit.guards import Guard, MaxKL, MaxPerplexity
 from midstream.steering.listing import text_table
 from midstream.viz import Chart, heatmap
+from midstream.viz.chart import Charted
 from midstream.viz.color_scale import written
 
 Grid = NDArray[np.float64]
@@ -41,7 +42,7 @@ class TuningCell:
 
 
 @dataclass(frozen=True, eq=False)
-class Tuning:
+class Tuning(Charted):
     """Effect and coherence by layer and strength.
 
     Attributes:
@@ -132,8 +133,8 @@ class Tuning:
 
     def picture(self) -> Chart:
         """Return heatmaps by layer and scale: the effect, by which `best` is chosen, and the
-        perplexity, both against the plain answers, and the KL divergence if it was measured. In a
-        cell with × the guard does not hold.
+        perplexity, both against the plain answers, and the KL divergence if it was measured. `best`
+        has a ★; where the guard does not hold is a ×.
         """
         ratio = self.perplexity / self.plain_perplexity
         grids: list[tuple[str, Grid, float | None]] = [
@@ -142,12 +143,15 @@ class Tuning:
         ]
         if self.kl is not None:
             grids.append(("KL of the first tokens (nats)", self.kl, None))
-        told = np.where(self.holds, "", " ×")
+        signs = np.where(self.holds, "", " ×").tolist()
+        if (self.holds & np.isfinite(self.effect)).any():
+            best = self.best
+            signs[self.layers.index(best.layer)][self.scales.index(best.scale)] = " ★"
         charts = [
             heatmap(
                 values,
                 self.layers,
-                [f"{scale:g}" for scale in self.scales],
+                [written(scale, "g") for scale in self.scales],
                 title=name.partition(",")[0].partition(" ")[0],
                 row_title="layer",
                 column_title="scale",
@@ -155,19 +159,16 @@ class Tuning:
                 center=center,
                 texts=[
                     [f"{written(value, '.2f')}{sign}" for value, sign in zip(*line, strict=True)]
-                    for line in zip(values, told, strict=True)
+                    for line in zip(values, signs, strict=True)
                 ],
             )
             for name, values, center in grids
         ]
-        return Chart.beside(f"{self!r}; ×: the guard does not hold", charts)
+        return Chart.beside(f"{self!r}; ★: best, ×: the guard does not hold", charts)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw `picture()` with matplotlib; `ax`, result and errors are `Chart.plot`'s."""
+        """Draw `picture()`; see `Chart.plot`."""
         return self.picture().plot(ax)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        return self.picture()._repr_mimebundle_()
 
 
 def _numbers(effect: float, perplexity: float, kl: float | None) -> tuple[str, str, str]:

@@ -118,7 +118,8 @@ def effect_section(result: Result) -> str:
         " how likely the model without steering finds the answer after its question, per token; a"
         " steep fall is text that the model would not write. Repetition: the share of runs of three"
         " tokens that the answer had before; repeated text is likely, so the first measure misses"
-        " it. A larger reading counts for little where either is bad."
+        " it. A larger reading counts for little where either is bad. Points are means over the"
+        " questions; bars go from the least to the largest answer."
     )
     pictures = [
         _by_strength(result, "reading", "Reading", f"{negative} ← reading → {positive}"),
@@ -130,15 +131,17 @@ def effect_section(result: Result) -> str:
 
 
 def _by_strength(result: Result, name: str, title: str, y_title: str) -> viz.Chart:
-    rows = result.values_of(name)
+    rows = np.array(result.values_of(name))
+    # Bars from the least to the largest answer, where there is one.
+    ends = [np.fmin.reduce(rows), np.fmax.reduce(rows)]
     return viz.curve(
         result.scales,
-        {"mean of the questions": result.means_of(name)},
+        {"mean": result.means_of(name)},
         title=title,
         x_title="strength",
         y_title=y_title,
         fmt=".2f",
-        background={f"question {n}": row for n, row in enumerate(rows, 1)},
+        ranges={"mean": ends},
     )
 
 

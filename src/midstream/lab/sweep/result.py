@@ -17,6 +17,7 @@ from midstream.lab.sweep.metrics import Metric, Recovered, read_metric
 from midstream.lab.sweep.receipts import SweepReceipts
 from midstream.validation import at, check_regular, read_fields, read_json
 from midstream.viz import Chart, heatmap
+from midstream.viz.chart import Charted
 
 if TYPE_CHECKING:
     import pandas
@@ -32,7 +33,7 @@ _FIELDS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep:
+class Sweep(Charted):
     """The metric of each cell of a grid of patches.
 
     A cell that could not be patched is nan: its position has no source position, or its layer lacks
@@ -117,7 +118,7 @@ class Sweep:
         shows. Of more than 12 the first 12 are drawn, and the title says so.
 
         Raises:
-            SpecError: a heatmap has more than 20,000 cells.
+            SpecError: there are too many cells: see `viz.heatmap`.
         """
         charts = self._charts()
         left = len(charts) - _MOST_PANELS
@@ -125,9 +126,7 @@ class Sweep:
         return Chart.beside(f"{self!r}{rest if left > 0 else ''}", charts[:_MOST_PANELS])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the heatmaps of `picture` with matplotlib; `ax`, result and errors are
-        `Chart.plot`'s.
-        """
+        """Draw `picture()`; see `Chart.plot`."""
         return self.picture().plot(ax)
 
     def to_json(self) -> dict[str, Any]:
@@ -260,12 +259,6 @@ class Sweep:
             f"Sweep({shape}; {self.title}; corrupt {self.corrupt:.4g}{clean}, "
             f"noise floor {self.noise_floor:.2g})"
         )
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        try:
-            return self.picture()._repr_mimebundle_()
-        except SpecError as error:  # it is too large
-            return {"text/plain": f"{self!r}\n({error})"}
 
     @property
     def title(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +11,8 @@ import numpy as np
 
 from midstream.results.arrays import array_of, from_base64, to_base64, to_numpy
 from midstream.results.readouts.base import NamedRows
+from midstream.viz import Chart, heatmap
+from midstream.viz.chart import Charted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from midstream.plan.readouts.features import Features
     from midstream.plan.resolved import ResolvedCapture
     from midstream.results.activations import Activations
-    from midstream.viz import Chart
 
 # Arrays of the JSON form, with the dtypes in it and here.
 _ARRAYS = {
@@ -29,12 +30,10 @@ _ARRAYS = {
 }
 # Features of a row that a picture shows.
 _SHOWN = 8
-# Rows that a notebook shows.
-_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FeatureRows:
+class FeatureRows(Charted):
     """What a `Features` returned.
 
     Attributes:
@@ -79,12 +78,11 @@ class FeatureRows:
             top: number of features of each position.
         """
         lines = []
-        for row, cells in self._cells(top):
-            position = int(self.positions[row])
+        for row, position in enumerate(self.positions.tolist()):
             word = [] if tokens is None else [repr(tokens[position])]
-            lines.append(
-                [str(position), *word, *(f"{feature} {value:.3g}" for feature, value in cells)]
-            )
+            pairs = zip(self.ids[row, :top].tolist(), self.values[row, :top].tolist(), strict=True)
+            cells = [f"{feature} {value:.3g}" for feature, value in pairs if feature >= 0]
+            lines.append([str(position), *word, *cells])
         widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
@@ -99,10 +97,8 @@ class FeatureRows:
             rows: the rows to show.
 
         Raises:
-            SpecError: there are more than 20,000 cells.
+            SpecError: there are too many cells: see `viz.heatmap`.
         """
-        from midstream import viz
-
         ids: Any = to_numpy(self.ids)[rows]
         values = to_numpy(self.values)[rows]
         shown, grid = list(self.features), to_numpy(self.feature_values)[rows].T
@@ -116,7 +112,7 @@ class FeatureRows:
                 line[place] = values[place, rank]
         places = self.positions[rows].tolist()
         cut = f": {len(places)} of {len(self)} positions" if len(places) < len(self) else ""
-        return viz.heatmap(
+        return heatmap(
             grid,
             shown,
             [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places],
@@ -130,19 +126,8 @@ class FeatureRows:
         )
 
     def plot(self, ax: Any = None, tokens: Any = None, top: int = _SHOWN) -> Any:
-        """Draw `picture(tokens, top)` with matplotlib; `ax`, result and errors are
-        `Chart.plot`'s.
-        """
+        """Draw `picture(tokens, top)`; see `Chart.plot`."""
         return self.picture(tokens, top).plot(ax)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        return self.picture(rows=slice(_ROWS))._repr_mimebundle_()
-
-    def _cells(self, top: int = _SHOWN) -> Iterator[tuple[int, list[tuple[int, float]]]]:
-        """Yield the number of each row, and its active features with their activations."""
-        for row in range(len(self)):
-            pairs = zip(self.ids[row, :top].tolist(), self.values[row, :top].tolist(), strict=True)
-            yield row, [pair for pair in pairs if pair[0] >= 0]
 
     @staticmethod
     def of(rows: Activations, capture: ResolvedCapture, asked: Features) -> FeatureRows:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from midstream.results.arrays import array_of, from_base64, to_base64
 from midstream.results.readouts.base import NamedRows
+from midstream.viz import Chart, heatmap
+from midstream.viz.chart import Charted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from midstream.plan.resolved import ResolvedCapture
     from midstream.plan.selection import Layers
     from midstream.results.activations import Activations
-    from midstream.viz import Chart
 
 # Arrays of the JSON form, with the dtypes in it and here.
 _FLOATS = "values", "token_values", "logsumexp"
@@ -33,7 +34,7 @@ class LensCell(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LensTable:
+class LensTable(Charted):
     """A table; prints as plain text, and is a chart coloured by probability in a notebook."""
 
     headings: Sequence[str]
@@ -52,13 +53,11 @@ class LensTable:
         """Return the tokens by layer, coloured by probability.
 
         Raises:
-            SpecError: there are more than 20,000 cells.
+            SpecError: there are too many cells: see `viz.heatmap`.
         """
-        from midstream import viz
-
         first, *columns = self.headings
         lines = self.lines[::-1]  # layer 0 is at the bottom
-        return viz.heatmap(
+        return heatmap(
             [[cell.probability or math.nan for cell in line[1:]] for line in lines],
             [line[0].text for line in lines],
             columns if self.column_title else [one or n for n, one in enumerate(columns, 1)],
@@ -73,15 +72,12 @@ class LensTable:
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw `picture()` with matplotlib; `ax`, result and errors are `Chart.plot`'s."""
+        """Draw `picture()`; see `Chart.plot`."""
         return self.picture().plot(ax)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        return self.picture()._repr_mimebundle_()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LensRows:
+class LensRows(Charted):
     """What a `Lens` returned.
 
     Attributes:
@@ -168,12 +164,13 @@ class LensRows:
         top = self.positions.tolist() if self.ids.shape[2] else []
         return LensTable(["layer", *map(str, top)], lines, "position")
 
-    def plot(self, ax: Any = None, tokenizer: Any = None) -> Any:
-        """Draw `grid(tokenizer)` with matplotlib; `ax`, result and errors are `Chart.plot`'s."""
-        return self.grid(tokenizer).plot(ax)
+    def picture(self, tokenizer: Any = None) -> Chart:
+        """Return the picture of `grid(tokenizer)`."""
+        return self.grid(tokenizer).picture()
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        return self.grid()._repr_mimebundle_()
+    def plot(self, ax: Any = None, tokenizer: Any = None) -> Any:
+        """Draw `picture(tokenizer)`; see `Chart.plot`."""
+        return self.picture(tokenizer).plot(ax)
 
     @staticmethod
     def of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:

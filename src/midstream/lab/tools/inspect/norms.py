@@ -13,7 +13,6 @@ from midstream.errors import StoreError
 from midstream.store import Selection, Store
 from midstream.store.format.layout import tap_order
 from midstream.viz import Chart, curve
-from midstream.viz.theme import LINES
 
 PERCENTILES = (5, 50, 95)
 # Largest number of rows read per site and layer; more would not visibly change the chart.
@@ -107,15 +106,13 @@ def _curves(spreads: Sequence[Spread], title: str, x_title: str) -> Chart:
     for spread in spreads:
         grids[spread.name] = grid = np.full((3, len(x)), np.nan)
         grid[:, np.searchsorted(x, spread.x)] = spread.percentiles.T
-    names = list(grids)
     return curve(
         x,
-        {name: grids[name][1] for name in names[: len(LINES)]},
+        {name: grid[1] for name, grid in grids.items()},
         title=title,
         x_title=x_title,
         y_title="L2 norm",
-        ranges={name: grids[name][::2] for name in names[: len(LINES)]},
-        background={name: grids[name][1] for name in names[len(LINES) :]},
+        ranges={name: grid[::2] for name, grid in grids.items()},
         log=True,
     )
 
