@@ -23,7 +23,6 @@ from midstream.results.arrays import (
 from midstream.results.encoded_rows import Rows
 from midstream.results.held_rows import HeldRows
 from midstream.results.media_span import MediaSpan
-from midstream.results.norm_chart import norm_chart
 from midstream.results.rows_file import (
     POSITIONS,
     TOKENS,
@@ -253,6 +252,7 @@ class Activations:
 
     def picture(self, site: str | None = None, tokens: Any = None) -> Chart:
         """Return the norms of the rows by layer and position; see `NormResults.picture`."""
+        from midstream.results.norm_chart import norm_chart
 
         def read(tap: Tap) -> tuple[Any, Any]:
             return self[tap], self.positions_of(*tap)
