@@ -29,18 +29,18 @@ LIMITS = (-1.5, 1.5)
 LAYERS = range(10, 29)
 CSS = """
 body.midstream { margin: 0; background: var(--page); font: 15px/1.4 var(--sans); }
-body.midstream main { width: 1280px; height: 720px; box-sizing: border-box; padding: 24px 34px; }
+body.midstream main { width: 1280px; height: 580px; box-sizing: border-box; padding: 24px 34px; }
 h1 { font: 600 25px/1.2 var(--sans); margin: 0 0 3px; }
 .sub { color: var(--soft); margin: 0 0 14px; }
 .three { display: grid; grid-template-columns: repeat(3, 1fr); gap: 20px; }
 .col { background: var(--card); border: 1px solid var(--line); border-radius: 12px; }
 .col { padding: 14px 16px; }
 .col h2 { font: 600 15px/1 var(--sans); margin: 0 0 9px; }
-.col p.t { font: 19px/1.7 var(--serif); margin: 0 0 8px; height: 104px; overflow: hidden; }
+.col p.t { font: 19px/1.7 var(--serif); margin: 0 0 8px; height: 97px; overflow: hidden; }
 .col p.t span { background: var(--c); color: var(--i); border-radius: 3px; padding: .12em 0; }
 .col p.t span { white-space: pre-wrap; }
 .col figure { margin: 0; border: 0; padding: 0; } .col details { display: none; }
-.midstream .col svg.chart { width: 100%; height: 410px; max-width: 100%; }
+.midstream .col svg.chart { width: 100%; max-width: 100%; }
 .base { margin-top: 12px; color: var(--soft); }
 """
 
@@ -88,7 +88,7 @@ def main(page: Path) -> None:
     )
     page.write_text(document("midstream", body, css=CSS), encoding="utf-8")
     shot = [sys.executable, ROOT / "scripts/screenshot.py", page, ROOT / "docs/images/readme.png"]
-    subprocess.run([*shot, "--width", "1280", "--height", "720", "--scale", "1.5"], check=True)
+    subprocess.run([*shot, "--width", "1280", "--height", "580", "--scale", "1.5"], check=True)
 
 
 def projections(rows: object, direction: object) -> np.ndarray:
