@@ -69,6 +69,24 @@ class Scaled(Fused):
         return hidden + 0.2 * self.mlp(self.norm_2(hidden)), None
 
 
+class Beside(Fused):
+    """As vLLM's Step3: shared experts are a child beside the MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.share_expert = Mix()
+
+    def forward(self, positions, hidden, residual, experts=None):
+        shared = self.share_expert if experts is None else experts[0]
+        residual = hidden if residual is None else hidden + residual
+        hidden, residual = self.norm_2(self.self_attn(self.norm_1(residual)), residual)
+        return shared(hidden) + self.mlp(hidden), residual
+
+
+class Visited(Beside):
+    """As vLLM's Mobius: called with experts that layers share."""
+
+
 class LogitsProcessor(nn.Module):
     def forward(self, rows):
         return rows[:, :VOCABULARY]
@@ -84,11 +102,12 @@ class Model(nn.Module):
         self.embedding = VocabParallelEmbedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList([kind() for _ in range(COUNT)])
         self.norm, self.logits_processor = Norm(), LogitsProcessor()
+        self.given = [nn.ModuleList([Mix()])] if kind is Visited else []
 
     def forward(self, ids):
         hidden, residual = self.embedding(ids), None
         for layer in self.layers:
-            hidden, residual = layer(ids, hidden, residual)
+            hidden, residual = layer(ids, hidden, residual, *self.given)
         if residual is None or type(self.layers[0]) is Dead:
             return self.norm(hidden)
         return self.norm(hidden, residual)[0]
@@ -177,3 +196,35 @@ def test_an_engine_in_another_process_is_none_to_compare_with():
     engine.model = Model(Fused)
     with pytest.raises(NoOwnModules, match="do not run in this process"):
         own.find_sites(PROMPT)
+
+
+@pytest.mark.parametrize("kind", [Beside, Visited])
+def test_an_edit_of_what_the_mlp_reads_reaches_the_other_modules_that_read_it(kind):
+    own = reference(kind)
+    layer, plain = own.layers[1], own.run(PROMPT)
+    shared = own._model.given[0][0] if kind is Visited else layer.share_expert
+    edit = Steer(VECTOR, layer=1)
+    seen = own.run(PROMPT, {("mlp_in", 1): lambda rows: formulas.apply(edit, rows)})
+    read = formulas.apply(edit, plain.values["mlp_in", 1]).float()
+    with torch.no_grad():
+        wanted = plain.values["resid_mid", 1] + shared(read) + layer.mlp(read)
+    assert row_error(seen.values["resid_post", 1], wanted) < 1e-6
+    assert own.missing(("mlp_out", 1)) is not None
+
+
+def test_the_layers_are_those_of_the_language_model_not_of_a_tower_with_as_many():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.ModuleList([Mix() for _ in range(COUNT)])
+            self.language_model = Model(Fused)
+            self.logits_processor = self.language_model.logits_processor
+
+        def get_language_model(self):
+            return self.language_model
+
+        def forward(self, ids):
+            return self.language_model(ids)
+
+    whole = Whole()
+    assert OwnModules(Engine(whole, whole)).layers == list(whole.language_model.layers)
