@@ -23,6 +23,7 @@ from midstream.results.arrays import (
 from midstream.results.encoded_rows import Rows
 from midstream.results.held_rows import HeldRows
 from midstream.results.media_span import MediaSpan
+from midstream.results.norm_chart import NormPlots
 from midstream.results.rows_file import (
     POSITIONS,
     TOKENS,
@@ -39,10 +40,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from midstream.codecs import Codec
-    from midstream.viz import Chart
 
 
-class Activations:
+class Activations(NormPlots):
     """The vectors captured for one completion, by (site, layer).
 
     `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, with rows in
@@ -249,19 +249,6 @@ class Activations:
             metadata |= encoding | widths_of(widths, int(encoding.get("hidden", 0)))
         save_tensors(rows, indices, Path(path), metadata | heads_of(self.heads))
         return Path(path)
-
-    def picture(self, site: str | None = None, tokens: Any = None) -> Chart:
-        """Return the norms of the rows by layer and position; see `NormResults.picture`."""
-        from midstream.results.norm_chart import norm_chart
-
-        def read(tap: Tap) -> tuple[Any, Any]:
-            return self[tap], self.positions_of(*tap)
-
-        return norm_chart(self.keys(), read, site, tokens)
-
-    def plot(self, ax: Any = None, site: str | None = None, tokens: Any = None) -> Any:
-        """Draw `picture(site, tokens)`; see `Chart.plot`."""
-        return self.picture(site, tokens).plot(ax)
 
     @staticmethod
     def load(path: str | Path) -> Activations:

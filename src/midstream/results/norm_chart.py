@@ -10,7 +10,6 @@ import numpy as np
 from midstream.errors import SpecError
 from midstream.results.arrays import to_numpy
 from midstream.sites import Tap, parse
-from midstream.viz import heatmap
 
 if TYPE_CHECKING:
     from midstream.viz import Chart
@@ -36,6 +35,8 @@ def norm_chart(
     layers = sorted(layer for name, layer in taps if named and name == named[0])
     if named is None or not layers:
         raise SpecError("site", f"expected one of {', '.join(sites)}, got {site!r}")
+    from midstream.viz import heatmap
+
     values, positions = zip(*(read((named[0], layer)) for layer in layers), strict=True)
     places = positions[0].tolist()
     if any(other.tolist() != places for other in positions):
@@ -53,3 +54,17 @@ def norm_chart(
         value_title="log₁₀ of the L2 norm",
         center=None,
     )
+
+
+class NormPlots:
+    """Plots of activations."""
+
+    def picture(self: Any, site: str | None = None, tokens: Any = None) -> Chart:
+        """Return the norms of the rows by layer and position; see `NormResults.picture`."""
+        return norm_chart(
+            self.keys(), lambda tap: (self[tap], self.positions_of(*tap)), site, tokens
+        )
+
+    def plot(self: Any, ax: Any = None, site: str | None = None, tokens: Any = None) -> Any:
+        """Draw `picture(site, tokens)`; see `Chart.plot`."""
+        return self.picture(site, tokens).plot(ax)
