@@ -195,7 +195,7 @@ _EXTRA_OF = {
     "fastapi": "vllm",
     "gguf": "fit",
     "jinja2": "vllm",
-    "matplotlib": "inspect",
+    "matplotlib": "plot",
     "pandas": "sweep",
     "prometheus_client": "vllm",
     "psutil": "vllm",

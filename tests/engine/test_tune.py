@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from engine.asking import ask_all
+from matplotlib.figure import Figure
 from support.engines import HAS_GPU, engine, greedy
 from support.oracle_edits import PLACES, At, EditOracle
+from unit.viz.drawn import read, same
 from vllm import SamplingParams
 
 from midstream import Directions, Logits, SpecError, Steer
@@ -192,7 +194,17 @@ def test_the_best_cell_has_the_largest_effect_for_which_the_guard_holds(talking,
     assert table.holds.tolist() == [cell.holds for cell in few]
     np.testing.assert_array_equal(table.effect, few.effect.reshape(-1))
     assert "plain" in str(few)
-    assert "layer 1" in few._repr_html_()
+    axes = Figure().subplots(1, 2)
+    few.plot(axes)
+    effect, perplexity = map(read, axes)
+    same(effect.image, few.effect - few.plain_effect)
+    same(perplexity.image, few.perplexity / few.plain_perplexity)
+    assert effect.titles == ("scale", "layer")
+    assert (effect.x, effect.y) == (["0", "1.5", "−2"], list(map(str, few.layers)))
+    (place,) = (n for n, text in enumerate(effect.texts) if text.endswith("★"))
+    assert list(few)[place] == few.best
+    assert [text.endswith("×") for text in effect.texts] == (~few.holds).reshape(-1).tolist()
+    assert effect.bar == "effect, less that of plain answers"
 
 
 def test_an_effect_of_the_callers_own(talking, directions):

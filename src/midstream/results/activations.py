@@ -23,6 +23,7 @@ from midstream.results.arrays import (
 from midstream.results.encoded_rows import Rows
 from midstream.results.held_rows import HeldRows
 from midstream.results.media_span import MediaSpan
+from midstream.results.norm_chart import NormPlots
 from midstream.results.rows_file import (
     POSITIONS,
     TOKENS,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from midstream.codecs import Codec
 
 
-class Activations:
+class Activations(NormPlots):
     """The vectors captured for one completion, by (site, layer).
 
     `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, with rows in

@@ -89,7 +89,7 @@ def test_a_control_vector_has_the_vectors_and_the_model(wanted):
 
 def small(layers=(1, 2)):
     rows = np.arange(1, 3 * len(layers) + 1, dtype=np.float32).reshape(-1, 3)
-    scores = {layers[0]: LayerScore(0.5, 1.0, 2.0)}
+    scores = {layers[0]: LayerScore(0.5, 1.0, 2.0, 0.125, None, 0.25)}
     return Directions(rows, layers, "resid_post", rows + 1, scores, "mean", 5, "llama")
 
 
@@ -165,7 +165,11 @@ GOOD = {
         ({"midpoints": {"1": [0, 0, 1]}}, "metadata.midpoints: expected one of the vectors' width"),
         ({"midpoints": {"1": [0], "2": [1]}}, "metadata.midpoints: expected one of the vectors'"),
         ({"midpoints": {"1": [0, 0, 1], "9": [0]}}, "the file has no vector of this layer"),
-        ({"scores": {"1": [0.5, 1.0]}}, r"scores\['1'\]: expected \[auc, accuracy, d_prime\]"),
+        (
+            {"scores": {"1": [0.5, 1.0]}},
+            r"scores\['1'\]: expected \[auc, accuracy, d_prime, auc_",
+        ),
+        ({"scores": {"1": [0.5, None, 1.0]}}, r"scores\['1'\]: expected a number, got `None`"),
     ],
 )
 def test_forged_metadata_are_rejected(tmp_path, change, match):

@@ -126,7 +126,7 @@ def test_inspect_draws_norms_into_a_file(acts, name):
 
 def test_a_picture_of_another_kind_or_of_nothing_is_refused(acts, tmp_path):
     said = run_json("inspect", "acts", "--plot", "norms.gif", status=2)["error"]
-    assert ".png or .svg" in said
+    assert ".svg, .pdf, .png or .html, got 'norms.gif'" in said
     (tmp_path / "none").mkdir()
     said = run_json("inspect", "none", "--plot", "norms.svg", status=2)["error"]
     assert "no rows to draw" in said

@@ -20,7 +20,7 @@ from midstream.plan.operations.steer import Steer
 from midstream.results.arrays import to_numpy
 from midstream.steering.listing import html_table, text_table
 from midstream.validation import is_int, show
-from midstream.viz import curve
+from midstream.viz import Chart, curve
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -189,17 +189,35 @@ class DirectionSet:
     def __str__(self) -> str:
         return text_table(_HEADINGS, self._cells())
 
-    def _repr_html_(self) -> str:
-        table = html_table(_HEADINGS, self._cells())
-        if len(self.scores) < len(self):
-            return table
-        auc = [self.scores[layer].auc for layer in self.layers]
-        picture = curve(
-            self.layers,
-            {"AUC": auc},
+    def picture(self) -> Chart:
+        """Return the d′ of each layer on held-out rows, by which `best_layer` is chosen, with its
+        standard error over the folds as bars.
+
+        Raises:
+            SpecError: there are no scores.
+        """
+        best = self.best_layer
+        layers = [layer for layer in self.layers if layer in self.scores]
+        scores = [self.scores[layer] for layer in layers]
+        values = np.array([score.d_prime for score in scores])
+        errors = np.array([score.d_prime_error or 0.0 for score in scores])
+        has_errors = any(score.d_prime_error is not None for score in scores)
+        return curve(
+            layers,
+            {"d′": values},
             title=f"{self.method} at {self.site}, held-out rows",
             x_title="layer",
-            marked=self.best_layer,
-            level=0.5,
+            y_title="d′ (standard deviations)",
+            ranges={"d′": [values - errors, values + errors]} if has_errors else None,
+            marked=best,
+            level=0.0,
         )
-        return picture._repr_html_() + table
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw `picture()`; see `Chart.plot`."""
+        return self.picture().plot(ax)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        if not self.scores:
+            return {"text/html": html_table(_HEADINGS, self._cells()), "text/plain": str(self)}
+        return self.picture()._repr_mimebundle_()

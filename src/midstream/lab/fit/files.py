@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
-from midstream.lab.fit.scores import LayerScore
+from midstream.lab.fit.scores import ERRORS, SCORES, LayerScore
 from midstream.plan.vectors.matrix import Matrix
 from midstream.plan.vectors.vector import Vector
 from midstream.steering.files import read_file
@@ -72,7 +72,7 @@ def save(directions: DirectionSet, path: str | os.PathLike[str]) -> None:
         "model_type": directions.model_type,
         "midpoints": midpoints,
         "scores": {
-            str(layer): [score.auc, score.accuracy, score.d_prime]
+            str(layer): [getattr(score, name) for name in (*SCORES, *ERRORS)]
             for layer, score in directions.scores.items()
         },
     }
@@ -233,9 +233,11 @@ def _by_layer(
 
 
 def _read_score(value: object) -> LayerScore:
-    if not isinstance(value, list) or len(value) != 3:
-        raise SpecError("", "expected [auc, accuracy, d_prime]")
-    return LayerScore(*map(read_float32, value))
+    # Files of earlier releases have no errors.
+    if not isinstance(value, list) or len(value) not in (3, 6):
+        raise SpecError("", f"expected [{', '.join((*SCORES, *ERRORS))}]")
+    scores = map(read_float32, value[:3])
+    return LayerScore(*scores, *(None if one is None else read_float32(one) for one in value[3:]))
 
 
 def _write(name: str, write: Callable[[str], object]) -> None:

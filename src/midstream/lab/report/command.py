@@ -134,7 +134,8 @@ def called_as(name: str) -> str:
 
 def show(options: ReportOptions) -> int:
     """Run the job, print the answers, write the page, and return the exit status."""
-    MissingExtraError.require("vllm", "a report")
+    for package in ("vllm", "matplotlib"):
+        MissingExtraError.require(package, "a report")
     environment = dict(ALWAYS)
     if not options.is_offline:
         del environment["HF_HUB_OFFLINE"]
