@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan.operations import Edit
 from midstream.plan.vectors.matrix import read_vector_or_matrix
 from midstream.plan.vectors.vector import Vector
 from midstream.sites import BY_NAME, ENDS, NAMES, canonical, parse
@@ -72,6 +73,16 @@ def read_placed(value: object) -> tuple[Placed, ...]:
                 placed.append(_read_one(path, *_read_tap(key), part))
     check_distinct(placed)
     return tuple(placed)
+
+
+def by_tap(vectors: object) -> object:
+    """Return what is to be registered as a dict: the vectors of an object with `by_tap()`, as
+    `Directions`, or an edit among whole edits. Other values are returned as they are.
+    """
+    own = getattr(vectors, "by_tap", None)
+    if own is not None:
+        return own()
+    return {"edits": [vectors]} if isinstance(vectors, Edit) else vectors
 
 
 def read_key(key: str) -> tuple[str, int]:
