@@ -4,6 +4,7 @@ layers that the stream has passed: i at `resid_pre` of layer i, i + 1 at `resid_
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -163,9 +164,9 @@ def _listed(depths: list[int]) -> str:
     return ", ".join(map(str, depths))
 
 
-def load_lens(path: str | Path) -> LinearLens:
+def load_lens(path: str | os.PathLike[str]) -> LinearLens:
     """Read a lens: a folder as `TunedLens.load` does, a file as `JacobianLens.load` does."""
-    return TunedLens.load(path) if Path(path).is_dir() else JacobianLens.load(path)
+    return TunedLens.load(Path(path)) if Path(path).is_dir() else JacobianLens.load(Path(path))
 
 
 def _read_config(path: Path) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from midstream.api.registered import Lenses, Saes
 from midstream.api.updates import Updates
 from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
-from midstream.errors import SpecError, UnsupportedError
+from midstream.errors import ReceiptError, SpecError, UnsupportedError
 from midstream.plan import Plan, Positions
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
@@ -34,6 +34,7 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.plan_resolver import read_prompts
 from midstream.runtime.frontend.request.prompt.inputs import conversations, list_prompts
 from midstream.runtime.frontend.request.prompt.message_spans import template_arguments
+from midstream.runtime.frontend.results.outputs import without_nothing
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_offline, check_script
@@ -181,22 +182,24 @@ class LLM(Updates, VllmLLM):
         Args:
             prompts: one prompt or a list.
             sampling_params: for all, or one per prompt. Never changed.
-            capture: a `Capture` or its dict; per prompt one or a list of them; or by sink, as
-                `{"filesystem": FilesystemCaptureRequest(…)}`.
+            capture: a `Capture` or its dict; True or "all" for every token at every layer, layers
+                as `[10, 20]`, or sites as `"blocks.10.hook_resid_post"`; per prompt one of these or
+                a list of captures; or by sink, as `{"filesystem": FilesystemCaptureRequest(…)}`.
             steer: a `Steer` or its dict, or a list of them.
-            edits: an operation or its dict with `op`, or a list of them; applied in order, after
-                those of `steer`.
+            edits: an operation or its dict with `op`; a `Direction` or `Directions`, also times a
+                number; a pair `(vector, layer)`; or a list of these; applied in order, after those
+                of `steer`.
             probes: a `Probe` or its dict, or a list of them.
             controller: changes the edits by the probes' scores: a `Controller`, a `Threshold`, a
                 dict, or a name of the setting `controllers`. With `mode="async"` it needs n = 1.
             **vllm_args: other arguments of `vllm.LLM.generate`.
 
         Returns:
-            One output per prompt, in order, once the sinks have their rows. Each has
-            `activations` (`Activations` or None), `probes` (`Probes` or None) and `receipt`
-            (`Receipt` or None); with n > 1 these are on each of its `outputs` instead, and reading
-            them on the output raises AttributeError. If something was captured,
-            `capture_results` has a `CaptureResult` for each sink.
+            One output per prompt, in order, once the sinks have their rows. Each has what was
+            asked for: `activations` (`Activations`), `probes` (`Probes`), `receipt` (`Receipt`)
+            and, if something was captured, `capture_results` with a `CaptureResult` for each sink;
+            `print` names them. Reading what was not asked for raises `NotAskedError`, an
+            AttributeError that says how to ask. With n > 1 results are on each of the `outputs`.
 
         Raises:
             SpecError: an argument is malformed, or the plan cannot be carried out. Prompts of the
@@ -208,8 +211,11 @@ class LLM(Updates, VllmLLM):
         arguments = CallArguments(capture, steer, edits, probes, controller)
         call = self._call(arguments, list_prompts(prompts))
         params = call.with_plans(sampling_params)
-        return call.run(
-            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args), params
+        return _with_results(
+            lambda: call.run(
+                lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args),
+                params,
+            )
         )
 
     def chat(
@@ -238,7 +244,11 @@ class LLM(Updates, VllmLLM):
         call = self._call(arguments, talks)
         is_read = read_prompts(self.steering.plan_edits(), self.captures.current)
         params = call.with_plans(sampling_params, _plans_of_chats(talks, template, is_read))
-        return call.run(lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), params)
+        return _with_results(
+            lambda: call.run(
+                lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), params
+            )
+        )
 
     def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
         """Run beam search; see `vllm.LLM.beam_search`.
@@ -291,6 +301,19 @@ class LLM(Updates, VllmLLM):
 
     def _call(self, arguments: CallArguments, prompts: Sequence[Any]) -> OfflineCall:
         return OfflineCall(self, self._front_end, self._default_capture, arguments, prompts)
+
+
+def _with_results(run: Callable[[], list[GenerateOutput]]) -> list[GenerateOutput]:
+    """Return the outputs of a call, without attributes of what was not asked for."""
+    try:
+        outputs = run()
+    except ReceiptError as error:
+        for output in error.outputs:
+            without_nothing(output)
+        raise
+    for output in outputs:
+        without_nothing(output)
+    return outputs
 
 
 def _of_one_thread(method: Callable[..., Any]) -> Callable[..., Any]:

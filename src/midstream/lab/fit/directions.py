@@ -229,15 +229,16 @@ class Directions(DirectionSet):
         return Directions(*json_form.from_json(value))
 
     def to_gguf(self, path: str | os.PathLike[str], model_type: str | None = None) -> None:
-        """Write a control vector of llama.cpp and repeng: tensors `direction.N`, float32.
+        """Write a control vector of llama.cpp and repeng: tensors `direction.N`, float32, for the
+        output of layer N, counted from 0. Both steer layers 1 and up: layer 0 is left out, with a
+        UserWarning.
 
         Args:
             path: the file; one that exists is replaced.
             model_type: `controlvector.model_hint`; None: the model's type, if known.
 
         Raises:
-            SpecError: the site is not resid_post, or layer 0 is among the layers, which llama.cpp
-                cannot steer: leave it out with `at`.
+            SpecError: the site is not resid_post, or layer 0 is the only layer.
             MissingExtraError: the package gguf is not installed.
         """
         hint = self.model_type if model_type is None else model_type

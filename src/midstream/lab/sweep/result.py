@@ -243,6 +243,9 @@ class Sweep:
             f"noise floor {self.noise_floor:.2g})"
         )
 
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.picture().text}"
+
     def _repr_html_(self) -> str:
         return self.picture()._repr_html_()
 
