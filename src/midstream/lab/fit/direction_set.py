@@ -26,7 +26,7 @@ from midstream.viz import curve
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
+HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,10 +208,10 @@ class DirectionSet:
         return f"{type(self).__name__}({what})"
 
     def __str__(self) -> str:
-        return text_table(_HEADINGS, self._cells())
+        return text_table(HEADINGS, self._cells())
 
     def _repr_html_(self) -> str:
-        table = html_table(_HEADINGS, self._cells())
+        table = html_table(HEADINGS, self._cells())
         if len(self.scores) < len(self):
             return table
         auc = [self.scores[layer].auc for layer in self.layers]
