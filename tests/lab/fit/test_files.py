@@ -208,9 +208,9 @@ def test_files_and_forms_whose_layers_cannot_be_are_rejected(tmp_path):
     save_file({"1": np.ones((3, 3), np.float32)}, tmp_path / "c.safetensors")
     with pytest.raises(SpecError, match="expected a vector of a layer from 0"):
         Directions.load(tmp_path / "c.safetensors")
-    (tmp_path / "d.pt").write_bytes(b"\x80")
+    (tmp_path / "d.pkl").write_bytes(b"\x80")
     with pytest.raises(SpecError, match="pickles"):
-        Directions.load(tmp_path / "d.pt")
+        Directions.load(tmp_path / "d.pkl")
     rows = np.random.default_rng(0).normal(size=(5, 2, 4))
     form = Directions.from_rows(rows + 1, rows).to_json()
     first, second = form["layers"]

@@ -63,16 +63,19 @@ class _Results(OutputReadOuts):
     receipt: Receipt
     capture_results: Mapping[str, CaptureResult]
 
-    def __getattr__(self, name: str) -> Any:
-        remedy = _REMEDIES.get(name)
-        if remedy is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name == "activations" and "capture_results" in self.__dict__:
-            remedy = (
-                "the rows went to sinks: see `capture_results`; a capture without `sink` returns "
-                "rows here"
-            )
-        raise NotAskedError(f"this output has no `{name}`: {remedy}")
+    # A type checker would accept any name.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            remedy = _REMEDIES.get(name)
+            if remedy is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            if name == "activations" and "capture_results" in self.__dict__:
+                remedy = (
+                    "the rows went to sinks: see `capture_results`; a capture without `sink` "
+                    "returns rows here"
+                )
+            raise NotAskedError(f"this output has no `{name}`: {remedy}")
 
 
 class GenerateCompletion(_Results, CompletionOutput):  # type: ignore[misc]
@@ -91,15 +94,17 @@ class GenerateOutput(_Results, RequestOutput):  # type: ignore[misc]
     hidden_states: Mapping[int, Tensor]
     prefill_hidden_states: Mapping[int, Tensor]
 
-    def __getattr__(self, name: str) -> Any:
-        # Of a half-made copy `outputs` may be missing.
-        count = len(self.__dict__.get("outputs", ()))
-        if count > 1 and name in PER_COMPLETION:
-            raise NotAskedError(
-                f"this output has {count} completions (n > 1), each with its own `{name}`: read "
-                f"output.outputs[i].{name}, i from 0 to {count - 1}"
-            )
-        return super().__getattr__(name)
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Of a half-made copy `outputs` may be missing.
+            count = len(self.__dict__.get("outputs", ()))
+            if count > 1 and name in PER_COMPLETION:
+                raise NotAskedError(
+                    f"this output has {count} completions (n > 1), each with its own `{name}`: "
+                    f"read output.outputs[i].{name}, i from 0 to {count - 1}"
+                )
+            return super().__getattr__(name)
 
     def __repr__(self) -> str:
         ids = self.prompt_token_ids
