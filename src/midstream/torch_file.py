@@ -18,14 +18,15 @@ def load_weights(path: str | os.PathLike[str]) -> Any:
         SpecError: it is no such file.
         OSError: it cannot be read.
     """
-    import pickle
-
     import torch
 
     check_regular(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
+    except OSError:
+        raise
+    # A damaged file makes torch and pickle raise almost any exception.
+    except Exception as error:  # noqa: BLE001
         first = str(error).strip().splitlines()[:1]
         raise SpecError(
             "", f"expected a file of tensors alone, which runs no code: {''.join(first)}"
