@@ -29,7 +29,7 @@ bench() { # GROUP NAME SCRIPT OPTIONS… A benchmark that stops by itself; print
 }
 
 every="kernel transport v2 v1 inner spec mix serve stale parity identical overhead flat stream capture"
-every+=" against attention lens sae acting sweep serving disk quantised images"
+every+=" against attention lens sae acting sweep serving disk quantised images families"
 # With two GPUs (four for some checks), also the checks of several ranks.
 [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && every+=" ranks overhead-tp"
 wanted=" ${CHECKS:-$every} "
@@ -78,6 +78,12 @@ asked images && for runner in 1 0; do
   check "images-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner \
     "$python" -m pytest -q tests/gpu/test_image_cache.py
   grep -a '^images: ' "$out/images-v$((runner + 1)).log"
+done
+# The most used families by their published shapes, against hooks and compiled.
+asked families && for runner in 1 0; do
+  check "families-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner \
+    "$python" -m pytest -q tests/gpu/test_families.py
+  grep -a '^families ' "$out/families-v$((runner + 1)).log"
 done
 # A server with CUDA graphs, end to end, and its shutdown.
 asked serve && check serve "$python" -m pytest -q --durations=8 tests/system/test_serving.py \

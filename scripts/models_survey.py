@@ -110,7 +110,11 @@ def candidates() -> list[Candidate]:
     types |= survey_settings.SAME_AS
     own = registry._TEXT_GENERATION_MODELS  # noqa: SLF001
     through = registry._TRANSFORMERS_SUPPORTED_MODELS  # noqa: SLF001
-    found = [Candidate(name, OWN, types.get(name, "")) for name in own]
+    # vLLM lists a few multimodal classes among its text models.
+    found = [
+        Candidate(name, OWN, types.get(name, ""), multimodal=name in survey_multimodal.BARE)
+        for name in own
+    ]
     found += [
         Candidate(name, BACKEND, types.get(name, ""))
         for name in through

@@ -16,6 +16,11 @@ stamp=$venv/.midstream-$(echo "$extras" | tr ',' '-')
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
+# The extra dev contains the others.
+developers="$build,dev ${wanted#* }"
+if [ "$(cat "$venv/.midstream-$build-dev" 2>/dev/null)" = "$developers" ]; then
+  exit 0
+fi
 
 python=${PYTHON:-python3}
 # vLLM 0.32 and later, of which one is the CPU build, have no distribution for Python 3.10.

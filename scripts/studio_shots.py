@@ -126,7 +126,7 @@ def chat(page: Any, url: str) -> None:
 def steer(page: Any, url: str) -> None:
     sliders = [["cheerful", 14, 1.4], ["formal", 14, -0.4]]
     go(page, url, "steer", prompt="How was your day?", v=sliders)
-    page.get_by_role("button", name="Run both").click()
+    page.get_by_role("button", name="Answer", exact=True).click()
     finished(page)
     page.evaluate("scrollTo(0, 0)")
 

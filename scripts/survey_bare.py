@@ -26,6 +26,31 @@ _DEEPSEEK = {
     "moe_intermediate_size": 48, "first_k_dense_replace": 1, "moe_layer_freq": 1,
     "norm_topk_prob": True,
 }  # fmt: skip
+DEEPSEEK_V4 = {
+    "q_lora_rank": 64, "o_lora_rank": 64, "o_groups": 1, "head_dim": 512, "qk_rope_head_dim": 64,
+    "num_key_value_heads": 1, "num_attention_heads": 2, "sliding_window": 128,
+    "compress_ratios": [0, 4, 128], "compress_rope_theta": 10000.0, "index_topk": 512,
+    "index_n_heads": 2, "index_head_dim": 128, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hash_layers": 1,
+    "norm_topk_prob": True, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
+    "routed_scaling_factor": 1.0, "swiglu_limit": 10.0, "hc_mult": 4, "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20, "expert_dtype": "bf16",
+}  # fmt: skip
+INKLING = {
+    "vocab_size": 512, "d_rel": 16, "rel_extent": 64, "local_layer_ids": [0, 1],
+    "sliding_window_size": 64, "use_sconv": True, "sconv_kernel_size": 4, "dense_mlp_idx": 1,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "dense_intermediate_size": 96, "use_embed_norm": True, "shared_expert_sink": True,
+}  # fmt: skip
+_MINIMAX_M3 = {
+    "intermediate_size": 48, "dense_intermediate_size": 96, "shared_intermediate_size": 48,
+    "use_gemma_norm": True, "attention_output_gate": False, "rotary_dim": 16,
+    "partial_rotary_factor": 0.5, "hidden_act": "swigluoai", "swiglu_alpha": 1.702,
+    "swiglu_beta": 1.0, "swiglu_limit": 7.0, "use_qk_norm": True, "qk_norm_type": "per_head",
+    "num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "scoring_func": "softmax", "use_routing_bias": False, "routed_scaling_factor": 1.0,
+    "num_mtp_modules": 0, "moe_layer_freq": [0, 1, 1], "sparse_attention_config": None,
+}  # fmt: skip
 _EXAONE = {"activation_function": "silu", "num_layers": 3, "layer_norm_epsilon": 1e-6}
 _MINICPM = {
     "scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 32, "num_experts": 0,
@@ -35,7 +60,7 @@ _SOLAR = {
     "bskcn_1": [1], "bskcn_2": [1], "bskcn_3": [1], "bskcn_4": [1], "bskcn_tv": [0.9, 0.8],
     "attention_bias": False, "mlp_bias": False, "sliding_window": None,
 }  # fmt: skip
-_STEP3P5 = {
+STEP3P5 = {
     "num_attention_groups": 1, "moe_num_experts": 4, "moe_top_k": 2, "share_expert_dim": 48,
     "moe_intermediate_size": 48, "moe_layers_enum": "1,2", "moe_router_scaling_factor": 1.0,
     "norm_expert_weight": True, "layer_types": ["full_attention"] * 3, "sliding_window": 64,
@@ -85,12 +110,22 @@ _DECI = {
     ],
     "num_hidden_layers": 4,
 }
+_K2_HORIZON = {
+    "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "moe_gate_bias": False,
+    "moe_intermediate_size": 48, "norm_topk_prob": True, "router_score_func": "softmax",
+    "router_scaling_factor": 1.0, "decoder_sparse_step": 2, "mova_num_experts": 0,
+    "mova_num_experts_per_tok": 0, "rope_head_dim": 16, "query_key_norm": True,
+    "attention_bias": False, "attention_gate_func": "softplus", "layernorm_num_groups": 1,
+}  # fmt: skip
 _LATENT = {
     **_DEEPSEEK, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 1, "topk_group": 1,
     "topk_method": "greedy", "scoring_func": "softmax", "routed_scaling_factor": 1.0,
 }  # fmt: skip
+# Of these types vLLM reads the width of the latent rows, keys and positions, as the head's.
+_LATENT_HEAD = {"head_dim": 576}
 _PANGU = {**_LATENT, "sandwich_norm": True, "router_enable_expert_bias": False}
+_SARVAM_LATENT = {**_LATENT, **_SARVAM, **_LATENT_HEAD, "q_lora_rank": None}
 _PARAM2 = {
     **_SARVAM,
     "score_function": "softmax",
@@ -125,25 +160,29 @@ _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "DbrxForCausalLM": ("dbrx", _DBRX),
     "DeciLMForCausalLM": ("nemotron-nas", _DECI),
     "DeepseekForCausalLM": ("deepseek", _DEEPSEEK),
+    "DeepseekV4ForCausalLM": ("deepseek_v4", DEEPSEEK_V4),
     "ExaoneForCausalLM": ("exaone", _EXAONE),
     "IQuestLoopCoderForCausalLM": ("iquestloopcoder", _LOOP),
+    "InklingForCausalLM": ("inkling_model", INKLING),
     "InternLM2ForCausalLM": ("internlm2", {"bias": False}),
+    "K2HorizonForCausalLM": ("k2_horizon", _K2_HORIZON),
     "MiniCPMForCausalLM": ("minicpm", _MINICPM),
+    "MiniMaxM3SparseForCausalLM": ("minimax_m3_text", _MINIMAX_M3),
     "MistralLarge3ForCausalLM": ("mistral_large_3", _LATENT),
     "NanbeigeForCausalLM": ("nanbeige", {"attention_bias": False, "mlp_bias": False}),
     "OrionForCausalLM": ("orion", {}),
     "PanguEmbeddedForCausalLM": ("PanguEmbedded", {"bias": True}),
-    "PanguProMoEV2ForCausalLM": ("pangu_pro_moe_v2", _PANGU),
+    "PanguProMoEV2ForCausalLM": ("pangu_pro_moe_v2", {**_PANGU, **_LATENT_HEAD}),
     "PanguUltraMoEForCausalLM": ("pangu_ultra_moe", _PANGU),
     "Param2MoEForCausalLM": ("param2moe", _PARAM2),
     "Plamo3ForCausalLM": ("plamo3", _PLAMO3),
     "Rnj1ForCausalLM": ("rnj1", _RNJ1),
-    "SarvamMLAForCausalLM": ("sarvam_mla", {**_LATENT, **_SARVAM, "q_lora_rank": None}),
+    "SarvamMLAForCausalLM": ("sarvam_mla", _SARVAM_LATENT),
     "SarvamMoEForCausalLM": ("sarvam_moe", _SARVAM),
     "SolarForCausalLM": ("solar", _SOLAR),
     "Step1ForCausalLM": ("step1", _STEP1),
     "Step3TextForCausalLM": ("step3_text", _STEP3),
-    "Step3p5ForCausalLM": ("step3p5", _STEP3P5),
+    "Step3p5ForCausalLM": ("step3p5", STEP3P5),
     "TeleChat2ForCausalLM": ("telechat", _TELECHAT),
     "TeleFLMForCausalLM": ("TeleFLM", {"use_mup": False}),
 }

@@ -88,11 +88,16 @@ def _examine_bare(candidate: Candidate, settings: EngineSettings) -> dict[str, A
     from midstream.lab.tools.doctor.report import UNBUILT
 
     bare = {**survey_multimodal.BARE, **BARE}
-    fields = {**bare[candidate.name], "architectures": [candidate.name]}
+    on_gpu = survey_settings.ON_GPU if settings.on_gpu else {}
+    fields = {
+        **bare[candidate.name],
+        "architectures": [candidate.name],
+        **on_gpu.get(candidate.name, {}),
+    }
     unknown_config(copy.deepcopy(fields))
     reasons = []
     runs: list[tuple[str, dict[str, Any]]] = [("", {})]
-    if candidate.multimodal:
+    if candidate.name in survey_multimodal.BARE:
         runs = [(DRAWN, {}), ("", {"language_model_only": True})]
     for images, only in runs:
         with tempfile.TemporaryDirectory(prefix="midstream-survey-") as folder:
@@ -141,6 +146,7 @@ def _examine_processed(candidate: Candidate, settings: EngineSettings) -> dict[s
 
 def _examine_small(candidate: Candidate, settings: EngineSettings) -> dict[str, Any]:
     """Examine a small random copy, of a configuration."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     from midstream.lab.tools.doctor.examine import Options, examine_config
@@ -148,13 +154,18 @@ def _examine_small(candidate: Candidate, settings: EngineSettings) -> dict[str, 
     engine = settings.engine()
     if candidate.name in survey_settings.LEFT_TO_THE_BACKEND:
         engine["model_impl"] = "transformers"
-    if candidate.multimodal:
-        config = survey_multimodal.config_of(candidate.name, candidate.model_type)
-    else:
-        fields = survey_settings.SETTINGS.get(candidate.model_type, {})
-        if settings.on_gpu:
-            fields = {**fields, **survey_settings.ON_GPU.get(candidate.model_type, {})}
-        config = CONFIG_MAPPING[candidate.model_type](**fields)
+    fields = survey_settings.SETTINGS.get(candidate.model_type, {})
+    if settings.on_gpu:
+        fields = {**fields, **survey_settings.ON_GPU.get(candidate.model_type, {})}
+    try:
+        if candidate.multimodal:
+            config = survey_multimodal.config_of(candidate.name, candidate.model_type)
+        else:
+            config = CONFIG_MAPPING[candidate.model_type](**fields)
+    except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
+        # Of releases of transformers, some lack the type, and some check its fields.
+        reason = f"no configuration of it can be made: {type(error).__name__}: {error}"
+        return {"outcome": "cannot be built", "reason": reason}
     options = Options(
         candidate.name,
         dtype=settings.dtype_for(candidate),

@@ -56,6 +56,16 @@ TOKENIZERS: dict[str, list[str]] = {
         "UnlimitedOCRForCausalLM",
     )
 }
+# Those that Inkling's renderer looks for.
+_MESSAGES = [
+    f"<|{mark}|>"
+    for mark in (
+        "message_user", "message_model", "message_system", "message_tool", "content_text",
+        "content_image", "content_model_end_sampling", "content_thinking", "content_audio_input",
+        "content_xml", "content_invoke_tool_json", "end_message", "audio_end",
+    )
+]  # fmt: skip
+TOKENIZERS |= dict.fromkeys(("InklingForCausalLM", "InklingForConditionalGeneration"), _MESSAGES)
 _VOXTRAL = {
     "downsample_factor": 4,
     "window_size": 400,
@@ -63,8 +73,13 @@ _VOXTRAL = {
     "sampling_rate": 16000,
     "global_log_mel_max": 1.5,
 }
-# Fields of a model type's configuration that its class's defaults lack or have too large.
+# Fields of a configuration, by architecture or model type, that its class's defaults lack or have
+# too large.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere_asr": {
+        "transf_decoder": {"config_dict": {"num_attention_heads": 8, "hidden_size": 1024}},
+        "encoder": {"n_heads": 8},
+    },
     "cohere_compass": {
         "tie_word_embeddings": True,
         "text_config": {
@@ -74,15 +89,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
             }
         },
     },
-    "ernie4_5_vl_moe": {
-        "vision_config": {"embed_dim": 64, "mlp_ratio": 4, "in_channels": 3},
-        "hidden_size": 64,
-        "pixel_hidden_size": 64,
-        "use_temporal_conv": True,
-        "spatial_conv_size": 2,
-        "temporal_conv_size": 2,
-        "im_patch_id": 3,
-    },
     "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 0]],
@@ -91,22 +97,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2",
         "text_config": {"model_type": "granite", **survey_settings.SETTINGS["granite"]},
     },
+    "InternS2MobiusForConditionalGeneration": {"text_config": {"num_blocks": 2}},
     "voxtral": {"audio_config": _VOXTRAL},
-    "voxtral_realtime": {"audio_config": _VOXTRAL},
-    "step3p7": {
-        "vision_config": {
-            "output_dim": 64,
-            "width": 64,
-            "layers": 2,
-            "heads": 2,
-            "mlp_ratio": 1.5,
-            "use_rope": True,
-            "use_ln_pre": True,
-            "use_ln_post": False,
-            "use_cls_token": False,
-            "use_abs_posemb": True,
-            "ls_init_value": 0.1,
-        }
+    "voxtral_realtime": {
+        "audio_config": _VOXTRAL,
+        "text_config": {"architectures": ["MistralForCausalLM"]},
+    },
+    "glm5_next": {"text_config": survey_settings.SETTINGS["glm5_next_text"]},
+    "qwen4_exp": {
+        "text_config": survey_settings.SETTINGS["qwen4_exp_text"],
+        "vision_config": {"deepstack_visual_indexes": []},
     },
     "lfm2_vl": {"text_config": survey_settings.SETTINGS["lfm2"]},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
@@ -128,7 +128,8 @@ def config_of(name: str, model_type: str) -> Any:
 
     from midstream.lab.tools.doctor.model_copy import unknown_config
 
-    settings = {"architectures": [name], **SETTINGS.get(model_type, {})}
+    fields = SETTINGS.get(name, SETTINGS.get(model_type, {}))
+    settings = {"architectures": [name], **fields}
     if model_type in CONFIG_MAPPING:
         return CONFIG_MAPPING[model_type](**settings)
     return unknown_config({"model_type": model_type, **settings})

@@ -75,6 +75,7 @@ BARE: dict[str, dict[str, Any]] = {
         "model_type": "Llama_Nemotron_Nano_VL",
         "text_config": LLAMA,
         **INTERN,
+        "vision_config": SIGLIP,
         "vit_hidden_size": 64,
         "projector_hidden_size": 64,
     },
@@ -168,7 +169,6 @@ BARE: dict[str, dict[str, Any]] = {
         "text_config": LLAMA,
         "vision_config": {
             **_QWEN_VIT,
-            "model_type": "qwen2_vl",
             "embed_dim": 64,
             "hidden_size": 64,
             "mlp_ratio": 1.5,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from survey_bare import DEEPSEEK_V4, INKLING, STEP3P5
 from survey_multimodal_bare import INTERN, LLAMA, MROPE, QWEN2, QWEN3, SIGLIP, SIZES, text
 
 _DEEPSEEK = {
@@ -67,6 +68,23 @@ _NEMOTRON = {
     "img_context_token_id": 3, "img_context_token": "<image>",
 }  # fmt: skip
 _OVIS_LLM = {**QWEN2, "architectures": ["Qwen2ForCausalLM"]}
+_QWEN_VIT = {
+    "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 64,
+    "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 56,
+    "fullatt_block_indexes": [1], "in_channels": 3, "hidden_act": "silu",
+}  # fmt: skip
+_MIMO = {
+    "num_hidden_layers": 4, "hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1],
+    "layernorm_epsilon": 1e-5, "sliding_window": 64, "sliding_window_size": 64, "head_dim": 192,
+    "v_head_dim": 128, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1,
+    "swa_head_dim": 192, "swa_v_head_dim": 128, "rope_theta": 5e6, "swa_rope_theta": 1e4,
+    "partial_rotary_factor": 0.334, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": None, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "attention_bias": False, "attention_value_scale": 1.0,
+    "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+    "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+}  # fmt: skip
 BARE: dict[str, dict[str, Any]] = {
     "BagelForConditionalGeneration": {
         "model_type": "bagel", "llm_config": QWEN2, "vit_config": SIGLIP,
@@ -91,11 +109,45 @@ BARE: dict[str, dict[str, Any]] = {
     },
     "DeepseekOCR2ForCausalLM": {"model_type": "deepseek_vl_v2", **_OCR},
     "DeepseekOCRForCausalLM": {"model_type": "deepseek_vl_v2", **_OCR},
+    "DeepseekV41ForCausalLM": {
+        "model_type": "deepseek_v41",
+        "text_config": {**SIZES, "rope_theta": 10000.0, **DEEPSEEK_V4},
+        "vision_config": {
+            "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2,
+            "intermediate_size": 96,
+        },
+    },
+    "DeepseekV4ForConditionalGeneration": {
+        **text("deepseek_v4", "DeepseekV4ForConditionalGeneration", **DEEPSEEK_V4),
+        "rope_theta": 10000.0, "vision_n_layers": 2, "vision_dim": 64, "vision_n_heads": 2,
+        "vision_inter_dim": 96,
+    },
     "DeepseekVLV2ForCausalLM": {
         "model_type": "deepseek_vl_v2", **_OCR,
         "vision_config": {"width": 1152, "layers": 2, "heads": 16, "patch_size": 14},
         "projector_config": {"input_dim": 1152, "n_embed": 64},
         "candidate_resolutions": [[384, 384]],
+    },
+    "Ernie4_5_VLMoeForConditionalGeneration": {
+        **text("ernie4_5_moe_vl", "Ernie4_5_VLMoeForConditionalGeneration"),
+        "vision_config": {
+            "depth": 2, "embed_dim": 64, "hidden_size": 64, "hidden_act": "quick_gelu",
+            "mlp_ratio": 4, "num_heads": 2, "in_channels": 3, "patch_size": 14,
+            "spatial_merge_size": 2,
+        },
+        "pixel_hidden_size": 64, "use_temporal_conv": True, "spatial_conv_size": 2,
+        "temporal_conv_size": 2, "im_patch_id": 3, "image_token_id": 3, "video_token_id": 4,
+        "moe_num_experts": [4, 4], "moe_intermediate_size": [48, 48], "moe_k": 2,
+        "moe_num_shared_experts": 1, "moe_layer_start_index": [1, 1], "moe_layer_end_index": [2, 2],
+        "moe_layer_interval": 1, "use_bias": False, "freq_allocation": 4,
+    },
+    "FireRedASR2ForConditionalGeneration": {
+        **text("qwen2", "FireRedASR2ForConditionalGeneration"), "encoder_downsample_rate": 2,
+        "audio_encoder_conf": {"idim": 80, "n_layers_enc": 2, "n_head": 2, "d_model": 64},
+    },
+    "FunASRForConditionalGeneration": {
+        **text("qwen3", "FunASRForConditionalGeneration"),
+        "audio_encoder_conf": {"output_size": 512, "num_blocks": 2, "tp_blocks": 1},
     },
     "FunAudioChatForConditionalGeneration": {
         "model_type": "funaudiochat", "text_config": QWEN3,
@@ -106,6 +158,10 @@ BARE: dict[str, dict[str, Any]] = {
         },
         "hidden_size": 64, "audio_token_index": 3,
     },
+    "HCXVisionV2ForCausalLM": {
+        "model_type": "hyperclovax_vision_v2", "text_config": LLAMA, "image_token_id": 3,
+        "video_token_id": 4, "vision_config": {**_QWEN_VIT, "model_type": "qwen2_5_vl"},
+    },
     "HfMoondream": _MOONDREAM,
     "IsaacForConditionalGeneration": {
         "model_type": "isaac", "text_config": {**QWEN3, "rope_parameters": MROPE,
@@ -113,6 +169,11 @@ BARE: dict[str, dict[str, Any]] = {
         "vision_config": {**SIGLIP, "model_type": "pixel_shuffle_siglip2", "num_patches": 16,
                           "pixel_shuffle_scale_factor": 2},
         **SIZES, "rope_parameters": MROPE, "rope_scaling": MROPE,
+    },
+    "InklingForConditionalGeneration": {
+        "model_type": "inkling_mm_model",
+        "text_config": {**SIZES, "model_type": "inkling_model", **INKLING},
+        "audio_config": {}, "vision_config": {},
     },
     "InternS1ForConditionalGeneration": {
         "model_type": "interns1", "text_config": QWEN3, "image_token_id": 3,
@@ -178,10 +239,41 @@ BARE: dict[str, dict[str, Any]] = {
         "audio_encoder_config": {"embed_dim": 64, "depth": 2, "num_heads": 2},
         "subsample_factor": 5, "audio_token_id": 3,
     },
+    "MiMoV2OmniForCausalLM": {
+        **text("mimo_v2_omni", "MiMoV2OmniForCausalLM", **_MIMO),
+        "image_token_id": 3, "video_token_id": 4, "audio_token_id": 4,
+        "vision_config": {
+            **_QWEN_VIT, "patch_size": 16, "num_key_value_heads": 1, "tokens_per_second": 2,
+            "kv_channels": 32, "qk_channels": 32, "num_query_groups": 1, "use_sink": False,
+            "vit_window_attn_types": [-1, -1], "visual_token_window_size": 64,
+        },
+    },
+    "MossAudioModel": {
+        **SIZES, "model_type": "moss_audio", "language_config": QWEN3, "adapter_hidden_size": 64,
+        "audio_config": {
+            "d_model": 64, "output_dim": 64, "encoder_layers": 2, "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 96, "downsample_hidden_size": 32,
+            "deepstack_encoder_layer_indexes": [0],
+        },
+        "audio_token_id": 3,
+    },
+    "MoonshotKimiaForCausalLM": {
+        **text("kimi_audio", "MoonshotKimiaForCausalLM"), "kimia_adaptor_input_dim": 256,
+        "kimia_media_begin": 3, "kimia_media_end": 3,
+    },
     "Moondream3ForCausalLM": _MOONDREAM,
     "MossTranscribeDiarizeForConditionalGeneration": {
         "model_type": "moss_transcribe_diarize", "text_config": QWEN3, "audio_config": _WHISPER,
         "audio_token_id": 3,
+    },
+    "NemotronParseForConditionalGeneration": {
+        "model_type": "nemotron_parse", "is_encoder_decoder": True, "hidden_size": 64,
+        "vocab_size": 199, "image_size": [64, 64], "num_attention_heads": 2,
+        "decoder": {
+            "model_type": "mbart", "d_model": 64, "decoder_layers": 2, "vocab_size": 199,
+            "decoder_attention_heads": 2, "decoder_ffn_dim": 96, "max_position_embeddings": 512,
+        },
+        "encoder": {"args": {"model": "vit_huge_patch16_224"}, "patch_size": 16},
     },
     "OpenVLAForActionPrediction": {"model_type": "openvla", "text_config": LLAMA,
                                    "image_token_index": 3},
@@ -196,6 +288,21 @@ BARE: dict[str, dict[str, Any]] = {
         "model_type": "qianfan_ocr", "text_config": QWEN3, **INTERN,
         "vision_config": {**INTERN["vision_config"], "model_type": "qianfan_ocr_vision"},
         "image_token_id": 3,
+    },
+    "Step3p7ForConditionalGeneration": {
+        "model_type": "step3p7_vl", "image_token_id": 3, "understand_projector_stride": 2,
+        "projector_bias": False,
+        "text_config": text(
+            "step3p5_text", "Step3p5ForCausalLM", **STEP3P5, rope_theta=10000.0,
+            attention_other_setting=None, swiglu_limits=None, swiglu_limits_shared=None,
+        ),
+        "vision_config": {
+            "width": 64, "layers": 2, "heads": 2, "patch_size": 14, "image_size": 56,
+            "mlp_ratio": 1.5, "output_dim": 64, "use_rope2d": True, "use_ln_pre": True,
+            "use_ln_post": False, "use_cls_token": False, "use_abs_posemb": True,
+            "ls_init_value": 0.1, "hidden_act": "quick_gelu", "num_channels": 3,
+            "layer_norm_eps": 1e-5,
+        },
     },
     "Step3VLForConditionalGeneration": {
         "model_type": "step3_vl", "image_token_id": 3, "understand_projector_stride": 2,

@@ -28,7 +28,11 @@ class _Running(Generic[Item]):
 
 
 def run_each(
-    items: Sequence[Item], work: Callable[[Item], Result], limit: float, jobs: int
+    items: Sequence[Item],
+    work: Callable[[Item], Result],
+    limit: float,
+    jobs: int,
+    room: Callable[[Item, Sequence[Item]], bool] = lambda item, running: True,
 ) -> Iterator[tuple[Item, Result, float]]:
     """Yield (item, result, seconds) as processes end; the result has "outcome" and "reason".
 
@@ -36,12 +40,18 @@ def run_each(
         work: runs in a process of its own.
         limit: seconds after which a process is killed.
         jobs: number of processes at once.
+        room: whether an item may start beside those at work.
     """
-    waiting = list(items)[::-1]
+    waiting = list(items)
     running: dict[int, _Running[Item]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            begun = _begin(waiting.pop(), work, list(running))
+            beside = [process.item for process in running.values()]
+            fitting = (place for place, item in enumerate(waiting) if room(item, beside))
+            place = next(fitting, None if running else 0)
+            if place is None:
+                break
+            begun = _begin(waiting.pop(place), work, list(running))
             running[begun.reading] = begun
         now = time.monotonic()
         left = min(process.started + limit for process in running.values()) - now

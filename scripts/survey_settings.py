@@ -17,7 +17,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "tie_word_embeddings": True,
         "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 6, 4]}
             for kind in ("full_attention", "sliding_attention")
         },
     },
@@ -42,6 +42,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text": {"num_kv_shared_layers": 1},  # of a small copy's few layers
     "glm4_moe": {"head_dim": 128},
+    "glm5_next_text": {
+        "mhc": True,
+        "topk_method": "noaux_tc",
+        "scoring_func": "softmax",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 4,
+    },
     "glm4_moe_lite": {"first_k_dense_replace": 1, "moe_layer_freq": 1},
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
@@ -95,12 +102,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "nemotron": {"num_key_value_heads": 8},
+    # Of linear attention alone: vLLM's CPU build has no sparse attention.
+    "qwen4_exp_text": {
+        "output_gate_type": "silu",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 4,
+    },
     # vLLM's CPU build has no kernel for this model's experts, so these layers have none.
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }
 
-# The same on a GPU, where vLLM has kernels for all experts and routers.
+# The same on a GPU, by model type or architecture, where vLLM has kernels for all experts, routers
+# and attentions.
 ON_GPU: dict[str, dict[str, Any]] = {
+    "K2HorizonForCausalLM": {"mova_num_experts": 4, "mova_num_experts_per_tok": 2},
     "minimax_m2": {"scoring_func": "sigmoid"},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
 }
@@ -108,9 +123,12 @@ ON_GPU: dict[str, dict[str, Any]] = {
 # Engines of these run in bfloat16: the only dtype of the linear attention of vLLM's CPU build, and
 # of its latent attention on CPUs with AMX.
 BFLOAT16 = (
-    "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2",
-    "deepseek_v3", "glm4_moe_lite", "MistralLarge3ForCausalLM", "PanguProMoEV2ForCausalLM",
-    "PanguUltraMoEForCausalLM", "SarvamMLAForCausalLM", "KimiVLForConditionalGeneration",
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp",
+    "qwen4_exp_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk2", "longcat_flash",
+    "youtu", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM",
+    "BailingMoeV3VLForConditionalGeneration", "MistralLarge3ForCausalLM",
+    "PanguProMoEV2ForCausalLM", "PanguUltraMoEForCausalLM", "SarvamMLAForCausalLM",
+    "InklingForCausalLM", "InklingForConditionalGeneration", "KimiVLForConditionalGeneration",
     "kimi_k25", "minicpmv4_6", "minicpmv4_7",
 )  # fmt: skip
 
@@ -118,13 +136,13 @@ BFLOAT16 = (
 # layout as a model type of transformers: its weights are loaded under the architecture's name.
 SAME_AS: dict[str, str] = {
     "ExaoneMoEForCausalLM": "exaone_moe",
+    "Glm5NextForCausalLM": "glm5_next_text",
     "IQuestCoderForCausalLM": "llama",
     "InternLM3ForCausalLM": "llama",
     "LLaMAForCausalLM": "llama",
     "MiMoForCausalLM": "qwen2",
     "MiMoV2ForCausalLM": "mimo_v2_flash",
     "LongcatFlashNgramForCausalLM": "longcat_flash",
-    "MiniMaxM3SparseForCausalLM": "minimax_m3_vl_text",
     "MuseGlimmerForCausalLM": "muse_glimmer",
     "NemotronHPuzzleForCausalLM": "nemotron_h",
     "PhiMoEForCausalLM": "phimoe",

@@ -22,6 +22,7 @@ REASONS = {
     "its layer class is not in the table": "does not know what",
     "its layers were not found": "its decoder layers were not found",
     "vLLM differs, and transformers' model fails": "transformers' model fails after",
+    "it is an encoder-decoder model": "an encoder-decoder model: ",
 }
 
 
@@ -171,7 +172,8 @@ def _kind(reason: str) -> str:
     for kind, said in REASONS.items():
         if said in reason:
             return kind
-    return reason.partition(": ")[0]
+    layers, _, why = reason.partition(" cannot be tapped: ")
+    return why or layers.partition(": ")[0]
 
 
 def _plain(name: str) -> str:

@@ -140,7 +140,7 @@ function errorIn(status: number, value: Json): ApiError {
 /** Says what went wrong and what to do. */
 export function told(error: unknown): string {
   if (!(error instanceof ApiError)) return error instanceof Error ? error.message : String(error);
-  if (error.needsKey) return `${error.message}. Give the key under “Keys”.`;
+  if (error.needsKey) return `${error.message}. Give the key under “API keys”.`;
   return error.message;
 }
 

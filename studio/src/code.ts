@@ -68,6 +68,16 @@ export interface Snippets {
   curl: string;
 }
 
+/** Copies a text. Returns false where the browser does not allow it, as on a page without TLS. */
+export async function copied(text: string): Promise<boolean> {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
 /** A folded panel with the code of a view, made when it is opened. */
 export class CodePanel {
   readonly element: HTMLDetailsElement;
@@ -85,10 +95,7 @@ export class CodePanel {
       return tab;
     });
     const copy = button("Copy", async () => {
-      await navigator.clipboard.writeText(this.#code.textContent ?? "").then(
-        () => (copy.textContent = "Copied"),
-        () => (copy.textContent = "Select it to copy"),
-      );
+      copy.textContent = (await copied(this.#code.textContent ?? "")) ? "Copied" : "Select it to copy";
       setTimeout(() => (copy.textContent = "Copy"), 1500);
     });
     this.element = h(

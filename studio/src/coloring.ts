@@ -1,4 +1,4 @@
-/** What colours the tokens of an answer: confidence, a vector, a lens, or a feature of an SAE. */
+/** What colours the tokens of an answer: surprise, a vector, a lens, or a feature of an SAE. */
 
 import { textsOf, type Json } from "./api";
 import { Code, pyCall } from "./code";
@@ -27,11 +27,17 @@ export interface Coloring {
 
 const KINDS = [
   ["none", "Nothing"],
-  ["confidence", "Confidence of the model"],
+  ["surprise", "Surprise: how unlikely each token was"],
   ["vector", "A vector, as a probe"],
   ["lens", "A lens"],
   ["feature", "A feature of an SAE"],
 ] as const;
+
+/** The choice of a state; links of older versions say `confidence`. */
+function kindOf(state: State): string {
+  const kind = text(state, "color", "surprise");
+  return kind === "confidence" ? "surprise" : kind;
+}
 
 export function coloringControls(context: Context, state: State, changed: () => void): HTMLElement {
   const box = h("div", { class: "stack" });
@@ -41,7 +47,7 @@ export function coloringControls(context: Context, state: State, changed: () => 
     draw();
   };
   const draw = () => {
-    const kind = text(state, "color", "confidence");
+    const kind = kindOf(state);
     const parts: HTMLElement[] = [field("Colour tokens by", select(KINDS, kind, (value) => set("color", value)))];
     if (kind === "vector") parts.push(...vectorControls(context, state, set));
     if (kind === "lens") parts.push(...lensControls(context, state, set));
@@ -109,15 +115,15 @@ export function coloringOf(context: Context, state: State): Coloring {
 }
 
 function chosen(context: Context, state: State): Unkeyed {
-  const kind = text(state, "color", "confidence");
+  const kind = kindOf(state);
   if (kind === "vector" && (directions(context).length || text(state, "vector"))) return byVector(context, state);
   if (kind === "lens") return byLens(context, state);
   if (kind === "feature" && (context.server.saes.length || text(state, "sae"))) return byFeature(context, state);
   if (kind === "none") return { ...NOTHING, paint: null };
   return {
     ...NOTHING,
-    paint: { title: "probability", center: "low", limits: [0, 1], read: (score) => `probability ${percent(score)}` },
-    ofPiece: (piece) => (piece.logprob === undefined ? undefined : Math.exp(piece.logprob)),
+    paint: { title: "surprise (1 − probability)", center: "low", limits: [0, 1], read: (score) => `probability ${percent(1 - score)}` },
+    ofPiece: (piece) => (piece.logprob === undefined ? undefined : 1 - Math.exp(piece.logprob)),
   };
 }
 

@@ -73,6 +73,12 @@ export function readingOf(name: string, layer: number): Reading | undefined {
   return (JSON.parse(sessionStorage.getItem(READINGS) ?? "{}") as Record<string, Reading>)[`${name}@${layer}`];
 }
 
+/** Whether this tab has fitted a name. */
+export function isFitted(name: string): boolean {
+  const known = JSON.parse(sessionStorage.getItem(READINGS) ?? "{}") as Record<string, Reading>;
+  return Object.keys(known).some((key) => key.startsWith(`${name}@`));
+}
+
 export function keepReadings(found: Record<string, Reading>): void {
   const known = JSON.parse(sessionStorage.getItem(READINGS) ?? "{}") as Record<string, Reading>;
   sessionStorage.setItem(READINGS, JSON.stringify({ ...known, ...found }));

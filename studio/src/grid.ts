@@ -36,7 +36,7 @@ export class Grid {
     this.#nodes = rows.map((_, row) =>
       columns.map((_, column) => h("td", { role: "gridcell", "data-at": `${row},${column}` })),
     );
-    const head = h("tr", {}, h("td", { class: "corner" }, "layer"), ...columns.map((one) => h("th", { scope: "col" }, h("span", {}, visible(one).slice(1, -1)))));
+    const head = h("tr", {}, h("td", { class: "corner" }, "layer ↑ token →"), ...columns.map((one) => h("th", { scope: "col" }, h("span", {}, visible(one).slice(1, -1)))));
     const table = h(
       "table",
       { role: "grid", tabindex: 0, "aria-label": `${label}. Arrow keys go from cell to cell.` },

@@ -1,6 +1,7 @@
 /** Studio: the frame around the views. */
 
 import { ApiError, keys, readServer, readVectors, setKeys, told, watch, type Server } from "./api";
+import { copied } from "./code";
 import type { Context, MakeView, View } from "./context";
 import { button, field, h, notice } from "./dom";
 import { readPlace } from "./state";
@@ -25,6 +26,7 @@ const status = h("span", { class: "status", role: "status" });
 const model = h("span", { class: "model" });
 const nav = h("nav", { "aria-label": "Views" });
 const dialog = h("dialog", { "aria-labelledby": "keys-title" });
+const linkButton = button("Copy link", () => void copyLink(), "quiet");
 let server: Server | null = null;
 let view: View | null = null;
 let shown: string | null = null;
@@ -32,10 +34,17 @@ let timer = 0;
 
 app.append(
   h("a", { class: "skip", href: "#main", click: (event: Event) => (event.preventDefault(), main.focus()) }, "Skip to content"),
-  h("header", { class: "top" }, h("a", { class: "brand", href: "#/chat" }, h("strong", {}, "midstream"), " studio"), nav, h("div", { class: "who" }, status, model, button("Keys", openKeys, "quiet"))),
+  h("header", { class: "top" }, h("a", { class: "brand", href: "#/chat" }, h("strong", {}, "midstream"), " studio"), nav, h("div", { class: "who" }, status, model, linkButton, button("API keys", openKeys, "quiet"))),
   main,
   dialog,
 );
+
+/** Copies the address of this view with its settings. */
+async function copyLink(): Promise<void> {
+  const isCopied = await copied(location.href);
+  linkButton.textContent = isCopied ? "Copied" : "Copy the address";
+  setTimeout(() => (linkButton.textContent = "Copy link"), 2000);
+}
 
 function openKeys(): void {
   const now = keys();

@@ -28,7 +28,9 @@ export class Scale {
     if (paint.center !== "low") {
       center = paint.center === "median" ? (sorted[sorted.length >> 1] ?? 0) : paint.center;
       const reach = Math.max(Math.abs(low - center), Math.abs(high - center)) || 1;
-      [low, high] = [center - reach, center + reach];
+      // Cells a little below the centre are noise.
+      const isOneSided = known.length > 0 && sorted[0]! >= center - 0.05 * reach;
+      [low, high] = [isOneSided ? center : center - reach, center + reach];
     }
     return new Scale(low, high, center, paint);
   }
@@ -52,14 +54,19 @@ export class Scale {
     element.style.setProperty("--p", `${Math.round(Math.abs(share) * 100)}%`);
   }
 
+  /** Shares of the colours of a legend, from the low end to the high one. */
+  steps(): number[] {
+    const first = this.center === this.low ? 0 : -4;
+    return Array.from({ length: 5 - first }, (_, index) => (first + index) / 4);
+  }
+
   legend(): HTMLElement {
     const ramp = h("span", { class: "ramp", "aria-hidden": "true" });
-    const isOneSided = this.center === this.low;
-    for (let nth = isOneSided ? 0 : -4; nth <= 4; nth++) {
+    for (const share of this.steps()) {
       const step = h("i");
-      step.classList.toggle("pos", nth > 0);
-      step.classList.toggle("neg", nth < 0);
-      step.style.setProperty("--p", `${Math.abs(nth) * 25}%`);
+      step.classList.toggle("pos", share > 0);
+      step.classList.toggle("neg", share < 0);
+      step.style.setProperty("--p", `${Math.abs(share) * 100}%`);
       ramp.append(step);
     }
     return h("span", { class: "legend-line" }, `${this.paint.title}`, h("span", {}, short(this.low)), ramp, h("span", {}, short(this.high)));

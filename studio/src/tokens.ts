@@ -75,6 +75,17 @@ export class TokenText {
     this.#later();
   }
 
+  /** The scale of the colours; null before tokens have scores. */
+  get scale(): Scale | null {
+    return this.#scale;
+  }
+
+  /** From −1 to 1: how a token is coloured; 0 if it is not. */
+  shareOf(nth: number): number {
+    const score = this.tokens[nth]?.score;
+    return this.#scale && score !== undefined && Number.isFinite(score) ? this.#scale.share(score) : 0;
+  }
+
   show(nth: number): void {
     const token = this.tokens[nth];
     if (!token || !this.paint) return;

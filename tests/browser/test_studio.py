@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
+import httpx
+import numpy as np
 import pytest
+from PIL import Image
 from support.chromium import sync_api
 from support.studio_page import answer, answered, link, say, with_vector
 from support.studio_server import HOSTILE
@@ -58,7 +62,7 @@ def test_another_colouring_recolours_answers_whose_scores_are_there_and_else_say
     page.goto(link(server, color="vector", vector="mood", layer=2))
     say(page, "abc")
     expect(page.get_by_role("button", name="Send")).to_be_visible()
-    page.get_by_label("Colour tokens by").select_option("confidence")
+    page.get_by_label("Colour tokens by").select_option("surprise")
     answer(page).locator(".t").nth(3).click()
     expect(answer(page).locator(".readout")).to_have_text("“␣fine”  probability 100 %")
     page.get_by_label("Colour tokens by").select_option("vector")
@@ -157,26 +161,101 @@ def test_an_error_of_the_server_is_shown_as_text_and_the_answer_can_be_asked_aga
     expect(page.get_by_role("alert").get_by_role("button", name="Answer again")).to_be_visible()
 
 
-def test_plain_and_steered_answers_stream_side_by_side(page, server):
+def steered(page, count=5):
+    """Wait for the answers at every strength. Return their panes."""
+    panes = page.locator("article.pane")
+    expect(panes).to_have_count(count)
+    expect(page.get_by_role("button", name="Save picture")).to_be_enabled()
+    return panes
+
+
+def test_a_prompt_is_answered_at_five_strengths_and_coloured_by_the_vector(page, server):
     with_vector(server)
     page.goto(link(server, "steer", prompt="Hi", v=[["mood", 2, 1.5]]))
-    page.get_by_role("button", name="Run both").click()
-    panes = page.locator("article.pane")
-    expect(panes.nth(0).locator(".tokens")).to_have_text("The day is fine, and the sky is blue.")
-    expect(panes.nth(1).locator(".tokens")).to_have_text("The day is gloomy, and the sky is blue.")
-    expect(panes.nth(1)).to_contain_text("mood +1.5")
-    expect(panes.nth(1)).to_contain_text(
-        "11 of 11 edits applied · The answers differ from token 4 on."
-    )
-    plans = [body.get("midstream") for body in server.bodies]
-    assert (
-        sorted(plans, key=str)
-        == [
-            None,
-            {"edits": [{"op": "steer", "vector": {"name": "mood"}, "layer": 2, "scale": 1.5}]},
-        ]
-        or plans.count(None) == 1
-    )
+    page.get_by_role("button", name="Answer", exact=True).click()
+    panes = steered(page)
+    scales = [-1.5, -0.75, 0, 0.75, 1.5]
+    titles = ["mood × −1.5", "mood × −0.75", "not steered", "mood × 0.75", "mood × 1.5"]
+    assert panes.locator("h2").all_text_contents() == titles
+    for pane, scale in zip(panes.all(), scales, strict=True):
+        mood = "gloomy" if scale else "fine"
+        expect(pane.locator(".tokens")).to_have_text(f"The day is {mood}, and the sky is blue.")
+        expect(pane.locator(".pane-foot")).to_have_text("steered at 11 tokens" if scale else "")
+        # The score of position p is sin(p) + layer; what was added to the stream is not in it.
+        pane.locator(".t").nth(3).click()
+        shown = pane.locator(".readout").text_content()
+        found = float(re.search(r"mood (\S+)", shown)[1].replace("−", "-"))
+        assert found == pytest.approx(np.sin(5) + 2 - 9 * scale, abs=0.06)
+    plans = {
+        tuple(edit["scale"] for edit in body["midstream"].get("edits", ())): body["midstream"]
+        for body in server.bodies
+    }
+    assert len(plans) == 5
+    assert plans[1.5,]["edits"] == [
+        {"op": "steer", "vector": {"name": "mood"}, "layer": 2, "scale": 1.5}
+    ]
+    assert all(plan["probes"] == plans[()]["probes"] for plan in plans.values())
+    page.get_by_label("Answers").select_option("two")  # answers anew
+    assert steered(page, 2).locator("h2").all_text_contents() == ["not steered", "mood × 1.5"]
+
+
+def test_an_example_steers_with_a_click_on_a_server_without_vectors(page, server):
+    page.goto(link(server, "steer"))
+    page.locator(".empty").get_by_role("button", name="Cheerful").click()
+    panes = steered(page)
+    expect(panes.nth(4)).to_contain_text("gloomy")
+    assert [one.name for one in server.site.engine.vectors.list()] == ["example/cheerful"]
+    assert server.bodies[0]["messages"][0]["content"] == "How was your day?"
+    [probe] = server.bodies[0]["midstream"]["probes"]
+    assert probe["direction"] == {"name": "example/cheerful"}
+
+
+def test_a_slider_answers_anew_while_it_is_moved(page, server):
+    with_vector(server)
+    page.goto(link(server, "steer", prompt="Hi", v=[["mood", 2, 1]]))
+    page.get_by_role("button", name="Answer", exact=True).click()
+    steered(page)
+    slider = page.get_by_role("slider", name="Strength of mood")
+    slider.focus()
+    for _ in range(10):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator("article.pane h2").nth(4)).to_have_text("mood × 2")
+    expect(steered(page).nth(4).locator(".tokens")).to_contain_text("gloomy")
+    asked = {edit["scale"] for body in server.bodies for edit in body["midstream"].get("edits", ())}
+    assert asked >= {-2, -1, 1, 2}
+    assert len(asked) < 12  # one for each movement would be 24
+
+
+def test_answers_are_saved_as_a_picture_and_a_vector_as_a_file_that_registers(page, server):
+    with_vector(server)
+    page.goto(link(server, "steer", prompt="Hi", v=[["mood", 2, 1]]))
+    page.get_by_role("button", name="Answer", exact=True).click()
+    steered(page)
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save picture").click()
+    picture = Image.open(saved.value.path())
+    assert picture.size == (2400, 1350)
+    assert len(picture.convert("RGB").getcolors(1 << 20)) > 50  # texts and two colours
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save mood as a file").click()
+    assert saved.value.suggested_filename == "mood.safetensors"
+    httpx.put(
+        f"{server.url}/v1/midstream/vectors/again",
+        content=Path(saved.value.path()).read_bytes(),
+        headers={"content-type": "application/octet-stream"},
+    ).raise_for_status()
+    vectors = server.site.engine.vectors
+    first, second = vectors.show("mood")[1], vectors.show("again")[1]
+    assert list(first) == list(second)
+    assert all((first[tap].numpy() == second[tap].numpy()).all() for tap in first)
+
+
+def test_the_link_of_a_view_is_copied(page, server):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(link(server, "steer", prompt="Hi"))
+    page.get_by_role("button", name="Copy link").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == page.url
 
 
 @pytest.mark.nightly
@@ -193,10 +272,11 @@ def test_sliders_set_layer_and_strength_and_are_in_the_link(page, server):
     exact.fill("-12")
     exact.press("Enter")
     assert page.get_by_role("slider").nth(1).get_attribute("min") == "-12"
-    page.get_by_role("button", name="Run both").click()
+    page.get_by_label("Answers").select_option("two")
+    page.get_by_role("button", name="Answer", exact=True).click()
     expect(page.locator("article.pane").nth(1)).to_contain_text("gloomy")
-    [steered] = [body["midstream"] for body in server.bodies if "midstream" in body]
-    assert steered["edits"] == [
+    [plan] = [body["midstream"] for body in server.bodies if "edits" in body["midstream"]]
+    assert plan["edits"] == [
         {"op": "steer", "vector": {"name": "mood"}, "scale": 0.5},
         {"op": "steer", "vector": {"name": "mood"}, "layer": 2, "scale": -12},
     ]

@@ -111,6 +111,13 @@ def test_a_model_that_transformers_lacks_is_compared_with_vllms_own_modules(tmp_
     assert steered == {*((site, layer) for site in OUTER for layer in range(3)), *ENDS}
 
 
+def test_an_encoder_decoder_has_the_verdict_of_an_engine_that_is_started_with_it() -> None:
+    config = hf.WhisperConfig(architectures=["WhisperForConditionalGeneration"])
+    report = examine_config(Options("Whisper"), config)
+    assert (report.outcome, report.status) == (REFUSED, 2), report.reason
+    assert "an encoder-decoder model: an encoder's rows are not a request's tokens" in report.reason
+
+
 def test_a_multimodal_class_is_compared_with_an_image_in_the_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import struct
+import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from lab.jobs.fakes import job, write_lines
 from support import vision
 from support.engines import engine, greedy
 from support.pages import blocks
+from support.sinking import AsTheyCome, Keeping
 
-from midstream import Capture, Image, Media, Positions, Probe, Role, SpecError, Steer, Text
+from midstream import (
+    Capture,
+    Image,
+    Media,
+    Positions,
+    Probe,
+    Role,
+    SpecError,
+    Steer,
+    StoreError,
+    Text,
+    open_store,
+)
+from midstream.lab.jobs import capture_dataset
+from midstream.lab.jobs.engine import VllmEngine
 
 LAYER = 1
 TOLERANCE = 1e-4
@@ -28,6 +48,7 @@ class Served(NamedTuple):
     llm: Any
     oracle: vision.VisionOracle
     mark: str
+    sinks: dict[str, Keeping]
 
 
 @pytest.fixture(scope="module", params=list(vision.MODELS))
@@ -35,13 +56,14 @@ def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served
     name = request.param
     path = vision.make(name, tiny_models)
     oracle = vision.VisionOracle(name, path)
+    sinks = {"ended": Keeping(), "pieces": AsTheyCome()}
     settings = {
         "max_model_len": 512,
         "limit_mm_per_prompt": {"image": 2, "video": int(name == "qwen3vl")},
-        "midstream": {"sites": SITES},
+        "midstream": {"sites": SITES, "sinks": sinks},
     }
     with engine(vision.served(path), **settings) as llm:
-        yield Served(llm, oracle, vision.MODELS[name].mark)
+        yield Served(llm, oracle, vision.MODELS[name].mark, sinks)
 
 
 def ask(served: Served, text: str, seeds: list[int], **plan: Any) -> Any:
@@ -61,7 +83,7 @@ def test_rows_at_an_image_are_those_of_its_embeddings(served: Served) -> None:
     output = ask(served, text, [1], capture=capture)
     inputs = served.oracle.inputs(text, [vision.picture(1)])
     assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
-    places = served.oracle.image_tokens(inputs)
+    places = served.oracle.media_tokens(inputs)
     rows, _ = served.oracle.run(inputs)
     assert len(places) >= 4
     assert output.activations.positions_of("resid_post", 2).tolist() == places
@@ -83,7 +105,7 @@ def test_an_edit_at_all_images_is_a_hook_at_their_tokens(served: Served) -> None
     answer = list(output.outputs[0].token_ids)
     pictures = [vision.picture(1), vision.picture(2)]
     inputs = served.oracle.inputs(text, pictures, answer[:-1])
-    places = served.oracle.image_tokens(inputs)
+    places = served.oracle.media_tokens(inputs)
     rows, logits = served.oracle.run(inputs, LAYER, dict.fromkeys(places, VECTOR))
     for tap, wanted in rows.items():
         assert far(output.activations[tap], wanted) < TOLERANCE, tap
@@ -98,7 +120,7 @@ def test_one_of_two_images_is_selected_and_combined_with_others(served: Served) 
     pictures = [vision.picture(1), vision.picture(2, 84, 140)]
     prompt = {"prompt": text, "multi_modal_data": {"image": pictures}}
     inputs = served.oracle.inputs(text, pictures)
-    places = served.oracle.image_tokens(inputs)
+    places = served.oracle.media_tokens(inputs)
     count = next(at for at in range(1, len(places)) if places[at] != places[at - 1] + 1)
     first, second = places[:count], places[count:]
     decode = served.llm.get_tokenizer().decode
@@ -126,6 +148,11 @@ def test_one_of_two_images_is_selected_and_combined_with_others(served: Served) 
     assert items[0].first <= first[0] <= first[-1] < items[0].first + items[0].length
     assert items[1].first <= second[0] <= second[-1] < items[1].first + items[1].length
     assert rows.activations.copy().positions_of_media == items
+    capture = [Capture([1], positions="all", sink=name) for name in served.sinks]
+    served.llm.generate([prompt], greedy(3), capture=[capture], use_tqdm=False)
+    for name, sink in served.sinks.items():
+        assert sink.given, name
+        assert {each.activations.positions_of_media for each in sink.given} == {items}, name
     others = sorted(set(range(len(ids))) - set(places))
     assert found["without"] == others
     between = [place for place in found["with.text"] if place not in first]
@@ -277,3 +304,85 @@ def test_messages_of_a_chat_with_images_are_selected_and_images_loaded_once(
     # The marks of both ends belong to the message, the template's header does not.
     assert "user" not in spelt
     assert "<|im_end|>" not in spelt
+
+
+def _large_png() -> bytes:
+    """Return a file that says that it has more pixels than Pillow opens."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)), (b"IDAT", b"")]
+    whole = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    ]
+    return b"".join([b"\x89PNG\r\n\x1a\n", *whole])
+
+
+def test_a_dataset_capture_stores_chats_with_images_and_where_these_are(
+    served: Served, tmp_path: Path
+) -> None:
+    def asked(url: str) -> list[dict[str, Any]]:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        return [{"role": "user", "content": [said("what is"), part, said("in the hat?")]}]
+
+    allowed, other = tmp_path / "allowed", tmp_path / "other.png"
+    allowed.mkdir()
+    for path in (allowed / "owl.png", other):
+        vision.picture(2).save(path)
+    (allowed / "text.png").write_text("no image")
+    (allowed / "link.png").symlink_to(other)
+    written = {
+        "chat": CHAT,
+        "data": asked(url(2)["image_url"]["url"]),
+        "file": asked((allowed / "owl.png").as_uri()),
+        "text": [{"role": "user", "content": "the end"}],
+        "http": asked("http://127.0.0.1:9/owl.png"),
+        "outside": asked(other.as_uri()),
+        "link": asked((allowed / "link.png").as_uri()),
+        "broken": asked("data:image/png;base64,iVBO=="),
+        "no image": asked((allowed / "text.png").as_uri()),
+        "bomb": asked(f"data:image/png;base64,{base64.b64encode(_large_png()).decode()}"),
+        "three": asked(url(1)["image_url"]["url"])[:1] + CHAT,
+    }
+    write_lines(tmp_path, [{"messages": chat} for chat in written.values()])
+    capture = Capture("all", ["embed", "resid_post"], "prompt")
+    mine = job(
+        tmp_path,
+        chat=True,
+        capture=capture,
+        engine_args={"allowed_local_media_path": str(allowed)},
+    )
+    summary = capture_dataset(mine, lambda job: VllmEngine(served.llm, job))
+    failed = {}
+    for line in (tmp_path / "acts" / "errors.jsonl").read_text().splitlines():
+        reason = json.loads(line)
+        failed[list(written)[reason["line"] - 1]] = reason["reason"]
+    assert "expected a `data:` URL in base64, or a `file://` URL" in failed.pop("http")
+    assert "is not in `allowed_local_media_path`" in failed.pop("outside")
+    assert "is not in `allowed_local_media_path`" in failed.pop("link")
+    assert "At most 2 image" in failed.pop("three")
+    assert "DecompressionBombError" in failed.pop("bomb")
+    assert set(failed) == {"broken", "no image"}, failed
+    assert (summary.counts.stored, summary.counts.failed) == (4, 7)
+    store = open_store(tmp_path / "acts")
+    stored = {list(written)[request.metadata["line"] - 1]: request for request in store.requests}
+    for name, request in stored.items():
+        live = served.llm.chat(written["data"] if name == "file" else written[name], greedy(1),
+                               capture=[capture], use_tqdm=False)[0].activations  # fmt: skip
+        rows = request.activations()
+        assert rows.positions_of_media == live.positions_of_media
+        for tap, wanted in live.items():
+            assert torch.equal(rows.positions_of(*tap), live.positions_of(*tap))
+            assert far(rows[tap], wanted) < TOLERANCE, (name, tap)
+        batch = store.select(site="embed", request=request.request).take(range(len(rows.positions)))
+        for span in rows.positions_of_media:
+            found = [place for place, each in enumerate(batch.media) if each == span]
+            assert found == list(range(span.first, span.first + span.length))
+    owl, other_owl = stored["chat"].activations().positions_of_media
+    assert owl.hash != other_owl.hash != ""
+    for name in ("data", "file"):
+        (span,) = stored[name].activations().positions_of_media
+        assert span.hash == other_owl.hash
+    assert stored["text"].activations().positions_of_media == ()
+    # The id of a line is of what its files hold.
+    vision.picture(1).save(allowed / "owl.png")
+    with pytest.raises(StoreError, match="line 3 was captured with another prompt"):
+        capture_dataset(replace(mine, resume=True), lambda job: VllmEngine(served.llm, job))

@@ -37,8 +37,8 @@ class Hooks:
     def run(self, site: str = "", layer: int = 0, stream: int = 0, change: Any = None) -> Any:
         def meet(name: str, index: int, streams: Tensor) -> None:
             if (name, index) == (site, layer):
-                streams[stream] = change(streams[stream])
-            self.rows.setdefault((name, index), []).append(streams.transpose(0, 1).clone())
+                streams[stream] = change(streams[stream].cpu()).to(streams.device)
+            self.rows.setdefault((name, index), []).append(streams.transpose(0, 1).cpu().clone())
 
         def entry(index: int) -> Any:
             return lambda _module, _args, named: meet("resid_pre", index, named["hidden_states"])
@@ -104,7 +104,7 @@ def test_halfway_a_layer_has_one_stream(hooks: Hooks) -> None:
         handle.remove()
     rows = ask(hooks.llm, capture=[EVERY]).activations
     for index, wanted in enumerate(seen[: tiny.LAYERS]):
-        assert torch.equal(rows["resid_mid", index][: len(PROMPT)], wanted)
+        assert torch.equal(rows["resid_mid", index][: len(PROMPT)], wanted.cpu())
 
 
 @pytest.mark.parametrize("site", ENDS)

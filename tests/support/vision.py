@@ -19,12 +19,12 @@ from support.tokenizers import byte_pairs
 VOCAB, HIDDEN, LAYERS = 400, 64, 4
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for c in m.content %}{% if c.type == 'image' %}MARK{% elif c.type == 'text' %}"
-    "{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% else %}{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% else %}"
+    "MARK{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_CHAT = ["<|im_start|>", "<|im_end|>"]
-_TEXT = {
+CHAT = ["<|im_start|>", "<|im_end|>"]
+TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": 96,
@@ -78,7 +78,7 @@ def _qwen3vl() -> Parts:
     names = ["vision_start", "vision_end", "image_pad", "video_pad"]
     start, end, image, video = (f"<|{name}|>" for name in names)
     tokenizer = byte_pairs(
-        [*_CHAT, start, end, image, video],
+        [*CHAT, start, end, image, video],
         image_token=image,
         video_token=video,
         vision_bos_token=start,
@@ -88,7 +88,7 @@ def _qwen3vl() -> Parts:
         [start, end, image, video]
     )
     config = hf.Qwen3VLConfig(
-        text_config={**_TEXT, "rope_parameters": _ROPE, "rope_scaling": _ROPE},
+        text_config={**TEXT, "rope_parameters": _ROPE, "rope_scaling": _ROPE},
         vision_config={
             "depth": 4,
             "hidden_size": 32,
@@ -117,13 +117,13 @@ def _gemma3(tokens: int = 4) -> Parts:
     start, end, image = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
     breaks = ["\n" * count for count in range(1, 5)]
     tokenizer = byte_pairs(
-        [*_CHAT, start, end, image, *breaks], image_token=image, boi_token=start, eoi_token=end
+        [*CHAT, start, end, image, *breaks], image_token=image, boi_token=start, eoi_token=end
     )
     start_id, end_id, image_id = tokenizer.convert_tokens_to_ids([start, end, image])
     kinds = ["sliding_attention", "full_attention"] * 2
     config = hf.Gemma3Config(
         text_config=hf.Gemma3TextConfig(
-            **_TEXT, layer_types=kinds, sliding_window=64, query_pre_attn_scalar=32
+            **TEXT, layer_types=kinds, sliding_window=64, query_pre_attn_scalar=32
         ),
         vision_config=hf.SiglipVisionConfig(**_SIGLIP),
         mm_tokens_per_image=tokens,
@@ -179,9 +179,10 @@ def served(path: Path) -> Path:
 
 
 def _published(name: str) -> str:
-    return re.sub(
+    name = re.sub(
         r"(vision_tower)\.(embeddings|encoder|post_layernorm)", r"\1.vision_model.\2", name
     )
+    return name.replace("language_model.model.model.", "language_model.model.")  # of Qwen2-Audio
 
 
 def picture(seed: int, width: int = 70, height: int = 84) -> Pictures.Image:
@@ -192,8 +193,8 @@ def picture(seed: int, width: int = 70, height: int = 84) -> Pictures.Image:
 class VisionOracle:
     """transformers with hooks."""
 
-    def __init__(self, name: str, path: Path) -> None:
-        self._vision = MODELS[name]
+    def __init__(self, name: str, path: Path, vision: Vision | None = None) -> None:
+        self._vision = vision or MODELS[name]
         self._processor = hf.AutoProcessor.from_pretrained(path)
         model_class = getattr(hf, self._vision.make().name)
         self._model = model_class.from_pretrained(
@@ -201,11 +202,9 @@ class VisionOracle:
         ).eval()
         self._layers = self._model.model.language_model.layers
 
-    def inputs(
-        self, text: str, pictures: Sequence[Any], more: Sequence[int] = ()
-    ) -> dict[str, Any]:
-        """Return the inputs for a text with pictures, and more tokens behind it."""
-        inputs = dict(self._processor(text=[text], images=[list(pictures)], return_tensors="pt"))
+    def inputs(self, text: str, media: Sequence[Any], more: Sequence[int] = ()) -> dict[str, Any]:
+        """Return the inputs for a text with media, and more tokens behind it."""
+        inputs = self.processed(text, media)
         tail = torch.tensor([list(more)], dtype=torch.long)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], tail], 1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -217,8 +216,12 @@ class VisionOracle:
             inputs[self._vision.token_types] = torch.zeros_like(inputs["input_ids"])
         return inputs
 
-    def image_tokens(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Return the positions whose embeddings are those of images."""
+    def processed(self, text: str, media: Sequence[Any]) -> dict[str, Any]:
+        """Return what the model's processor makes of a text with media."""
+        return dict(self._processor(text=[text], images=[list(media)], return_tensors="pt"))
+
+    def media_tokens(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Return the positions whose embeddings are those of media."""
         holds = self._processor.tokenizer.convert_tokens_to_ids(self._vision.holds)
         return torch.nonzero(inputs["input_ids"][0] == holds).flatten().tolist()
 

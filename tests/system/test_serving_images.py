@@ -78,7 +78,7 @@ def test_images_and_messages_with_images_are_selected(
         "<|im_start|>assistant\n"
     )
     inputs = oracle.inputs(text, [vision.picture(1), vision.picture(2)])
-    places = oracle.image_tokens(inputs)
+    places = oracle.media_tokens(inputs)
     rows, _ = oracle.run(inputs)
     wanted = rows["resid_post", LAYER][places] @ VECTOR
     assert positions["every"] == places

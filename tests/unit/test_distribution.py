@@ -100,10 +100,19 @@ def needed(requirements: list[Requirement]) -> set[str]:
     return found
 
 
-def install(python: Path, wheel: Path) -> None:
-    """Install a wheel without its requirements and without a network."""
+def package_index(folder: Path, *distributions: Path) -> str:
+    """Make a package index (PEP 503) of midstream in a folder. Return its URL."""
+    page = folder / "simple" / "midstream"
+    page.mkdir(parents=True, exist_ok=True)
+    links = "".join(f'<a href="{path.as_uri()}">{path.name}</a>' for path in distributions)
+    (page / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+    return page.parent.as_uri()
+
+
+def install(python: Path, *arguments: str | Path) -> None:
+    """Install a distribution without what it requires and without a network."""
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    subprocess.run([*pip, "install", "-q", "--no-deps", *arguments], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +131,9 @@ def python(
             top = file.parts[0]
             if top not in (".", "..") and not (site / top).exists():
                 (site / top).symlink_to(Path(str(metadata.distribution(name).locate_file(top))))
-    install(folder / "bin" / "python", built[1])
+    # By name, as a user does.
+    index = package_index(folder.parent, *built)
+    install(folder / "bin" / "python", "--index-url", index, "midstream")
     return folder / "bin" / "python"
 
 
@@ -290,7 +301,7 @@ def test_the_extra_vllm_keeps_a_newer_vllm_that_is_installed(built, requirements
         if one.name not in ("vllm", "midstream"):
             stub(wheels, one.name, "9999" if not one.specifier else _newest(one))
     stub(wheels, "vllm", "0.26.0")
-    install(folder / "bin" / "python", stub(wheels, "vllm", "0.33.0"))
+    install(folder / "bin" / "python", "--no-index", stub(wheels, "vllm", "0.33.0"))
     wanted = f"midstream[vllm] @ {built[1].as_uri()}"
     # Without the machine's own settings of pip, which may name other folders of wheels.
     others = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}

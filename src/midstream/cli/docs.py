@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
 import sys
 import webbrowser
 from pathlib import Path
@@ -13,6 +16,9 @@ from midstream.cli.output import refuse
 
 # Built by scripts/site.sh, and in every released wheel.
 SITE = Path(__file__).parents[1] / "site"
+# In a clone.
+SCRIPT = Path(__file__).parents[3] / "scripts" / "site.sh"
+BUILD_SECONDS = 300
 
 
 def docs(
@@ -26,16 +32,13 @@ def docs(
     """Open the documents of this version in a browser.
 
     They are files of the installed package: guides, the API reference and a search, without a
-    network. Exit status: 0 success; 2 the page or the documents are not there.
+    network. A clone builds them at the first call. Exit status: 0 success; 2 the page or the
+    documents are not there.
 
     Example: midstream docs quickstart
     """
     if not (SITE / "index.html").is_file():
-        raise refuse(
-            "the documents are not built in this installation, as in a clone;"
-            " build them with scripts/site.sh, or read docs/*.md",
-            as_json=False,
-        )
+        _build()
     name = page.removesuffix(".md").removesuffix(".html")
     file = (SITE / f"{name}.html").resolve()
     if SITE.resolve() not in file.parents or not file.is_file():
@@ -44,3 +47,26 @@ def docs(
     sys.stdout.write(f"{file.as_uri()}\n")
     if not only_print:
         webbrowser.open(file.as_uri())
+
+
+def _build() -> None:
+    """Build the site, which a clone lacks; takes about 20 seconds."""
+    if not SCRIPT.is_file() or importlib.util.find_spec("mkdocs") is None:
+        raise refuse(
+            "the documents are not built in this installation; in a clone scripts/setup.sh installs"
+            " what builds them, and scripts/site.sh builds them; docs/*.md are the same pages",
+            as_json=False,
+        )
+    sys.stderr.write("building the documents, once\n")
+    command = [str(SCRIPT), "--quiet", "--site-dir", str(SITE)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=BUILD_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        raise refuse("scripts/site.sh failed: " + " / ".join(lines[-3:]), as_json=False)

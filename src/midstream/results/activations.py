@@ -296,9 +296,13 @@ class Activations:
 def with_heads(
     activations: Activations,
     heads: Mapping[Tap, Heads],
-    positions_of_media: tuple[MediaSpan, ...] = (),
+    positions_of_media: tuple[MediaSpan, ...] | None = None,
 ) -> Activations:
-    """Return the same rows with other heads shown, by (site, layer): without any, [rows, width]."""
+    """Return the same rows with other heads shown, by (site, layer): without any, [rows, width];
+    and with other media of the prompt, None: the same.
+    """
+    if positions_of_media is None:
+        positions_of_media = activations.positions_of_media
     if activations.heads == heads and activations.positions_of_media == positions_of_media:
         return activations
     return Activations(

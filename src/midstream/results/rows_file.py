@@ -6,7 +6,6 @@ import json
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +15,7 @@ from midstream import sites
 from midstream.errors import CodecError, SpecError, UnsupportedError
 from midstream.results.arrays import PER_DIM, Heads, array_of, load_tensors
 from midstream.results.encoded_rows import Rows
-from midstream.results.media_span import MediaSpan
+from midstream.results.media_span import MediaSpan, read_spans, spans_to_json
 from midstream.sites import Tap, order
 from midstream.validation import INT_LIMIT, is_int, read_json, show
 
@@ -100,7 +99,7 @@ def header_of(num_layers: int | None, media: Sequence[MediaSpan]) -> dict[str, s
     if num_layers is not None:
         header["num_layers"] = str(num_layers)
     if media:
-        header["media"] = json.dumps([asdict(span) for span in media], separators=(",", ":"))
+        header["media"] = json.dumps(spans_to_json(media), separators=(",", ":"))
     return header
 
 
@@ -163,14 +162,10 @@ def _media(metadata: Mapping[str, Any]) -> tuple[MediaSpan, ...]:
     """Return the media that a file's metadata state."""
     text = metadata.get("media", "[]")
     try:
-        media = msgspec.convert(read_json(text), tuple[MediaSpan, ...])
-    except (SpecError, TypeError, msgspec.ValidationError):
-        raise SpecError(
-            "",
-            f"media {show(str(text))}: expected a JSON list of objects with `kind`, `index`, "
-            "`first` and `length`",
-        ) from None
-    return media
+        value = read_json(text)
+    except (SpecError, TypeError):
+        value = text
+    return read_spans(value)
 
 
 def _checked_heads(name: str, rows: Any, heads: Heads) -> Heads:

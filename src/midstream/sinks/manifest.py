@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from midstream.results.media_span import spans_to_json
 from midstream.sinks.base import Delivery, Origin
 
 FORMAT = "midstream.npz"
@@ -25,6 +26,7 @@ def manifest_of(
         "completions": delivery.completions,
         "prompt_tokens": delivery.prompt_tokens,
         "generated_tokens": len(delivery.generated_token_ids),
+        "media": spans_to_json(delivery.activations.positions_of_media),
         "finish_reason": delivery.finish_reason,
         "status": delivery.receipt.status,
         "problems": list(delivery.receipt.problems),

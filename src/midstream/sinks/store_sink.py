@@ -16,20 +16,20 @@ from torch import Tensor
 from midstream.errors import ExistsError, SpecError, StoreError
 from midstream.plan import Plan
 from midstream.results.activations import Activations
+from midstream.results.media_span import spans_to_json
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.sinks.base import Delivery, Origin, Sink
 from midstream.sinks.name_claims import NameClaims
 from midstream.sites import Tap
 from midstream.store import Entry, Header, TapRows, Writer
 from midstream.store.backends.local import folder_of
+from midstream.store.stored_activations import MEDIA, OWN
 from midstream.store.stored_ids import StoredIds
 from midstream.store.writer import SHARD_BYTES
 from midstream.validation import show
 
 # The file whose bytes are locked for the ids of running requests, in a local store.
 LOCKS = ".names.lock"
-# A request's metadata is the caller's, plus midstream's own data under this key.
-OWN = "midstream"
 # Fields of a receipt that the entry contains anyway.
 _REDUNDANT = ("request_id", "prompt_tokens", "generated_tokens")
 
@@ -147,6 +147,8 @@ class StoreSink(Sink):
             "finish_reason": delivery.finish_reason,
             "receipt": brief(delivery.receipt),
         }
+        if delivery.activations.positions_of_media:
+            metadata[MEDIA] = spans_to_json(delivery.activations.positions_of_media)
         if delivery.plan is not None:
             metadata["plan"] = outline(delivery.plan)
         if self._prompts:

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.errors import StoreError
+from midstream.results.media_span import MediaSpan
 from midstream.sites import Tap
 from midstream.store.filter import Filter
 from midstream.store.format.layout import tap_order
 from midstream.store.format.lines import Line
 from midstream.store.format.shard import Shard
-from midstream.store.stored_activations import decode
+from midstream.store.stored_activations import decode, media_of
 from midstream.validation import is_int, kind, show
 
 
@@ -151,12 +152,23 @@ class _Part:
         """Return the rows of an index column; see `Shard.column`."""
         return self.segment.shard.column(self.segment.group, name)[self.rows]
 
+    def requests(self) -> list[int]:
+        """Return the index of each row's completion in its shard."""
+        owners, bounds = self.segment.shard.owners(self.segment.group)
+        found: list[int] = owners[np.searchsorted(bounds, self.rows, side="right") - 1].tolist()
+        return found
+
     def lines(self) -> Iterator[Line]:
         """Yield the line of each row's completion."""
-        shard = self.segment.shard
-        owners, bounds = shard.owners(self.segment.group)
-        runs = np.searchsorted(bounds, self.rows, side="right") - 1
-        return (shard.lines[request] for request in owners[runs].tolist())
+        return (self.segment.shard.lines[request] for request in self.requests())
+
+    def media(self) -> Iterator[MediaSpan | None]:
+        """Yield the item of the prompt that each row's token is of; None: it is text."""
+        requests = self.requests()
+        by_request = {index: media_of(self.segment.shard, index) for index in set(requests)}
+        for place, index in zip(self.stored("position").tolist(), requests, strict=True):
+            spans = by_request[index]
+            yield next((s for s in spans if 0 <= place - s.first < s.length), None)
 
 
 class Batch:
@@ -241,6 +253,15 @@ class Batch:
     def child(self) -> Tensor:
         """Completion index of each row in its request, int64 [n]."""
         return self._column(lambda part: [line.child for line in part.lines()])
+
+    @cached_property
+    def media(self) -> list[MediaSpan | None]:
+        """The image, audio or video whose placeholder has each row's token; None: it has none."""
+        spans: list[MediaSpan | None] = [None] * self._count
+        for part in self._parts:
+            for where, span in zip(part.where.tolist(), part.media(), strict=True):
+                spans[where] = span
+        return spans
 
     def __repr__(self) -> str:
         return f"Batch({self._count} rows)"

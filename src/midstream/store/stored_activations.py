@@ -8,12 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from midstream.errors import CodecError, StoreError
+from midstream.errors import CodecError, SpecError, StoreError
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
+from midstream.results.media_span import MediaSpan, read_spans
 from midstream.sites import Tap
 from midstream.store.format.entry_rows import check_positions
 from midstream.store.format.shard import Run, Shard
+
+# A request's metadata is the caller's, plus midstream's own data under this key. The list of its
+# media is in these.
+OWN, MEDIA = "midstream", "media"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,19 @@ def read_activations(shard: Shard, request: int) -> Activations:
         {tap: values[tap] for tap in ordered},
         {tap: positions[tap] for tap in ordered},
         _by_position(places, tokens),
+        positions_of_media=media_of(shard, request),
     )
+
+
+def media_of(shard: Shard, request: int) -> tuple[MediaSpan, ...]:
+    """Return the media in a request's prompt; none if its metadata name none."""
+    if f'"{MEDIA}"'.encode() not in shard.metadata_text(request):
+        return ()
+    own = shard.metadata(request).get(OWN)
+    try:
+        return read_spans(own.get(MEDIA, [])) if isinstance(own, dict) else ()
+    except SpecError as error:
+        raise StoreError(f"{shard.path}: metadata: {OWN}: {error}") from None
 
 
 def _by_position(places: list[np.ndarray], tokens: list[np.ndarray]) -> Tensor:

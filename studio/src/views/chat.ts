@@ -58,7 +58,7 @@ export function chat(context: Context, state: State): View {
         { class: "stack" },
         formatSelect(text(state, "format", "chat"), (value) => ((state["format"] = value), save())),
         field("System prompt", system),
-        h("div", { class: "pair" }, field("Most tokens", maxTokens), field("Temperature", temperature)),
+        h("div", { class: "pair" }, field("Maximum tokens", maxTokens), field("Temperature", temperature)),
       ),
     ),
   );
@@ -183,10 +183,10 @@ export function chat(context: Context, state: State): View {
   }
 
   function welcome(): HTMLElement {
-    const tries = ["The capital of France is", "Write a short poem about the sea.", "Explain gravity to a child."];
+    const tries = ["What is the capital of France?", "Write a short poem about the sea.", "Explain gravity to a child."];
     return emptyState(
       "Talk to the model, token by token",
-      "Each token of an answer is coloured by what you choose: the model’s confidence, a vector, a lens, or a feature of an SAE.",
+      "Each token of an answer is coloured by what you choose: how unlikely it was, a vector, a lens, or a feature of an SAE.",
       h("div", { class: "chips" }, ...tries.map((one) => button(one, () => ((prompt.value = one), submit())))),
     );
   }

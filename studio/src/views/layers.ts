@@ -139,7 +139,7 @@ export function layers(context: Context, state: State): View {
   drawControls();
   out.append(emptyState("Look inside, layer by layer", "A lens shows which token each layer would choose next, the last layer at the top. A vector shows where in the prompt each layer goes along it."));
   const aside = h("aside", { class: "panel", "aria-label": "Settings" }, controls);
-  const main = h("div", { class: "main" }, h("form", { class: "composer top", submit: (event: Event) => (event.preventDefault(), void run()) }, field("Prompt", prompt), h("div", { class: "row" }, runButton)), out, code.element);
+  const main = h("div", { class: "main" }, h("form", { class: "composer still", submit: (event: Event) => (event.preventDefault(), void run()) }, field("Prompt", prompt), h("div", { class: "row" }, runButton)), out, code.element);
   if (prompt.value) queueMicrotask(() => void run());
   return { element: page("Layers × tokens", "Every layer’s view of every token of a prompt.", aside, main), stop: () => running?.abort() };
 }

@@ -1,9 +1,11 @@
 /** Library: registered vectors; register more, or fit them to pairs typed here. */
 
-import { call, floats, send, told, type Json, type VectorInfo } from "../api";
+import { call, send, told, type Json, type VectorInfo } from "../api";
 import { CodePanel, curl, py, pyCall, pyClient } from "../code";
-import { emptyState, keepReadings, page, STREAM_SITES, type Context, type Reading, type View } from "../context";
+import { emptyState, page, STREAM_SITES, type Context, type View } from "../context";
 import { button, field, h, notice, select } from "../dom";
+import { saveVector, vectorPath as pathOf } from "../download";
+import { fitVector } from "../fit";
 import { short } from "../scale";
 import { hashOf, keep, text, type State } from "../state";
 
@@ -15,7 +17,6 @@ const METHODS = [
   ["pca", "PCA of the pairs’ differences"],
 ] as const;
 const MOST_BYTES = 64 << 20;
-const pathOf = (name: string) => `/v1/midstream/vectors/${name.split("/").map(encodeURIComponent).join("/")}`;
 
 export function library(context: Context, state: State): View {
   const control = new AbortController();
@@ -48,8 +49,15 @@ export function library(context: Context, state: State): View {
       : [
           h("a", { href: hashOf("steer", { v: [[one.name, middleLayer ?? null, 1]] }) }, "Steer"),
           h("a", { href: hashOf("chat", { color: "vector", vector: one.name, layer: middleLayer }) }, "Colour"),
+          saveButton(one.name, told),
         ];
     return h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, where(one)), h("td", { class: "num" }, norms(one)), h("td", { class: "actions" }, ...uses, remove, told));
+  }
+
+  function saveButton(name: string, said: HTMLElement): HTMLElement {
+    const made = button("Save file", () => void saveVector(name, control.signal).catch((error) => (said.textContent = told(error))), "quiet");
+    made.setAttribute("aria-label", `Save ${name} as a file`);
+    return made;
   }
 
   async function removed(name: string, said: HTMLElement): Promise<void> {
@@ -96,9 +104,7 @@ export function library(context: Context, state: State): View {
     fitButton.disabled = true;
     fitted.replaceChildren(notice("info", `Fitting ${body.positive.length + body.negative.length} texts …`));
     try {
-      const { directions } = await call<Json>("POST", "/v1/midstream/fit", body, control.signal);
-      keepReadings(readings(body.name, directions.layers));
-      await context.refresh();
+      const directions = await fitVector(context, body, control.signal);
       drawList();
       fitted.replaceChildren(fitResult(body.name, directions));
     } catch (error) {
@@ -223,19 +229,6 @@ function norms(one: VectorInfo): string {
   if (!one.norms.length) return "";
   const [low, high] = [Math.min(...one.norms), Math.max(...one.norms)];
   return low === high ? short(low) : `${short(low)} – ${short(high)}`;
-}
-
-/** Bias and unit by layer, with which a probe reads −1 and 1 at the class means. */
-function readings(name: string, layers: Json[]): Record<string, Reading> {
-  const found: Record<string, Reading> = {};
-  for (const one of layers) {
-    if (!one.midpoint) continue;
-    const [vector, midpoint] = [floats(one.vector.f32), floats(one.midpoint.f32)];
-    const dot = (a: Float32Array, b: Float32Array) => a.reduce((sum, each, nth) => sum + each * b[nth]!, 0);
-    const unit = dot(vector, vector) / 2;
-    if (unit > 0) found[`${name}@${one.layer}`] = { bias: -dot(midpoint, vector), unit };
-  }
-  return found;
 }
 
 function fitResult(name: string, found: Json): HTMLElement {

@@ -126,13 +126,13 @@ export function patching(context: Context, state: State): View {
       { class: "stack", submit: (event: Event) => (event.preventDefault(), void run()) },
       field("Prompt", boxes.prompt, "The one that is patched."),
       field("Source", boxes.source, "Where the vectors come from."),
-      h("div", { class: "pair" }, field("Token of the source", boxes.answer), field("Token of the prompt", boxes.other)),
-      h("p", { class: "hint" }, "A leading space counts. Without the second token the log-probability of the first is measured."),
+      h("div", { class: "pair" }, field("Answer of the source", boxes.answer), field("Answer of the prompt", boxes.other)),
+      h("p", { class: "hint" }, "The first token of each; a leading space counts. Without the second one, the log-probability of the first is measured."),
       h(
         "div",
         { class: "pair" },
         field("Site", select((sites.length ? sites : [site()]).map((one) => [one, one]), site(), (value) => ((state["site"] = value), save()))),
-        field("Other length", select([["", "reject"], ["suffix", "align ends"], ["prefix", "align starts"]], text(state, "align"), (value) => ((state["align"] = value), save()))),
+        field("If lengths differ", select([["", "refuse"], ["suffix", "align the ends"], ["prefix", "align the starts"]], text(state, "align"), (value) => ((state["align"] = value), save()))),
       ),
       h("div", { class: "row" }, runButton, stopButton),
     ),
@@ -142,6 +142,6 @@ export function patching(context: Context, state: State): View {
 }
 
 function paintOf(event: Json, isShare: boolean): Paint {
-  if (isShare) return { title: "recovered", center: 0, limits: [-1, 1], read: percent };
+  if (isShare) return { title: "recovered: 0 as the prompt, 1 as the source", center: 0, limits: [-1, 1], read: percent };
   return { title: "metric", center: event.corrupt, read: short };
 }

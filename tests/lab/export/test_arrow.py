@@ -20,7 +20,8 @@ def selected(tmp_path, head=None, **chosen):
     """34 rows or fewer of three taps, of five completions."""
     head = head or header()
     entries = [entry(f"r{i}", rows=i, seed=i, head=head, tag="t" * (i % 2)) for i in range(4)]
-    entries.append(entry("r3", child=1, rows=4, seed=9, head=head))
+    media = {"midstream": {"media": [{"kind": "audio", "index": 1, "first": 1, "length": 2}]}}
+    entries.append(entry("r3", child=1, rows=4, seed=9, head=head, metadata=media))
     write(tmp_path / "store", entries, head, shard_bytes=1500)
     return open_store(tmp_path / "store").select(**chosen)
 
@@ -36,6 +37,7 @@ def expected(selection):
         "layer": batch.layer.tolist(),
         "position": batch.position.tolist(),
         "token_id": batch.token_id.tolist(),
+        "media": [span and f"{span.kind}.{span.index}" for span in batch.media],
         "vector": batch.numpy(),
     }
 
@@ -62,6 +64,7 @@ def test_a_parquet_file_has_every_row_with_what_it_is_of(tmp_path, dtype):
         pa.int32(),
         pa.int64(),
         pa.int64(),
+        pa.string(),
     ]
     assert holds(table.to_pydict(), expected(selection))
     (said,) = json.loads(table.schema.metadata[b"midstream"])

@@ -77,6 +77,13 @@ def test_positions_codecs_and_dtypes_count_as_in_a_job(model, tmp_path, fields, 
     assert (found.rows, found.token_bytes) == (rows, token_bytes)
 
 
+def test_lines_with_images_are_refused(model, tmp_path):
+    part = {"type": "image_url", "image_url": "data:image/png;base64,AAEC"}
+    write_lines(tmp_path, [{"messages": "a"}, {"messages": [{"role": "user", "content": [part]}]}])
+    with pytest.raises(SpecError, match="data: line 2: only an engine knows how many tokens"):
+        of(tmp_path, model, chat=True)
+
+
 def test_a_conversation_is_written_out_by_the_template(model, tmp_path):
     write_lines(tmp_path, ["abcde", {"messages": [{"role": "user"}]}])
     user = Capture(0, positions=[{"role": "user"}])

@@ -1,6 +1,7 @@
 """What a line of data may be."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -52,6 +53,50 @@ def test_what_is_no_prompt_is_a_failure_with_its_reason(text, chat, reason):
     assert isinstance(found, Failed)
     assert found.line == 9
     assert reason in found.reason
+
+
+def test_media_of_a_conversation_are_data_and_files_of_one_folder(tmp_path):
+    allowed, data = tmp_path / "allowed", "data:image/png;base64,AAEC"
+    allowed.mkdir()
+    (allowed / "a b.png").write_bytes(b"\0\1\2")
+    (allowed / "folder").mkdir()
+    (tmp_path / "out.png").write_bytes(b"")
+    (allowed / "link.png").symlink_to(tmp_path / "out.png")
+    os.mkfifo(allowed / "pipe")
+
+    def read(part, files=str(allowed)):
+        text = json.dumps([{"role": "user", "content": [{"type": "text", "text": "?"}, part]}])
+        found = read_text(4, f'{{"messages": {text}}}'.encode(), "messages", True, files)
+        return found.reason if isinstance(found, Failed) else found.prompt[0]["content"][1]
+
+    file = (allowed / "a b.png").as_uri()
+    for part, wanted in (
+        ({"type": "image_url", "image_url": {"url": data, "detail": "low"}}, None),
+        ({"image_url": data}, None),
+        ({"type": "input_audio", "input_audio": {"data": "AAEC", "format": "wav"}}, None),
+        ({"type": "text", "text": "http://a", "image_url": None, "uuid": None}, None),
+        ({"type": "image_url", "image_url": {"url": file}}, {"url": data}),
+        ({"type": "input_image", "image_url": file}, data),
+    ):
+        assert read(part) == (part if wanted is None else {**part, "image_url": wanted})
+    where = "messages[0].content[1]"
+    for part, reason in (
+        ({"image_url": {"url": "https://a/b.png"}}, f"{where}.image_url: 'https://a/b.png': exp"),
+        ({"audio_url": "data:audio/wav,abc"}, f"{where}.audio_url: 'data:audio/wav,abc': exp"),
+        ({"video_url": {"url": "a b.png"}}, f"{where}.video_url: 'a b.png': expected a `data:`"),
+        ({"image_url": data, "uuid": "1"}, f"{where}.uuid: leave out"),
+        ({"image_url": (tmp_path / "out.png").as_uri()}, "is not in `allowed_local_media_path`"),
+        ({"image_url": (allowed / "link.png").as_uri()}, "is not in `allowed_local_media_path`"),
+        ({"image_url": f"file://host{allowed}/a%20b.png"}, "is not in `allowed_local_media_path`"),
+        ({"image_url": f"file://{allowed}/../out.png"}, "is not in `allowed_local_media_path`"),
+        ({"image_url": (allowed / "none.png").as_uri()}, "none.png: No such file"),
+        ({"image_url": (allowed / "folder").as_uri()}, "Is a directory"),
+        ({"image_url": (allowed / "pipe").as_uri()}, "not a regular file"),
+    ):
+        assert reason in read(part), part
+    assert "files may be in the `allowed_local_media_path` of `engine_args` only" in read(
+        {"image_url": file}, ""
+    )
 
 
 @given(value=JSON, chat=st.booleans())

@@ -1,4 +1,4 @@
-"""`midstream docs`: opens the installed site, and says how to build one that is not there."""
+"""`midstream docs`: opens the installed site, and builds one that a clone lacks."""
 
 from __future__ import annotations
 
@@ -53,8 +53,31 @@ def test_an_unknown_page_is_rejected_and_the_pages_are_named(opened, tmp_path, p
     assert opened == []
 
 
-def test_an_installation_without_the_site_names_the_command_that_builds_it(opened):
+def test_a_clone_builds_the_site_at_the_first_call(opened, tmp_path, monkeypatch):
+    script = tmp_path / "site.sh"
+    script.write_text('#!/bin/sh\nmkdir -p "$3" && echo page > "$3/index.html" && "$PYTHON" -V\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(docs, "SCRIPT", script)
+    for _ in range(2):  # the second call finds it
+        shown = CliRunner().invoke(app, ["docs", "--print"])
+        assert shown.exit_code == 0, shown.stderr
+        assert shown.stdout == f"{(tmp_path / 'site/index.html').resolve().as_uri()}\n"
+        script.unlink(missing_ok=True)
+
+
+def test_a_site_that_cannot_be_built_is_an_error_with_its_last_lines(opened, tmp_path, monkeypatch):
+    script = tmp_path / "site.sh"
+    script.write_text("#!/bin/sh\necho no such theme >&2; exit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(docs, "SCRIPT", script)
     shown = CliRunner().invoke(app, ["docs"])
     assert shown.exit_code == 2
-    assert "scripts/site.sh" in shown.stderr
-    assert Path(docs.__file__).parents[3].joinpath("scripts/site.sh").is_file()
+    assert "scripts/site.sh failed: no such theme" in shown.stderr
+
+
+def test_an_installation_without_the_site_names_what_builds_it(opened, tmp_path, monkeypatch):
+    assert docs.SCRIPT.is_file()
+    monkeypatch.setattr(docs, "SCRIPT", tmp_path / "absent")
+    shown = CliRunner().invoke(app, ["docs"])
+    assert shown.exit_code == 2
+    assert "scripts/setup.sh" in shown.stderr

@@ -325,11 +325,12 @@ def test_copies_say_where_the_media_of_the_prompt_are():
     assert pickle.loads(pickle.dumps(shown)).positions_of_media == spans
     later = rows_after(shown, {}, list(shown))
     assert later.positions_of_media == spans
-    assert with_heads(shown, {}).positions_of_media == ()
+    assert with_heads(shown, {}).positions_of_media == spans
+    assert with_heads(shown, {}, ()).positions_of_media == ()
 
 
 def test_files_say_where_the_media_of_the_prompt_are(tmp_path):
-    spans = (MediaSpan("image", 0, 1, 3), MediaSpan("audio", 0, 9, 2))
+    spans = (MediaSpan("image", 0, 1, 3, "a1"), MediaSpan("audio", 0, 9, 2))
     shown = with_heads(make(), {}, spans)
     assert Activations.load(shown.save(tmp_path / "rows")).positions_of_media == spans
     packed = pack(shown, 4, torch.float32)

@@ -14,8 +14,9 @@ from support.sinking import ORIGIN, RECEIPT, WIDE, WIDE_ORIGIN, WIDTH, activatio
 
 from midstream.codecs import parse_codec
 from midstream.errors import SpecError
-from midstream.results.activations import Activations
+from midstream.results.activations import Activations, with_heads
 from midstream.results.encoded_rows import Rows
+from midstream.results.media_span import MediaSpan
 from midstream.sinks.files import LAYOUTS, FileSink
 
 TAPS = (("resid_pre", 0), ("resid_post", 1))
@@ -86,8 +87,8 @@ def test_a_request_has_a_file_for_each_site_and_layer_and_a_manifest(sink, root)
 def test_the_manifest_has_shapes_paths_codec_and_whose_they_are(sink, root):
     ranks = {("resid_pre", 0): (1,)}
     result = written(
-        sink, name="r1", metadata={"a": [1]}, activations=activations(TAPS), return_="sharded",
-        ranks=ranks,
+        sink, name="r1", metadata={"a": [1]}, return_="sharded", ranks=ranks,
+        activations=with_heads(activations(TAPS), {}, (MediaSpan("audio", 0, 1, 2, "a1"),)),
     )  # fmt: skip
     on_disk = json.loads((root / "r1" / "manifest.json").read_text())
     assert on_disk["files"][0] == {
@@ -103,9 +104,12 @@ def test_the_manifest_has_shapes_paths_codec_and_whose_they_are(sink, root):
         },
         "scales": None,
     }
+    # fmt: off
     wanted = {"codec": "raw", "return": "sharded", "request_id": "7", "metadata": {"a": [1]},
               "model": "a/model", "hidden_size": WIDTH, "prompt_tokens": 3, "generated_tokens": 2,
-              "completion": 0, "status": "ok", "problems": []}  # fmt: skip
+              "completion": 0, "status": "ok", "problems": [],
+              "media": [{"kind": "audio", "index": 0, "first": 1, "length": 2, "hash": "a1"}]}
+    # fmt: on
     assert {name: on_disk[name] for name in wanted} == wanted
     # To the caller it is the same, with paths that need no folder.
     for one in on_disk["files"]:

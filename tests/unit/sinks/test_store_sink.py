@@ -1,21 +1,28 @@
 """The sink that writes a store: what was acknowledged is in it, exactly, with whose it is."""
 
 import dataclasses
+import json
 import os
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.sinking import ORIGIN, WIDE, WIDE_ORIGIN, WIDTH, activations, delivery
+from unit.store.making import entry, write
 
 from midstream.codecs import parse_codec
 from midstream.errors import StoreError
+from midstream.lab.export import export_npz
 from midstream.plan import Capture, Plan, Probe, Steer
 from midstream.plan.vectors.vector import Vector
-from midstream.results.activations import Activations
+from midstream.results.activations import Activations, with_heads
 from midstream.results.encoded_rows import Rows
+from midstream.results.media_span import MediaSpan, spans_to_json
 from midstream.results.receipt import Captured, Receipt, Selected
 from midstream.sinks.store_sink import StoreSink, brief, outline
 from midstream.store import open_store
+from midstream.store.maintenance.merge import merge
 
 TAPS = (("resid_pre", 0), ("resid_post", 1), ("resid_post", 3))
 
@@ -179,6 +186,66 @@ def test_a_request_that_is_held_and_metadata_of_the_stores_own_name_are_errors(s
     assert len(open_store(root)) == 1
     with pytest.raises(ValueError, match="metadata: the key 'midstream' is reserved"):
         sink.write(delivery(metadata={"midstream": 1}))
+
+
+SPANS = st.lists(
+    st.builds(
+        MediaSpan,
+        st.sampled_from(["image", "audio", "video"]),
+        st.integers(0, 9),
+        st.integers(0, 40),
+        st.integers(1, 9),
+        st.text("0123456789abcdef", max_size=64),
+    ),
+    max_size=4,
+).map(tuple)
+
+
+@given(prompts=st.lists(SPANS, min_size=1, max_size=3))
+def test_a_store_says_where_the_media_of_each_prompt_are(tmp_path_factory, prompts):
+    folder = tmp_path_factory.mktemp("media")
+    sink, places = StoreSink(str(folder / "store")), range(0, 50, 3)
+    sink.open(ORIGIN)
+    rows = Activations(
+        {tap: torch.zeros(len(places), WIDTH) for tap in TAPS},
+        dict.fromkeys(TAPS, torch.tensor(places)),
+        torch.arange(50),
+    )
+    for nth, spans in enumerate(prompts):
+        sink.write(delivery(f"r{nth}", activations=with_heads(rows, {}, spans)))
+    sink.flush()
+    merge([folder / "store"], folder / "merged")
+    for store in map(open_store, (folder / "store", folder / "merged")):
+        for nth, spans in enumerate(prompts):
+            assert store.get(f"r{nth}").positions_of_media == spans
+            batch = store.select(layer=3, request=f"r{nth}").take(range(len(places)))
+            for place, span in zip(places, batch.media, strict=True):
+                wanted = [each for each in spans if each.first <= place < each.first + each.length]
+                assert span == (wanted[0] if wanted else None)
+    for spans, path in zip(prompts, export_npz(store.select(), folder / "npz"), strict=True):
+        assert json.loads((path / "manifest.json").read_text())["media"] == spans_to_json(spans)
+
+
+SPAN = {"kind": "image", "index": 0, "first": 1, "length": 2}
+
+
+@pytest.mark.parametrize(
+    ("known", "problem"),
+    [
+        ({"midstream": {"media": [{"kind": "image"}]}}, "metadata: midstream: media .*expected a"),
+        ({"midstream": {"media": [{**SPAN, "first": -1}]}}, "expected a JSON list"),
+        ({"midstream": {"media": 7}}, "expected a JSON list"),
+        ({"midstream": "media", "media": 3}, None),
+        ({"midstream": {"media": [{**SPAN, "more": 1}]}}, None),
+    ],
+)
+def test_media_in_metadata_that_others_wrote_are_checked(root, known, problem):
+    write(root, [entry("a", metadata=known)])
+    if problem is None:
+        assert len(open_store(root).get("a").positions_of_media) == (known["midstream"] != "media")
+        return
+    with pytest.raises(StoreError, match=problem):
+        open_store(root).get("a")
 
 
 def test_a_store_that_cannot_be_written_to_keeps_the_engine_from_starting(tmp_path):

@@ -16,13 +16,14 @@ from midstream.errors import StoreError
 from midstream.store import Batch, Header, Selection
 
 _BATCH_BYTES = 16 << 20  # bytes of vectors per record batch
-_NAMES = ("request", "tag", "site")  # columns with few distinct values
+_NAMES = ("request", "tag", "site", "media")  # columns with few distinct values
 
 
 def record_batches(selection: Selection) -> Any:
     """Return the rows as a `pyarrow.RecordBatchReader`, which reads them lazily.
 
     Columns: `request`, `tag`, `site` string; `child`, `layer` int32; `position`, `token_id` int64;
+    `media` string, such as `image.0` for the tokens of a prompt's first image, null for text;
     `vector` a fixed-size list with the decoded vector, of float16 for float16 rows with codec raw,
     else of float32. (Arrow has no bfloat16; float32 represents all of its values.) The schema's
     metadata has the shards' headers under `midstream`, as JSON.
@@ -107,6 +108,7 @@ def _schema(selection: Selection) -> tuple[Any, int]:
             ("layer", pa.int32()),
             ("position", pa.int64()),
             ("token_id", pa.int64()),
+            ("media", pa.string()),
             ("vector", pa.list_(kind, width)),
         ],
         metadata={"midstream": json.dumps([header.to_dict() for header in headers])},
@@ -126,6 +128,7 @@ def _record_batch(batch: Batch, schema: Any) -> Any:
         batch.layer.numpy(),
         batch.position.numpy(),
         batch.token_id.numpy(),
+        [span and f"{span.kind}.{span.index}" for span in batch.media],
         pa.FixedSizeListArray.from_arrays(vectors, kind.list_size),
     ]
     arrays = [

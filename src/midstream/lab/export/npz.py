@@ -21,12 +21,14 @@ from torch import Tensor
 from midstream.errors import StoreError
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
+from midstream.results.media_span import spans_to_json
 from midstream.sinks.files import MANIFEST
 from midstream.sinks.manifest import FORMAT, VERSION
 from midstream.sinks.npz_arrays import arrays_of, described
 from midstream.sites import Tap
 from midstream.store import Selection
 from midstream.store.format.shard import Shard
+from midstream.store.stored_activations import media_of
 from midstream.validation import show
 
 _MAX_NAME = 200
@@ -161,6 +163,7 @@ def _fill(folder: Path, shard: Shard, request: int, parts: Sequence[_Part]) -> N
         "tag": line.tag,
         "completion": line.child,
         "prompt_tokens": line.prompt_tokens,
+        "media": spans_to_json(media_of(shard, request)),
         "metadata": shard.metadata(request),
         **replace(header, widths=()).to_dict(),
         "files": files,

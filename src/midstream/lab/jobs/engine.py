@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from midstream.config.config import KEY
-from midstream.errors import SpecError
+from midstream.errors import MidstreamError, SpecError
 from midstream.lab.jobs.job import Job
 from midstream.lab.jobs.records import Failed, Record
 from midstream.results.activations import Activations, with_heads
 from midstream.results.receipt import Receipt
+from midstream.runtime.frontend.request.prompt.message_spans import has_media
 from midstream.sinks.base import Origin
 from midstream.validation import show
 
@@ -124,14 +125,24 @@ class VllmEngine:
         return 2 * int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
 
     def add(self, record: Record) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         from midstream.runtime.frontend.request.prompt.inputs import named_refusals
 
         number = self._llm.request_counter.counter
-        with named_refusals():
-            if self._chat:
-                self._add_chat(record.prompt)
-            else:
-                self._llm.enqueue([{"prompt": record.prompt}], self._params, use_tqdm=False)
+        try:
+            with named_refusals():
+                if self._chat:
+                    self._add_chat(record.prompt)
+                else:
+                    self._llm.enqueue([{"prompt": record.prompt}], self._params, use_tqdm=False)
+        except (MidstreamError, EngineDeadError):
+            raise
+        except Exception as error:
+            # Media are decoded here, by libraries that raise errors of their own.
+            if not has_media(record.prompt):
+                raise
+            raise SpecError("", f"{type(error).__name__}: {error}") from error
         self._lines[str(number)] = record.line
 
     def step(self) -> Sequence[Reply | Failed]:

@@ -22,7 +22,7 @@ from midstream.plan.positions.prompt import Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.shape import ModelShape
 from midstream.plan.tap_lookup import find_taps
-from midstream.runtime.frontend.request.prompt.message_spans import message_spans
+from midstream.runtime.frontend.request.prompt.message_spans import has_media, message_spans
 from midstream.sites import ENDS, INNER, OUTER
 from midstream.store.backends.local import LocalFolder, folder_of
 from midstream.validation import listed
@@ -55,6 +55,10 @@ def estimate_job(job: Job) -> JobEstimate:
     lines = len(sample) if len(sample) <= SAMPLE else source.count() or job.limit
     if lines is None:
         raise SpecError("limit", f"the number of lines of {job.data} is unknown: give a limit")
+    for record in sample:
+        if isinstance(record, Record) and has_media(record.prompt):
+            problem = "only an engine knows how many tokens media take"
+            raise SpecError("data", f"line {record.line}: {problem}")
     counts, problems = list[int](), list[str]()
     for record in sample[:SAMPLE]:
         try:

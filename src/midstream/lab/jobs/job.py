@@ -34,6 +34,7 @@ _OWN_ARGUMENTS = (
 # and no others.
 _HARMLESS_ARGUMENTS = frozenset(
     {
+        "allowed_local_media_path",
         "async_scheduling",
         "block_size",
         "cpu_offload_gb",
@@ -45,10 +46,12 @@ _HARMLESS_ARGUMENTS = frozenset(
         "enable_prefix_caching",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
+        "limit_mm_per_prompt",
         "load_format",
         "max_model_len",
         "max_num_batched_tokens",
         "max_num_seqs",
+        "mm_processor_cache_gb",
         "num_gpu_blocks_override",
         "pipeline_parallel_size",
         "swap_space",
@@ -163,6 +166,11 @@ class Job:
     def column(self) -> str:
         """Name of the field or column with the prompt."""
         return self.prompt_field or ("messages" if self.chat else "text")
+
+    @property
+    def media_files(self) -> str:
+        """Folder that files of conversations may be in; empty: none."""
+        return str(self.engine_args.get("allowed_local_media_path") or "")
 
     @property
     def codec(self) -> str:

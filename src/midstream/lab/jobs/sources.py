@@ -94,7 +94,7 @@ class Lines:
 
     def __init__(self, job: Job, path: str | None) -> None:
         """Check that the file can be read; None: standard input."""
-        self._field, self._chat = job.column, job.chat
+        self._form = job.column, job.chat, job.media_files
         self._path = path
         self._limit = job.limit
         if path is not None:
@@ -119,7 +119,7 @@ class Lines:
         with nullcontext(sys.stdin.buffer) if path is None else _open(path) as file:
             for number, line in enumerate(_without_mark(file), 1):
                 if not line.isspace():
-                    yield read_text(number, line.rstrip(b"\r\n"), self._field, self._chat)
+                    yield read_text(number, line.rstrip(b"\r\n"), *self._form)
 
 
 class ParquetRows:
@@ -128,7 +128,7 @@ class ParquetRows:
     can_be_read_again = True
 
     def __init__(self, job: Job, path: str) -> None:
-        self._field, self._chat = job.column, job.chat
+        self._form = job.column, job.chat, job.media_files
         self._path = path
         file = self._open()
         with file:
@@ -141,10 +141,10 @@ class ParquetRows:
     def __iter__(self) -> Iterator[Record | Failed]:
         with self._open() as file:
             number = 0
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[self._field]):
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[self._form[0]]):
                 for value in batch.column(0).to_pylist():
                     number += 1
-                    yield read_value(number, value, self._field, self._chat)
+                    yield read_value(number, value, *self._form)
 
     def _open(self) -> Any:
         try:
@@ -167,7 +167,7 @@ class HubRows:
 
     def __init__(self, job: Job, name: str) -> None:
         """Open the dataset, by its name or folder, and check its columns."""
-        self._field, self._chat = job.column, job.chat
+        self._form = job.column, job.chat, job.media_files
         try:
             from datasets import load_dataset
             from datasets.exceptions import DatasetsError
@@ -190,7 +190,7 @@ class HubRows:
 
     def __iter__(self) -> Iterator[Record | Failed]:
         for number, row in enumerate(self._rows, 1):
-            yield read_value(number, row.get(self._field), self._field, self._chat)
+            yield read_value(number, row.get(self._form[0]), *self._form)
 
 
 def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:

@@ -69,6 +69,15 @@ class Scaled(Fused):
         return hidden + 0.2 * self.mlp(self.norm_2(hidden)), None
 
 
+class Visited(Fused):
+    """As vLLM's Mobius: called with experts that layers share, which read what the MLP reads."""
+
+    def forward(self, positions, hidden, residual, experts):
+        residual = hidden if residual is None else hidden + residual
+        hidden, residual = self.norm_2(self.self_attn(self.norm_1(residual)), residual)
+        return experts[0](hidden) + self.mlp(hidden), residual
+
+
 class LogitsProcessor(nn.Module):
     def forward(self, rows):
         return rows[:, :VOCABULARY]
@@ -84,11 +93,12 @@ class Model(nn.Module):
         self.embedding = VocabParallelEmbedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList([kind() for _ in range(COUNT)])
         self.norm, self.logits_processor = Norm(), LogitsProcessor()
+        self.given = [nn.ModuleList([Mix()])] if kind is Visited else []
 
     def forward(self, ids):
         hidden, residual = self.embedding(ids), None
         for layer in self.layers:
-            hidden, residual = layer(ids, hidden, residual)
+            hidden, residual = layer(ids, hidden, residual, *self.given)
         if residual is None or type(self.layers[0]) is Dead:
             return self.norm(hidden)
         return self.norm(hidden, residual)[0]
@@ -177,3 +187,27 @@ def test_an_engine_in_another_process_is_none_to_compare_with():
     engine.model = Model(Fused)
     with pytest.raises(NoOwnModules, match="do not run in this process"):
         own.find_sites(PROMPT)
+
+
+def test_what_a_layers_mlp_reads_is_not_told_where_a_module_that_it_is_called_with_reads_it_too():
+    own = reference(Visited)
+    sites = {site for site in OUTER if own.missing((site, 1)) is None}
+    assert sites == {"resid_pre", "attn_in", "attn_out", "resid_mid", "resid_post"}
+
+
+def test_the_layers_are_those_of_the_language_model_not_of_a_tower_with_as_many():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.ModuleList([Mix() for _ in range(COUNT)])
+            self.language_model = Model(Fused)
+            self.logits_processor = self.language_model.logits_processor
+
+        def get_language_model(self):
+            return self.language_model
+
+        def forward(self, ids):
+            return self.language_model(ids)
+
+    whole = Whole()
+    assert OwnModules(Engine(whole, whole)).layers == list(whole.language_model.layers)

@@ -1,5 +1,7 @@
 """A small multimodal configuration: towers, what projects them, tokens of an image."""
 
+import json
+
 import transformers as hf
 
 from midstream.lab.tools.doctor.cases import FIRST_TOKEN
@@ -48,6 +50,16 @@ def test_fields_beside_the_language_model_in_one_configuration_are_kept():
     assert small.rope_parameters == {"rope_type": "default"}
     assert small.vision_config.num_hidden_layers == LAYERS
     assert type(small.vision_config) is hf.SiglipVisionConfig
+
+
+def test_parts_in_a_list_have_attributes_and_are_written_as_they_were_read():
+    blocks = [{"attention": {"no_op": True}, "ffn": {"no_op": False, "ffn_mult": 1.5}}]
+    fields = {"model_type": "of-blocks", "architectures": ["A"], "block_configs": blocks}
+    config = unknown_config(fields)
+    (block,) = config.block_configs
+    assert (block.attention.no_op, block.ffn.ffn_mult) == (True, 1.5)
+    assert not hasattr(block.attention, "ffn_mult")
+    assert json.loads(config.to_json_string(use_diff=False))["block_configs"] == blocks
 
 
 def test_a_language_model_is_not_multimodal():

@@ -4,6 +4,7 @@ import ast
 import json
 from pathlib import Path
 
+from support.families import FAMILIES
 from support.sources import package_path
 
 from midstream.lab.tools.doctor.drawn_images import DRAWN, PROCESSED, SOUND
@@ -60,3 +61,8 @@ def test_at_least_sixty_are_ok_and_each_outcome_has_what_it_stands_on():
         assert model["operations"] >= 8, name
         for site in ("resid_pre", "resid_post"):
             assert all(site not in sites for sites in model["not compared"].values()), name
+
+
+def test_the_families_that_a_gpu_runs_by_their_published_shapes_are_ok():
+    named = [family["config"]["architectures"] for family in FAMILIES.values()]
+    assert [MODELS[name]["outcome"] for (name,) in named] == ["ok"] * 12

@@ -150,7 +150,8 @@ class _Capturer:
             raise SpecError(
                 "prompt_field", f"the dataset has no column {name!r}; it has {', '.join(batch)}"
             )
-        return [read_value(0, plain(value), name, self._job.chat) for value in batch[name]]
+        form = name, self._job.chat, self._job.media_files
+        return [read_value(0, plain(value), *form) for value in batch[name]]
 
     def _columns(
         self, prompts: Sequence[Record | Failed], replies: Sequence[Reply | Failed]

@@ -6,7 +6,7 @@ the wrong site therefore exceeds the tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,17 +80,16 @@ def plain_cases(reference: Reference, seed: int) -> list[Case]:
     return cases
 
 
-def operation_cases(reference: Reference, seed: int) -> list[Case]:
+def operation_cases(reference: Reference, seed: int, names: Collection[str] = ()) -> list[Case]:
     """Return requests that test each operation.
 
     `Steer` is tested at every site of up to four layers, and at the sites without a layer. Each
     other operation is tested in the middle layer, at the last site of the stream and at one further
-    site, which rotates, and at the final norm. Edits and
-    probes of single heads and components are tested in the middle layer, at the sites that have
-    these.
+    site, which rotates, and at the final norm. Edits and probes of single heads and components are
+    tested in the middle layer, at the sites that have these.
 
     Args:
-        reference: transformers' model, after `find_sites`.
+        reference: transformers' model, after `find_sites`; names: operations beside `Steer`.
     """
     count = len(reference.layers)
     prompt = prompts(reference.vocabulary, seed)[EDITED]
@@ -115,7 +114,7 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
     # Several streams are too wide for a matrix.
     width = min(plain.values[tap].shape[1] for tap in taps)
     taps = [tap for tap in taps if plain.values[tap].shape[1] == width]
-    others = [name for name in OPERATIONS if name != "Steer"]
+    others = [name for name in OPERATIONS if name != "Steer" and (not names or name in names)]
     for index, name in enumerate(others):
         # The engine may lack a branch site; the stream site always exists.
         for tap in dict.fromkeys((taps[index % len(taps)], taps[-1], *ends[-1:])):

@@ -100,14 +100,16 @@ def picture(seed: int) -> Image.Image:
 
 
 def _modality_of(model_class: Any) -> str:
-    """Return "audio" for a class that has a placeholder for sounds and none for images."""
+    """Return "audio" for a class that has a placeholder for sounds and none for images, or that
+    transcribes.
+    """
     for modality in ("image", "audio"):
         try:
             if model_class.get_placeholder_str(modality, 1) is not None:
                 return modality
         except (ValueError, NotImplementedError):
             continue
-    return "image"
+    return "audio" if getattr(model_class, "supports_transcription", False) else "image"
 
 
 def _embed(self: Any, **inputs: Any) -> list[torch.Tensor]:

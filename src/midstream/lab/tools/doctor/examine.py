@@ -107,6 +107,10 @@ def _examine_copy(options: Options, config: Any, folder: Path) -> Report:
     """Examine a small copy of a model: of the class that is served if that is multimodal and loads
     here, else of the language model.
     """
+    if getattr(config, "is_encoder_decoder", False):
+        # An engine with midstream refuses it by its settings, before it draws a weight.
+        save_config(config, folder)
+        return _examine_folder(_drawn(options), str(folder), "it is an encoder-decoder model")
     whole = ""
     if options.architecture is None and is_multimodal(config):
         report = _examine_whole(options, config, folder)

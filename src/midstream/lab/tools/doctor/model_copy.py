@@ -73,8 +73,8 @@ def save_config(config: Any, folder: Path) -> None:
     (folder / "config.json").write_text(config.to_json_string(use_diff=False), encoding="utf-8")
 
 
-def drawn_weights(seed: int) -> str:
-    """Return the load format of vLLM that draws weights as `save_copy` does."""
+def drawn_weights(seed: int, gain: float | None = None) -> str:
+    """Return vLLM's load format that draws weights as `save_copy` does, or by a matrix's `gain`."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -85,22 +85,24 @@ def drawn_weights(seed: int) -> str:
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1 and parameter.is_floating_point():
                     parameter.data.fill_(float(name.endswith("weight")))
-            _draw(model)
+            _draw(model, gain)
 
-    name = f"midstream_drawn_{seed}"
-    register_model_loader(name)(DrawnWeights)
+    register_model_loader(name := f"midstream_drawn_{seed}_{gain or 0}")(DrawnWeights)
     return name
 
 
-def _draw(model: torch.nn.Module) -> None:
+def _draw(model: torch.nn.Module, gain: float | None = None) -> None:
     for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.uint8:  # MXFP4 of some 3,000 columns, and its exponents
+            parameter.data.random_(*((119, 121) if name.endswith("scale") else (0, 256)))
         if not parameter.is_floating_point():
             continue
         if "correction_bias" in name:
             # vLLM's CPU build ignores this bias in some routers, so it keeps its initial value 0.
             parameter.data.zero_()
         elif parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=WEIGHTS)
+            std = WEIGHTS if gain is None else gain / parameter.shape[-1] ** 0.5
+            torch.nn.init.normal_(parameter, std=std)
         else:
             parameter.data += OTHERS * torch.randn_like(parameter)
 
@@ -143,12 +145,33 @@ def unknown_config(fields: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[name].from_dict(fields)
 
 
+class _Fields(dict[str, Any]):
+    """Fields that can be read as attributes too; in a configuration, JSON like any dict."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 def _part(field: str, value: Any) -> Any:
-    """Return a part of a bare configuration as a configuration of its type, or a bare one too."""
+    """Return a part of a bare configuration as a configuration of its type, or a bare one too; of
+    a list of parts, such as a block's for each layer, each with its own as attributes.
+    """
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
-    if not (field.endswith("_config") and isinstance(value, dict)) or "quant" in field:
+    if field.endswith("_configs") and isinstance(value, list):
+        return [_attributes(part) for part in value]
+    is_part = field.endswith("_config") or field in ("encoder", "decoder")
+    if not (is_part and isinstance(value, dict)) or "quant" in field:
         return value
     if value.get("model_type") not in CONFIG_MAPPING:
         return PretrainedConfig(**value)
     return CONFIG_MAPPING[value["model_type"]](**value)
+
+
+def _attributes(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return _Fields({name: _attributes(item) for name, item in value.items()})

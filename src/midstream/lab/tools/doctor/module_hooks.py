@@ -52,6 +52,8 @@ class HookedModules:
         self._logits: list[Tensor] = []
         self._taken: dict[int, list[Tensor]] = {}
         self._given: dict[int, list[Tensor]] = {}
+        # Layers that are called with modules, which read and give what no child of the layer does.
+        self._visited: set[int] = set()
         # Halves at the entry (False) and exit (True) of each layer, where it is known; and by
         # (site, layer) the child whose input or output the site is.
         self._halves: dict[tuple[int, bool], Halves] = {}
@@ -115,9 +117,12 @@ class HookedModules:
 
     def _find_layers(self) -> list[nn.Module]:
         count = self._llm.info.shape.num_layers
+        # vLLM's multimodal classes say which of their modules that is.
+        named = getattr(self._model, "get_language_model", None)
+        language_model = self._model if named is None else named()
         lists = [
             (name.count("."), list(module))
-            for name, module in self._model.named_modules()
+            for name, module in language_model.named_modules()
             if isinstance(module, nn.ModuleList)
             and len(module) == count
             and not any(part in name for part in TOWERS)
@@ -195,6 +200,8 @@ class HookedModules:
             # The tapped copy has the same hooks.
             if module is not self.layers[index]:
                 return
+            if any(isinstance(part, nn.Module) for part in (*args, *kwargs.values())):
+                self._visited.add(index)
             taken = self._tensors([*args, *kwargs.values()])
             if (index, False) in self._halves:
                 self._meet(("resid_pre", index), taken, self._halves[index, False])

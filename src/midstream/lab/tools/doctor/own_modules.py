@@ -73,6 +73,8 @@ class OwnModules(HookedModules):
                 pre, post = stream(taken[index], entry), stream(given[index], halves)
                 if pre.dim() == 2:  # one stream
                     names = find_branches(calls[index], pre, post)
+            if index in self._visited:
+                names.pop("mlp_in", None)
             for site, name in names.items():
                 self._children[site, index] = name
         self._find_ends(tokens)

@@ -215,13 +215,14 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                     shares.append(SinkShare(index, route, None, of_heads))
                     continue
                 size = sum(sizes[tap] * count for tap, count in rows.counts().items())
-            shown = parted(rows, admitted)
+            shown = parted(with_heads(rows, {}, admitted.media), admitted)
+            nothing = Activations({}, {}, mine.tokens, positions_of_media=admitted.media)
             delivery = _source(output, completion).delivery(
                 route.label,
                 admitted.own,
                 mine.receipt,
                 DeliveredRows(
-                    shown.activations or Activations({}, {}, mine.tokens),
+                    shown.activations or nothing,
                     {key: made for key, made in shown.readouts.items() if made is not None},
                     piece=len(earlier),
                     return_=SHARDED if admitted.plan.sharded else GATHERED,

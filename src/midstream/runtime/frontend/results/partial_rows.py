@@ -324,6 +324,7 @@ class PartialRows:
             finish_reason=None,
         )
         counts = mine.counts[route].items()
+        rows = with_heads(rows, {}, self._admitted.media)
         receipt = Receipt(
             request_id=self._request_id,
             prompt_tokens=self._admitted.plan.prompt_len,

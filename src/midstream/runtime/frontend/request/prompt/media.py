@@ -14,19 +14,18 @@ from midstream.results.media_span import MediaSpan
 
 def media_of(request: Any) -> tuple[MediaItem, ...]:
     """Return the items of vLLM's request, in the order of its prompt."""
-    features: Iterable[Any] = getattr(request, "mm_features", None) or ()
-    items = [_item(feature.modality, feature.mm_position) for feature in features]
-    return tuple(sorted(items, key=lambda item: item.start))
+    return tuple(_item(feature.modality, feature.mm_position) for feature in _features_of(request))
 
 
 def spans_of(request: Any) -> tuple[MediaSpan, ...]:
     """Return the items of vLLM's request for results."""
     counts: Counter[str] = Counter()
     spans = []
-    for item in media_of(request):
-        length = item.stop - item.start
-        spans.append(MediaSpan(item.kind, counts[item.kind], item.start, length))
-        counts[item.kind] += 1
+    for feature in _features_of(request):
+        kind, place = feature.modality, feature.mm_position
+        known = feature.mm_hash or ""
+        spans.append(MediaSpan(kind, counts[kind], place.offset, place.length, known))
+        counts[kind] += 1
     return tuple(spans)
 
 
@@ -45,6 +44,12 @@ def places_of_rendered(prompt: Mapping[str, Any]) -> list[SimpleNamespace]:
         for kind, places in (prompt.get("mm_placeholders") or {}).items()
         for place in places
     ]
+
+
+def _features_of(request: Any) -> list[Any]:
+    """Return vLLM's features of a request in the order of its prompt."""
+    features: Iterable[Any] = getattr(request, "mm_features", None) or ()
+    return sorted(features, key=lambda feature: feature.mm_position.offset)
 
 
 def _item(kind: str, place: Any) -> MediaItem:

@@ -86,6 +86,15 @@ def message_spans(
     return finder.all() if part == CONTENT else finder.parts(part)
 
 
+def has_media(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a prompt is a chat with images, audio or videos."""
+    if isinstance(prompt, str):
+        return False
+    contents = (message.get("content") for message in prompt)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(_sort(part) in _MEDIA_PARTS for part in parts)
+
+
 def _regions_of(media: Sequence[MediaItem]) -> list[Region]:
     """Return the placeholders, ascending; those of a video with its audio are one."""
     regions = merge((item.start, item.stop) for item in media)

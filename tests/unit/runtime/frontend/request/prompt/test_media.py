@@ -13,10 +13,10 @@ from midstream.runtime.frontend.request.prompt.media import (
 )
 
 
-def _request(*features):
+def _request(*features, known=None):
     return SimpleNamespace(
         mm_features=[
-            SimpleNamespace(modality=kind, mm_position=place, data=object())
+            SimpleNamespace(modality=kind, mm_position=place, mm_hash=known, data=object())
             for kind, place in features
         ]
     )
@@ -54,9 +54,10 @@ def test_results_name_each_item_by_its_kind_and_number():
         ("image", PlaceholderRange(9, 3)),
         ("video", PlaceholderRange(2, 5)),
         ("image", PlaceholderRange(0, 1)),
+        known="a1",
     )
     assert spans_of(request) == (
-        MediaSpan("image", 0, 0, 1),
-        MediaSpan("video", 0, 2, 5),
-        MediaSpan("image", 1, 9, 3),
+        MediaSpan("image", 0, 0, 1, "a1"),
+        MediaSpan("video", 0, 2, 5, "a1"),
+        MediaSpan("image", 1, 9, 3, "a1"),
     )
