@@ -25,7 +25,7 @@ from midstream.api.registered import Lenses, Saes
 from midstream.api.updates import Updates
 from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
-from midstream.errors import ReceiptError, SpecError, UnsupportedError
+from midstream.errors import SpecError, UnsupportedError
 from midstream.plan import Plan, Positions
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
@@ -34,7 +34,6 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.plan_resolver import read_prompts
 from midstream.runtime.frontend.request.prompt.inputs import conversations, list_prompts
 from midstream.runtime.frontend.request.prompt.message_spans import template_arguments
-from midstream.runtime.frontend.results.outputs import without_nothing
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_offline, check_script
@@ -211,11 +210,8 @@ class LLM(Updates, VllmLLM):
         arguments = CallArguments(capture, steer, edits, probes, controller)
         call = self._call(arguments, list_prompts(prompts))
         params = call.with_plans(sampling_params)
-        return _with_results(
-            lambda: call.run(
-                lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args),
-                params,
-            )
+        return call.results(
+            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args), params
         )
 
     def chat(
@@ -244,11 +240,8 @@ class LLM(Updates, VllmLLM):
         call = self._call(arguments, talks)
         is_read = read_prompts(self.steering.plan_edits(), self.captures.current)
         params = call.with_plans(sampling_params, _plans_of_chats(talks, template, is_read))
-        return _with_results(
-            lambda: call.run(
-                lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), params
-            )
-        )
+        work = lambda: super(LLM, self).chat(messages, params, *args, **vllm_args)  # noqa: E731
+        return call.results(work, params)
 
     def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
         """Run beam search; see `vllm.LLM.beam_search`.
@@ -301,19 +294,6 @@ class LLM(Updates, VllmLLM):
 
     def _call(self, arguments: CallArguments, prompts: Sequence[Any]) -> OfflineCall:
         return OfflineCall(self, self._front_end, self._default_capture, arguments, prompts)
-
-
-def _with_results(run: Callable[[], list[GenerateOutput]]) -> list[GenerateOutput]:
-    """Return the outputs of a call, without attributes of what was not asked for."""
-    try:
-        outputs = run()
-    except ReceiptError as error:
-        for output in error.outputs:
-            without_nothing(output)
-        raise
-    for output in outputs:
-        without_nothing(output)
-    return outputs
 
 
 def _of_one_thread(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from midstream.errors import SpecError
-from midstream.hub import Card, HubObject
 from midstream.ops.layout import Flags, Op
 from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
@@ -22,6 +19,7 @@ from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, read_scalar, rows_by_value
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
+from midstream.plan.probe_files import ProbeFiles
 from midstream.plan.readouts.attention import Entropy, Mass, read_reduction
 from midstream.plan.selection import Layers
 from midstream.plan.vectors.matrix import is_matrix
@@ -31,20 +29,17 @@ from midstream.plan.vectors.row_per_layer import check_per_layer, is_by_layer, r
 from midstream.plan.vectors.vector import Vector
 from midstream.validation import (
     at,
-    check_regular,
     float32,
     kind,
     listed,
-    read_json_text,
     show,
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-_FILE = "probe.json"
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Probe(Operation, HubObject):
+class Probe(Operation, ProbeFiles):
     """A probe of the selected tokens: one score for each, linear or of their attention.
 
     With `direction`, score = ⟨h, direction⟩ + bias at one tap, where h includes all edits at that
@@ -74,7 +69,6 @@ class Probe(Operation, HubObject):
     """
 
     reads_last: ClassVar[bool] = True
-    hub_files: ClassVar[tuple[str, ...]] = (_FILE,)
 
     direction: Vector | Named | tuple[Vector, ...] | None
     bias: float
@@ -164,35 +158,6 @@ class Probe(Operation, HubObject):
             raise SpecError(
                 "site", f"a probe reads one site, got {len(self.sites)}; use one probe per site"
             )
-
-    def to_folder(self, folder: Path) -> None:
-        """Write `probe.json`, the JSON form, which `Probe.parse` reads."""
-        form = {name: value for name, value in self.to_dict().items() if name != "op"}
-        (folder / _FILE).write_text(json.dumps(form, allow_nan=False), "utf-8")
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> Probe:
-        """Read `probe.json`.
-
-        Raises:
-            SpecError: there is none, or it is malformed.
-        """
-        path = folder / _FILE
-        with at(str(path)):
-            try:
-                check_regular(path)
-                return cls.parse(read_json_text(path.read_text("utf-8")))
-            except (OSError, UnicodeDecodeError) as error:
-                raise SpecError("", f"it cannot be read: {error}") from None
-
-    def card(self) -> Card:
-        """Return what the card of a repository says."""
-        layers = ", ".join(map(str, self.layers.emit()))
-        facts = {"Site": ", ".join(self.sites.names), "Layers": layers, "Bias": f"{self.bias:g}"}
-        facts["Reads"] = "attention" if self.attention else "an MLP" if self.mlp else "a direction"
-        return Card(
-            "Probe", facts, use=f'llm.generate(prompt, probes=found)[0].probes["{self.name}"]'
-        )
 
     @staticmethod
     def from_sklearn(

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from midstream.errors import SpecError
-from midstream.hub import Card, HubObject, download
 from midstream.plan.forms import (
     FeaturesLike,
     LayersLike,
@@ -21,7 +20,8 @@ from midstream.plan.forms import (
 )
 from midstream.plan.operations import Feature
 from midstream.plan.operations.feature import read_index
-from midstream.sae.files import HUB_FILES, from_release, load_sae, sae_of, save_sae
+from midstream.sae.files import from_release, load_sae, sae_of
+from midstream.sae.hub_files import SaeFiles
 from midstream.sae.saelens import hook_tap
 from midstream.sites import Tap
 from midstream.validation import at, read_int
@@ -38,7 +38,7 @@ _EPSILON = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class SAE(HubObject):
+class SAE(SaeFiles):
     """A sparse autoencoder: a = act((x − b_dec?) W_enc + b_enc), x̂ = a W_dec + b_dec.
 
     act is ReLU; with thresholds it is a where a > threshold, else 0 (JumpReLU: Rajamanoharan et
@@ -136,63 +136,6 @@ class SAE(HubObject):
             SpecError: it is none, or is unsupported.
         """
         return SAE(**sae_of(sae, input_scale))
-
-    hub_files: ClassVar[tuple[str, ...]] = HUB_FILES
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        repo_id: str | os.PathLike[str],
-        sae_id: str = "",
-        *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-    ) -> SAE:
-        """Load an SAE of the Hugging Face Hub; see `load` for the formats.
-
-        Args:
-            repo_id: "owner/name" of a repository; or a release that the package `sae_lens` knows,
-                such as "gemma-scope-2b-pt-res-canonical"; or a local folder.
-            sae_id: the folder within the repository, such as "layers.10", or circuit-tracer's
-                file, such as "layer_3.safetensors"; or the SAE's id in the release. Empty: the
-                repository itself.
-            revision, token: see `Directions.from_pretrained`.
-
-        Raises:
-            SpecError: there is no such SAE, or it cannot be read; see `load`.
-            MissingExtraError: a release is given, and `sae_lens` is not installed.
-        """
-        name = os.fspath(repo_id)
-        if os.path.isdir(name):
-            return cls.load(Path(name, sae_id))
-        if "/" not in name:
-            return cls.load(name, sae_id)
-        if sae_id.endswith(".safetensors"):
-            files = [sae_id, os.path.join(os.path.dirname(sae_id), "config.yaml")]
-        else:
-            files = [os.path.join(sae_id, file) for file in cls.hub_files]
-        return cls.load(download(name, files, "model", revision, token) / sae_id)
-
-    def to_folder(self, folder: Path) -> None:
-        """Write `cfg.json` and `sae_weights.safetensors` into a folder, as SAELens does.
-
-        Raises:
-            SpecError: SAELens has no such architecture: a transcoder that keeps the largest.
-        """
-        save_sae(self, folder)
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> SAE:
-        """Read a folder; see `load`."""
-        return cls.load(folder)
-
-    def card(self) -> Card:
-        """Return what the card of a repository says."""
-        facts: dict[str, object] = {"Hook point": self.hook_name or "unknown"}
-        facts |= {"Width": self.width, "Features": self.num_features}
-        facts["Form"] = repr(self)[1:].split(":")[0]
-        use = 'llm.saes.register("sae", found)\nllm.generate(prompt, capture=Features("sae"))'
-        return Card("Transcoder" if self.is_transcoder else "SAE", facts, use=use)
 
     def __repr__(self) -> str:
         plain = "ReLU" if self.threshold is None else "JumpReLU"

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from midstream.console import format_ranges
-from midstream.hub import Card, HubObject
 from midstream.lab.fit import files, json_form
 from midstream.lab.fit.batches import capture_rows_async
-from midstream.lab.fit.direction_set import HEADINGS, DirectionSet
+from midstream.lab.fit.direction_set import DirectionSet
 from midstream.lab.fit.estimate import Estimate
+from midstream.lab.fit.hub_files import DirectionsFiles
 from midstream.lab.fit.prompts import capture_rows, read_capture
 from midstream.lab.fit.train import FitOptions, PromptFit, fit_rows, fit_store
 from midstream.plan.forms import LayersLike, PositionsLike
@@ -25,10 +23,7 @@ if TYPE_CHECKING:
     from midstream.store.selection import Selection
 
 
-_FILE = "directions.safetensors"
-
-
-class Directions(HubObject, DirectionSet):
+class Directions(DirectionsFiles, DirectionSet):
     """Directions between two classes by layer, fitted to their rows; see `DirectionSet` for use.
 
     Scores are of rows that a direction was not fitted on.
@@ -220,28 +215,6 @@ class Directions(HubObject, DirectionSet):
             SpecError: the file is missing, damaged, malicious or of another format.
         """
         return Directions(*files.load(path))
-
-    hub_files: ClassVar = (_FILE,)
-
-    def to_folder(self, folder: Path) -> None:
-        """Write `directions.safetensors`, see `save`."""
-        self.save(folder / _FILE)
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> Directions:
-        """Read `directions.safetensors`, see `load`."""
-        return cls.load(folder / _FILE)
-
-    def card(self) -> Card:
-        """Return what the card of a repository says: site, layers, method and scores."""
-        facts: dict[str, object] = {"Site": self.site, "Layers": format_ranges(self.layers)}
-        facts["Width"] = self.vectors.shape[1]
-        facts |= {"Method": self.method or "unknown", "Folds": self.num_folds or "none"}
-        scores = [HEADINGS, *self._cells()] if self.scores else ()
-        layer = self.best_layer if self.scores else self.layers[0]
-        return Card(
-            "Directions", facts, scores, f"llm.generate(prompt, edits=1.0 * found[{layer}])"
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, which `from_json` reads: the form in which a server sends a fit."""
