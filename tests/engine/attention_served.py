@@ -1,7 +1,5 @@
 """A tiny model in an engine beside transformers' own attention weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What requests are refused, by field and message."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA adapters and prompts of embeddings, against merged weights in transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

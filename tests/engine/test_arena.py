@@ -1,7 +1,5 @@
 """Captured rows on their way to the caller: codecs, shared memory, and too little of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of `LLM(layers=…)`, and of the last token, by a second request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the documents show runs: each page's snippets in order, on a tiny model with 30 layers."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Iterator
@@ -132,9 +130,7 @@ def quick_engines() -> Iterator[None]:
         for page in PAGES
     ],
 )
-def test_the_snippets_of_a_page_run_one_after_the_other(
-    page: str, folder: Path, quick_engines: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_snippets_of_a_page_run_one_after_the_other(page, folder, quick_engines, monkeypatch):
     monkeypatch.chdir(folder)
     # The guide's program for AsyncLLM starts an engine process of its own: it is only defined.
     namespace = {"__name__": "__main__" if page in AS_A_FILE else "docs"}
@@ -148,9 +144,7 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
 
 @pytest.mark.model
 @pytest.mark.nightly
-def test_the_readme_s_snippet_prints_what_the_readme_shows(
-    smollm2: Path, quick_engines: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readme_s_snippet_prints_what_the_readme_shows(smollm2, quick_engines, capsys):
     [(line, code)] = snippets("README.md")
     [shown] = [text for _, _, text in blocks("README.md", ["text"])]
     # vLLM keeps tokenizers by the model's name, and other pages give a tiny model this one.

@@ -1,7 +1,5 @@
 """A live engine, and those who mean it no good: each is refused, none is felt by anybody else."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """KV of requests with edits inside layers is shared as `test_poisoning` has it for others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

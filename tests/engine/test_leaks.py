@@ -1,7 +1,5 @@
 """Thousands of requests through little room: none is wrong, and nothing is left behind."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the model's head gives for the stream of each layer, against transformers in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path

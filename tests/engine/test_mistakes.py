@@ -1,7 +1,5 @@
 """Plausible mistakes whose answer needs an engine; the others are in `tests/unit`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`Norms` against plain torch on captured rows, and against transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of a prefix that the cache serves come from the requests that computed it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`Route` and captured logits where the experts' module calls the router itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ def served(tiny_models: Path, tmp_path_factory: Any, pool: Pool) -> Iterator[Ser
         yield Served("qwen3_moe", oracle, llm)
 
 
-def test_experts_are_chosen_or_not_as_a_route_says(served: Served) -> None:
+def test_experts_are_chosen_or_not_as_a_route_says(served):
     prompt = PROMPTS[2]
     some = {"positions": TokenIds(prompt[3:8])}
     given = [
@@ -50,7 +48,7 @@ def test_experts_are_chosen_or_not_as_a_route_says(served: Served) -> None:
                     assert chosen.isdisjoint(at.edit.deactivate)
 
 
-def test_captured_logits_put_back_give_the_same_choice_of_experts(served: Served) -> None:
+def test_captured_logits_put_back_give_the_same_choice_of_experts(served):
     prompt = PROMPTS[2]
     route, count = Route(0, 3, layer="all"), len(prompt) + 4
     (given,) = served.ask([prompt], 5, edits=[route], capture=Capture("all", "router"))
@@ -109,9 +107,7 @@ def test_a_router_in_an_op_that_compilers_do_not_look_into_is_read_and_edited(
 
 @pytest.mark.nightly
 @pytest.mark.skipif(HAS_GPU, reason="latent attention has no kernel for float32 on a GPU")
-def test_logits_of_deepseek_are_its_routers_product_with_what_the_mlp_reads(
-    tiny_models: Path, pool: Pool
-) -> None:
+def test_logits_of_deepseek_are_its_routers_product_with_what_the_mlp_reads(tiny_models, pool):
     """By its own rows: vLLM's latent attention on a CPU is not transformers'."""
     pool.close()
     path = tiny.make("deepseek_v3", tiny_models, tiny.DEEPSEEK_V3)

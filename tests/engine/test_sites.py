@@ -1,7 +1,5 @@
 """Which sites a model has, and what they are to each other; `test_parity` reads and edits them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

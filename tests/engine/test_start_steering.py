@@ -1,7 +1,5 @@
 """Settings steer plain `vllm.LLM` as explicit edits steer `midstream.LLM`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

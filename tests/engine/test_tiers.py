@@ -1,7 +1,5 @@
 """Server-wide edits and named vectors: the same thing said in another way gives the same bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

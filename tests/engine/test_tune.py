@@ -1,7 +1,5 @@
 """Scores of texts, and layers and strengths of a direction, against transformers in float32."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -61,7 +59,7 @@ def logprobs(oracle: EditOracle, ids: list[int], start: int, edits: Any = ()) ->
     return found.numpy()
 
 
-def test_scores_of_texts_are_transformers_log_softmax(talking: Any, oracle: EditOracle) -> None:
+def test_scores_of_texts_are_transformers_log_softmax(talking, oracle):
     texts = ["The cat", "A longer text, of many bytes." * 3, [4, 5, 6]]
     edit = Steer(torch.ones(64), 1, 2.0)
     for edits, theirs in ((None, ()), (edit, [At(edit)])):
@@ -78,7 +76,7 @@ def test_scores_of_texts_are_transformers_log_softmax(talking: Any, oracle: Edit
     assert plain.total != steered.total
 
 
-def test_a_text_after_a_prompt_is_scored_alone(talking: Any, oracle: EditOracle) -> None:
+def test_a_text_after_a_prompt_is_scored_alone(talking, oracle):
     tokenizer = talking.get_tokenizer()
     texts, prompts = [" yes", " no, never", [9]], ["Is it so?", [3, 4, 5], "x"]
     found = talking.score(texts, prompts)
@@ -93,7 +91,7 @@ def test_a_text_after_a_prompt_is_scored_alone(talking: Any, oracle: EditOracle)
     assert np.abs(score.logprobs - logprobs(oracle, before + after, len(before))).max() <= TOLERANCE
 
 
-def test_texts_that_cannot_be_scored_are_rejected(talking: Any) -> None:
+def test_texts_that_cannot_be_scored_are_rejected(talking):
     for given, match in (
         (("one",), "texts: expected a list of texts, got one"),
         (([],), "texts: expected at least one prompt"),
@@ -137,7 +135,7 @@ def one_cell(llm: Any, direction: Any, reading: Any, scale: float) -> tuple[floa
 PARAMS = greedy(5)
 
 
-def test_the_grid_is_that_of_single_requests(talking: Any, directions: Directions) -> None:
+def test_the_grid_is_that_of_single_requests(talking, directions):
     calls = []
     generate = talking.generate
     talking.generate = lambda *args, **kwargs: calls.append(1) or generate(*args, **kwargs)
@@ -165,9 +163,7 @@ def test_the_grid_is_that_of_single_requests(talking: Any, directions: Direction
     assert len({cell.answers for cell in found}) > 1
 
 
-def test_the_effect_and_perplexity_are_transformers(
-    talking: Any, directions: Directions, oracle: EditOracle
-) -> None:
+def test_the_effect_and_perplexity_are_transformers(talking, directions, oracle):
     found = talking.tune(directions[1], PROMPTS[:1], scales=[3.0], sampling_params=PARAMS)
     ids = encode(talking, PROMPTS[0])
     answer = oracle.generate(ids, 5, [At(directions[1].steer(3.0))])
@@ -180,9 +176,7 @@ def test_the_effect_and_perplexity_are_transformers(
     assert cell.perplexity == pytest.approx(math.exp(-likely), rel=1e-3)
 
 
-def test_the_best_cell_has_the_largest_effect_for_which_the_guard_holds(
-    talking: Any, directions: Directions
-) -> None:
+def test_the_best_cell_has_the_largest_effect_for_which_the_guard_holds(talking, directions):
     every = talking.tune(directions, PROMPTS, "all", SCALES, sampling_params=PARAMS)
     assert every.kl is None
     assert every.best.effect == max(cell.effect for cell in every)
@@ -201,7 +195,7 @@ def test_the_best_cell_has_the_largest_effect_for_which_the_guard_holds(
     assert "layer 1" in few._repr_html_()
 
 
-def test_an_effect_of_the_callers_own(talking: Any, directions: Directions) -> None:
+def test_an_effect_of_the_callers_own(talking, directions):
     found = talking.tune(
         directions, PROMPTS, 1, [2.0], effect=lambda output: len(output.outputs[0].text),
         sampling_params=PARAMS,
@@ -213,7 +207,7 @@ def test_an_effect_of_the_callers_own(talking: Any, directions: Directions) -> N
         found[1, 3.0]
 
 
-def test_what_cannot_be_tuned_is_rejected(talking: Any, directions: Directions) -> None:
+def test_what_cannot_be_tuned_is_rejected(talking, directions):
     outside = replace(directions, layers=(0, 1, 7))
     mlp = replace(directions, site="mlp_out")
     for given, match in (

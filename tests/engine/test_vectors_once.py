@@ -1,7 +1,5 @@
 """Vectors go to the workers once, ahead of the requests that name them; plans name them."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -3,8 +3,6 @@
 python -m nightly.local_async MODEL OUT
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

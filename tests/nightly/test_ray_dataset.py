@@ -1,7 +1,5 @@
 """`jobs.ray.capture_dataset`: a step of a pipeline, with engines that compute nothing."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Iterator

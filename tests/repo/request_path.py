@@ -3,8 +3,6 @@
 python -m repo.request_path            prints the table
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

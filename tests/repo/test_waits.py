@@ -1,7 +1,5 @@
 """Waits of the package: each has a limit, or is named in docs/security.md with what ends it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path

@@ -5,8 +5,6 @@ A mix is drawn from a seed (`adversary_mix`), driven through an engine by its st
 long as it still does, and written to a file that can be asked again.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Edits and probes of one model for random requests: every operation, at many taps and heads."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Comparison of a request's results with the same request alone, or with hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

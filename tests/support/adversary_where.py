@@ -1,7 +1,5 @@
 """Position selections of every form, and independent lists of the selected positions."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

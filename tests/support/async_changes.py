@@ -1,7 +1,5 @@
 """Requests of an async engine that change or end while they run; see `async_run`."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any

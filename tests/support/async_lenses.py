@@ -1,7 +1,5 @@
 """Lenses and SAEs of an asynchronous engine: what its outputs have of them while a request runs."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same requests on an async and on an offline engine, in a separate process:"""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Codecs implemented from docs/codecs.md in numpy and plain Python, without the package's code."""
 
-from __future__ import annotations
-
 import math
 import struct
 

@@ -1,7 +1,5 @@
 """Differences between two engines' results for the same requests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Plans that must be rejected: valid plans, each with one defect of a known kind."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

@@ -2,8 +2,6 @@
 ways: each must get what it gets alone, from an empty cache.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

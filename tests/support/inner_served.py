@@ -1,7 +1,5 @@
 """A model with all inner sites in an engine, beside its reference; what its rows must be."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An object store on this machine, which speaks S3's protocol over HTTP."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import uuid

@@ -1,7 +1,5 @@
 """Results of an output or a completion as plain values, which can be saved and compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ example of induction circuits.
 
 # ruff: noqa: E501
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 # What cannot be said, by what is lacking.

@@ -6,8 +6,6 @@ states of `LLM(layers=…)`; S4: the fork's port to vLLM's second model runner.
 
 # ruff: noqa: E501
 
-from __future__ import annotations
-
 HERE = "here"  # a test of test_seed_sentences.py
 DESIGN = "a statement about the other project's means or scope; nothing to show"
 _UNIT, _LAB, _ENGINE = "tests/unit/", "tests/lab/", "tests/engine/"

@@ -1,7 +1,5 @@
 """The offline engine's results for the requests that tests send to a server."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -8,8 +8,6 @@ from), `streamed` (on an async engine). What came of it is saved to OUT: per way
 cases' results, and how many drafted tokens were accepted and rejected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Requests whose edits change while they run: an engine stepped by hand, and a replay by hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ own:
 What came of it is saved to OUT, for tests to look at.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Sequence

@@ -1,7 +1,5 @@
 """The same requests on two replicas and on a single engine, in a separate process."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """Sweeps of a running server, against those of the offline engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

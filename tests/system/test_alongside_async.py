@@ -1,7 +1,5 @@
 """The async engine beside vLLM's own features, and sessions of streaming input."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

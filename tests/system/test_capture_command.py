@@ -1,7 +1,5 @@
 """A data set through a real engine has the rows of the same prompts in memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The sink and the decoder layer in packages of their own: installed, found, used by an engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

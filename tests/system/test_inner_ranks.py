@@ -1,7 +1,5 @@
 """Sites inside attention and the MLP over several ranks give what one rank gives."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One engine over several ranks gives what one rank gives."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -178,9 +176,7 @@ def tensor(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         yield llm
 
 
-def test_two_tensor_ranks_give_what_one_rank_gives(
-    model: Model, tensor: Any, tmp_path: Path
-) -> None:
+def test_two_tensor_ranks_give_what_one_rank_gives(model, tensor, tmp_path):
     assert [(w.stage, w.tensor_rank) for w in tensor.info.workers] == [(0, 0), (0, 1)]
     run_the_mix(model, tensor, tmp_path)
 
@@ -197,7 +193,7 @@ def one(llm: Any, model: Model, prompt: int, **asked: Any) -> Any:
     ["raw", "full8"]
     + [pytest.param(name, marks=pytest.mark.nightly) for name in ("topk8:k=8", "rp8:k=16")],
 )
-def test_shards_make_up_what_the_first_rank_gathers(model: Model, tensor: Any, codec: str) -> None:
+def test_shards_make_up_what_the_first_rank_gathers(model, tensor, codec):
     steer = [Steer(torch.full((tiny.HIDDEN,), 0.5), layer=1)]
     found = {}
     for nth, way in enumerate(("gathered", "sharded")):
@@ -224,7 +220,7 @@ def test_shards_make_up_what_the_first_rank_gathers(model: Model, tensor: Any, c
             assert torch.equal(mine, theirs)
 
 
-def test_each_file_of_sharded_rows_is_of_one_rank(model: Model, tensor: Any) -> None:
+def test_each_file_of_sharded_rows_is_of_one_rank(model, tensor):
     written = {}
     for way in ("gathered", "sharded"):
         assert tensor.reset_prefix_cache()
@@ -240,9 +236,7 @@ def test_each_file_of_sharded_rows_is_of_one_rank(model: Model, tensor: Any) -> 
             np.testing.assert_array_equal(gathered[name], sharded[name])
 
 
-def test_shards_of_captures_that_differ_by_position_come_together(
-    model: Model, tensor: Any
-) -> None:
+def test_shards_of_captures_that_differ_by_position_come_together(model, tensor):
     captures = [
         Capture([0, 2], ["resid_post", "mlp_out"], "prompt"),
         Capture(1, "resid_mid", [0, 5, -1]),
@@ -258,9 +252,7 @@ def test_shards_of_captures_that_differ_by_position_come_together(
         assert MEASURE.error(here.activations[tap], rows) < MEASURE.rows
 
 
-def test_controllers_change_edits_on_both_ranks_before_the_same_step(
-    model: Model, tensor: Any
-) -> None:
+def test_controllers_change_edits_on_both_ranks_before_the_same_step(model, tensor):
     check_controllers(tensor, model)
 
 
@@ -302,12 +294,12 @@ def check_controllers(llm: Any, model: Model) -> None:
     assert plain.token_ids == free.outputs[0].token_ids or GPUS
 
 
-def test_parameters_are_put_together_from_those_of_the_ranks(tensor: Any, model: Model) -> None:
+def test_parameters_are_put_together_from_those_of_the_ranks(tensor, model):
     for name in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"):
         assert torch.equal(tensor.parameter(name), model.single.parameter(name))
 
 
-def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> None:
+def test_captures_of_one_request_leave_in_one_way(tensor, model):
     both = [Capture(0, return_="gathered"), Capture(1, return_="sharded")]
     with pytest.raises(SpecError, match=r"\[1\]\.return: sharded, and that of .* is gathered"):
         one(tensor, model, 0, capture=[both])
@@ -350,13 +342,7 @@ def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> 
         ),
     ],
 )
-def test_ranks_give_what_one_rank_gives(
-    alone: Callable[[str], Model],
-    name: str,
-    args: dict[str, Any],
-    places: list[tuple[int, int]],
-    tmp_path: Path,
-) -> None:
+def test_ranks_give_what_one_rank_gives(alone, name, args, places, tmp_path):
     model = alone(name)
     with ranks(model.path, **mixed(**{"midstream": settings(), **args})) as llm:
         assert [(w.stage, w.tensor_rank) for w in llm.info.workers] == places

@@ -1,7 +1,5 @@
 """A server on SmolLM2 in processes of its own: over HTTP comes what the offline engine gives."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the guide to serving shows runs, in order, against the server that it starts."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

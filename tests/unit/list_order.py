@@ -1,7 +1,5 @@
 """Rules of lists that requests take: what a list in another order gives, and how that is seen."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

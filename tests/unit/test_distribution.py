@@ -1,7 +1,5 @@
 """The built wheel and sdist: what they contain, and an environment that has the wheel alone."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

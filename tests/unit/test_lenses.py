@@ -1,7 +1,5 @@
 """Files of tuned and Jacobian lenses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mistakes of newcomers that no module's own tests show: each is rejected with what to write."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import re
@@ -46,7 +44,7 @@ def loud() -> None:
         Steer(V, 3, 1e8)
 
 
-def test_a_mistake_is_rejected_with_what_to_write() -> None:
+def test_a_mistake_is_rejected_with_what_to_write():
     capture, example = Capture(3), re.escape("Steer(vector, layer=14)")
     function = re.escape("a function is called by Local(fn, layer=14)")
     refused_calls(
@@ -70,7 +68,7 @@ def test_a_mistake_is_rejected_with_what_to_write() -> None:
     refused_calls((lambda: rows()["resid-post"], "mean `resid_post`"), error=KeyError)
 
 
-def test_a_layer_is_meant_by_its_digits() -> None:
+def test_a_layer_is_meant_by_its_digits():
     assert Steer({"14": V}).layers.indices == (14,)
     assert Ablate({"-1": V}).layers.indices == (-1,)
     with pytest.raises(SpecError, match="layer 14 is listed twice"):
@@ -89,9 +87,7 @@ def spawns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("spawns")
-def test_a_script_without_a_guard_ends_the_engines_process_with_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_script_without_a_guard_ends_the_engines_process_with_one_line(monkeypatch):
     check_script()
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(SystemExit, match="put the script's body under `if __name__ ==") as caught:
@@ -102,9 +98,7 @@ def test_a_script_without_a_guard_ends_the_engines_process_with_one_line(
 
 
 @pytest.mark.usefixtures("spawns")
-def test_a_script_from_standard_input_is_rejected_before_a_process_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_script_from_standard_input_is_rejected_before_a_process_starts(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None, __file__="<stdin>"))
     with pytest.raises(UnsupportedError, match="from standard input; save it as a file"):
         check_script()

@@ -4,8 +4,6 @@
 for an argument without one. A rule is checked with the list in random orders.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 import re

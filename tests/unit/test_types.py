@@ -1,7 +1,5 @@
 """Type checkers accept the examples and the documents' snippets, and reject wrong arguments."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`midstream.SamplingParams`, which is vLLM's with steering and captures as arguments."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """The command: light to import, its options, what it writes, and its exit status."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`midstream docs`: opens the installed site, and builds one that a clone lacks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

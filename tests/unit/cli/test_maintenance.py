@@ -1,7 +1,5 @@
 """The sub-commands that look at a store, and keep it: inspect, export, verify, merge, prune."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Hypothesis strategies for positions and prompts, and what they select, position by position."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hypothesis import strategies as st

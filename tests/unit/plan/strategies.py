@@ -1,7 +1,5 @@
 """Hypothesis strategies for what this package reads: plans and their parts, well formed and not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

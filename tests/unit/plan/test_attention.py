@@ -1,7 +1,5 @@
 """`Attention`: its forms, and what becomes of it for a model, a prompt and a rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

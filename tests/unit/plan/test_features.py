@@ -1,7 +1,5 @@
 """`Features`, its JSON form, and what is malformed."""
 
-from __future__ import annotations
-
 import pytest
 from support.refusals import refused
 

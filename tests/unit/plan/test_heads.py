@@ -1,7 +1,5 @@
 """Edits and probes of single heads and components, against the same on the parts alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.formulas import run

@@ -1,7 +1,5 @@
 """`Lens` as a part of a plan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """`Logits` as a part of a plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`Norms` as a part of a plan."""
 
-from __future__ import annotations
-
 import pytest
 from support.readings import readings
 from support.refusals import refused_calls

@@ -1,7 +1,5 @@
 """`Capture(reduce=…)` as a part of a plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Texts of operations and captures: the call that makes them, short whatever they hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
-from support.codec_rows import CODECS, DTYPES, finite_rows
+from support.codec_rows import CODECS, DTYPES, encoded, finite_rows
 from support.refusals import refused
 
 from midstream.codecs import Full8PerDim, Raw, parse_codec
@@ -28,13 +28,6 @@ from midstream.results.serialization import PackedRows, pack, unpack
 
 METADATA = {"format": FORMAT, "version": "1", "codec": "raw", "hidden": "2", "dtype": "float32"}
 AT = torch.tensor([0, 3])
-
-
-def encoded(codec, values):
-    """Rows as they come from the device."""
-    if isinstance(codec, Raw):
-        return values
-    return Rows(codec, values.shape[1], values.dtype, (codec.encode(values)[:, None],), (0,))
 
 
 def same_bits(one, other):

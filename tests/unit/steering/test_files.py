@@ -1,7 +1,5 @@
 """Files of vectors, and files that pretend to be some."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """A process that writes a store until it is killed, and what must be true of the store then."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -210,9 +210,7 @@ def test_what_is_no_entry_path_or_directory_is_refused(tmp_path, monkeypatch):
         Writer(tmp_path, header())
 
 
-def test_a_closed_writer_takes_nothing(
-    tmp_path,
-):
+def test_a_closed_writer_takes_nothing(tmp_path):
     writer = Writer(tmp_path, header())
     writer.add(entry("a"))
     writer.close()

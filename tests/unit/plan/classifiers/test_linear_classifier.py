@@ -1,7 +1,5 @@
 """Probes of scikit-learn's classifiers, against their own decision functions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis

@@ -1,7 +1,5 @@
 """Controllers of requests: read from any form, and bound."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

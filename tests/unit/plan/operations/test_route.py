@@ -1,7 +1,5 @@
 """`Route`: its fields, its instructions, and what a model's router must be for it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Lists of single positions have the order of the rows that they return, and their number."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

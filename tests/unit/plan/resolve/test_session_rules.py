@@ -1,7 +1,5 @@
 """Positions in a prompt that grows: what means the same however long it gets, and what does not."""
 
-from __future__ import annotations
-
 import pytest
 from support.refusals import refused_calls
 

@@ -1,7 +1,5 @@
 """Pictures of attention weights: each weight is where its query, key and head are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Results of SAEs as the caller reads them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from unit.viz.pages import Page

@@ -1,7 +1,5 @@
 """Results of lenses as the caller reads them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norms as a result: by site and layer, as JSON, and as a picture."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Where the maps of registered lenses are in the workers' memory, and who may take it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

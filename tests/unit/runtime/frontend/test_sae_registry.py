@@ -1,7 +1,5 @@
 """Where the encoders of registered SAEs are in the workers' memory, beside lenses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

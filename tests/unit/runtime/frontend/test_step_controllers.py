@@ -1,7 +1,5 @@
 """Controllers of an engine that its caller steps: when they are called, and what is done then."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

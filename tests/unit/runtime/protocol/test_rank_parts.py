@@ -1,7 +1,5 @@
 """Each rank's part of an edit, and rows put together from parts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What the front end makes of lenses: ids of texts, and the rows that they read in a step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
