@@ -181,13 +181,11 @@ class LLM(Updates, VllmLLM):
         Args:
             prompts: one prompt or a list.
             sampling_params: for all, or one per prompt. Never changed.
-            capture: a `Capture` or its dict; True or "all" for every token at every layer, layers
-                as `[10, 20]`, or sites as `"blocks.10.hook_resid_post"`; per prompt one of these or
-                a list of captures; or by sink, as `{"filesystem": FilesystemCaptureRequest(…)}`.
-            steer: a `Steer` or its dict, or a list of them.
-            edits: an operation or its dict with `op`; a `Direction` or `Directions`, also times a
-                number; a pair `(vector, layer)`; or a list of these; applied in order, after those
-                of `steer`.
+            capture: a `Capture` or its dict; True or "all", layers as `[10, 20]`, or sites as
+                `"blocks.10.hook_resid_post"`; per prompt one or a list of captures; or by sink, as
+                `{"filesystem": FilesystemCaptureRequest(…)}`.
+            steer, edits: an operation or its dict with `op`; a `Direction` or `Directions`, also
+                times a number; `(vector, layer)`; or a list of these, those of `steer` first.
             probes: a `Probe` or its dict, or a list of them.
             controller: changes the edits by the probes' scores: a `Controller`, a `Threshold`, a
                 dict, or a name of the setting `controllers`. With `mode="async"` it needs n = 1.
@@ -195,10 +193,9 @@ class LLM(Updates, VllmLLM):
 
         Returns:
             One output per prompt, in order, once the sinks have their rows. Each has what was
-            asked for: `activations` (`Activations`), `probes` (`Probes`), `receipt` (`Receipt`)
-            and, if something was captured, `capture_results` with a `CaptureResult` for each sink;
-            `print` names them. Reading what was not asked for raises `NotAskedError`, an
-            AttributeError that says how to ask. With n > 1 results are on each of the `outputs`.
+            asked for, which `print` names: `activations`, `probes`, `receipt`, `capture_results`
+            by sink. Reading what was not asked for raises `NotAskedError`, an AttributeError that
+            says how to ask. With n > 1 results are on each of the `outputs`.
 
         Raises:
             SpecError: an argument is malformed, or the plan cannot be carried out. Prompts of the
@@ -240,8 +237,9 @@ class LLM(Updates, VllmLLM):
         call = self._call(arguments, talks)
         is_read = read_prompts(self.steering.plan_edits(), self.captures.current)
         params = call.with_plans(sampling_params, _plans_of_chats(talks, template, is_read))
-        work = lambda: super(LLM, self).chat(messages, params, *args, **vllm_args)  # noqa: E731
-        return call.results(work, params)
+        return call.results(
+            lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), params
+        )
 
     def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
         """Run beam search; see `vllm.LLM.beam_search`.

@@ -230,9 +230,8 @@ class Directions(DirectionsFiles, DirectionSet):
         return Directions(*json_form.from_json(value))
 
     def to_gguf(self, path: str | os.PathLike[str], model_type: str | None = None) -> None:
-        """Write a control vector of llama.cpp and repeng: tensors `direction.N`, float32, for the
-        output of layer N, counted from 0. Both steer layers 1 and up: layer 0 is left out, with a
-        UserWarning.
+        """Write a control vector of llama.cpp and repeng: tensors `direction.N` for the output of
+        layer N, from 0, float32. Layer 0 cannot be steered there: it is left out, with a UserWarning.
 
         Args:
             path: the file; one that exists is replaced.
