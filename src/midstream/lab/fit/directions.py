@@ -231,7 +231,7 @@ class Directions(DirectionsFiles, DirectionSet):
 
     def to_gguf(self, path: str | os.PathLike[str], model_type: str | None = None) -> None:
         """Write a control vector of llama.cpp and repeng: tensors `direction.N` for the output of
-        layer N, from 0, float32. Layer 0 cannot be steered there: it is left out, with a UserWarning.
+        layer N, from 0, float32. Layer 0 cannot be steered there and is left out with a warning.
 
         Args:
             path: the file; one that exists is replaced.
