@@ -20,6 +20,7 @@ MidstreamError
 ├── ServerError (ValueError)        a server rejected a client's request, or failed to serve it
 ├── ModelError (RuntimeError)       a model could not be created
 ├── MissingExtraError (ImportError)  a package of an optional part is not installed
+├── NotAskedError (AttributeError)   an output lacks a result that was not asked for
 └── EngineError (RuntimeError)      a remote engine cannot start, or fails repeatedly
 
 HttpError                           an HTTP error response; never leaves the server
@@ -120,6 +121,10 @@ class ReceiptError(MidstreamError, RuntimeError):
     def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.outputs = list(outputs)
+
+
+class NotAskedError(MidstreamError, AttributeError):
+    """An output lacks a result that its request did not ask for; the message says how to ask."""
 
 
 class BusyError(MidstreamError, RuntimeError):

@@ -58,8 +58,8 @@ def ask_each(llm: Any, requests: list[dict[str, Any]], params: Any) -> list[Any]
 
 def assert_same(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
     assert generated(found) == generated(expected)
-    if expected.activations is None:
-        assert found.activations is None
+    if not hasattr(expected, "activations"):
+        assert not hasattr(found, "activations")
         return
     assert set(found.activations) == set(expected.activations)
     for tap, value in expected.activations.items():
@@ -99,7 +99,7 @@ def test_sampling_params_are_not_changed_and_can_be_used_again(llm):
     assert generated(first) == generated(second) != generated(plain)
     assert params == before
     assert params.extra_args == {"theirs": 1}
-    assert plain.receipt is None
+    assert not hasattr(plain, "receipt")
 
 
 def test_two_engines_in_one_process_keep_to_themselves(llm, tiny_models):

@@ -118,7 +118,7 @@ def test_rows_that_go_nowhere_else_come_once_though_running_requests_are_reset(l
     for output in outputs[:4]:
         assert len(assert_whole(rows, output)) > 5
     for output, expected in zip(outputs[4:], plain, strict=True):
-        assert output.activations is None
+        assert not hasattr(output, "activations")
         assert output.receipt.status == "ok"
         found, pieces = rows.whole(output.request_id)
         assert len(pieces) > 5

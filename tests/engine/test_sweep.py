@@ -212,7 +212,7 @@ def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(llm, o
 
 
 def test_alpha_interpolates_and_a_mask_chooses_components(llm, oracle):
-    tap, place = ("resid_pre", 1), 15
+    tap, place = PLACE, 15
     row = oracle.rows(ids(llm, CLEAN))[tap][place]
     chosen = list(range(5, 40))
 
@@ -244,13 +244,13 @@ def test_prompts_of_different_lengths_are_aligned(llm, oracle, align, pairs):
     found = llm.sweep(
         CORRUPT, LONGER, LogitDiff(A, B), layers=1, positions=sorted(pairs), align=align, **QUIET
     )
-    rows = oracle.rows(clean)["resid_pre", 1]
+    rows = oracle.rows(clean)[PLACE]
     for value, place in zip(found.values.ravel(), sorted(pairs), strict=True):
         source = pairs[place]
         if source is None:
             assert np.isnan(value)
             continue
-        patch = Patch(("resid_pre", 1), put(place, rows[source]))
+        patch = Patch(PLACE, put(place, rows[source]))
         wanted = difference(oracle.logprobs(corrupt, [patch]))[0]
         assert value == pytest.approx(wanted, abs=TOLERANCE)
 
@@ -259,7 +259,7 @@ def test_rows_of_an_output_are_those_of_its_prompt(llm):
     asked = {"layers": [1, 2], "positions": [15, 32], **QUIET}
     metric = Recovered(LogitDiff(A, B))
     wanted = llm.sweep(CORRUPT, CLEAN, metric, **asked)
-    output = llm.generate(CLEAN, capture=Capture("all", "resid_pre", "prompt"), **QUIET)[0]
+    output = llm.generate(CLEAN, capture=Capture("all", positions="prompt"), **QUIET)[0]
     found = llm.sweep(CORRUPT, output, metric, **asked)
     assert np.abs(found.values - wanted.values).max() < TOLERANCE
     assert found.clean == pytest.approx(wanted.clean, abs=TOLERANCE)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_CLASS_LINES = 500, 250
-MOST_LINES = {"core": 67_950, "lab": 19_930}
+MOST_LINES = {"core": 69_300, "lab": 20_350}
 MOST_MODULES = 20
 # English words that end in -ing and are nouns.
 NOUNS = {"string", "steering", "tracing", "listing", "sizing"}

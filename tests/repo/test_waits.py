@@ -56,6 +56,8 @@ EXECUTORS = {
 }
 # A wait of one of these names has no limit if it is called without arguments.
 ON_LOOP_THREADS = {
+    "api/registered.py: AsyncLenses.register",
+    "api/registered.py: AsyncSaes.register",
     "lab/fit/directions.py: Directions.fit_async",
     "lab/server/routes/fit.py: fit",
     "runtime/frontend/request/heavy_work.py: in_thread",

@@ -200,8 +200,9 @@ def ask(client: Client, case: Case, **more: Any) -> ServedOutput:
 
 def plain(completion: Any) -> dict[str, Any]:
     """What came of a completion, be it offline or served, as values that can be compared."""
-    rows, probes, receipt = completion.activations, completion.probes, completion.receipt
-    readouts = {name: getattr(completion, name) for name in RESULTS}
+    names = ("activations", "probes", "receipt")
+    rows, probes, receipt = (getattr(completion, name, None) for name in names)
+    readouts = {name: getattr(completion, name, None) for name in RESULTS}
     told = None if receipt is None else receipt.to_dict()
     if told is not None:
         del told["request_id"]

@@ -146,14 +146,14 @@ def assert_alike(found: list[Any], wanted: list[Any]) -> None:
     """Tokens, receipts, rows, scores and read-outs of two engines' outputs."""
     for nth, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert generated(one) == generated(other), nth
-        assert (one.receipt is None) == (other.receipt is None), nth
-        if other.receipt is None:
+        assert hasattr(one, "receipt") == hasattr(other, "receipt"), nth
+        if not hasattr(other, "receipt"):
             continue
         assert one.receipt.status == other.receipt.status == "ok"
         assert one.receipt.captured == other.receipt.captured
-        if other.activations is not None:
+        if hasattr(other, "activations"):
             assert_same([one], [other])
-        for name, scores in (other.probes or {}).items():
+        for name, scores in getattr(other, "probes", {}).items():
             torch.testing.assert_close(one.probes[name], scores, rtol=1e-3, atol=1e-4)
             assert torch.equal(one.probes.positions_of(name), other.probes.positions_of(name))
         for kind in RESULTS:

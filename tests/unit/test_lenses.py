@@ -86,7 +86,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path, capsys: Any) -> Non
         ((whole, {"num_hidden_layers": None}), "config.json.num_hidden_layers: expected"),
         ((whole | {"0.bias": torch.ones(3)}, {}), r"expected \[4\], got \[3\] at depth 0"),
         ((whole | {"0.bias": torch.full((4,), torch.nan)}, {}), "not finite"),
-        (({"0.weight": Evil()}, {}), "is no file of tensors"),
+        (({"0.weight": Evil()}, {}), "expected a file of tensors alone, which runs no code"),
     )
     assert "executed" not in capsys.readouterr().out
 

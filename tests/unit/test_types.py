@@ -24,9 +24,11 @@ PAGES = (
     "docs/quickstart.md",
 )
 RIGHT = """
+from pathlib import Path
 import numpy as np
 import torch
-from midstream import LLM, Ablate, Capture, Clamp, Gate, Probe, Replace, SamplingParams, Scale
+from midstream import LLM, SAE, Ablate, Capture, Clamp, Directions, Gate, Probe, Replace
+from midstream import SamplingParams, Scale
 from midstream import Steer, TokenIds, Window
 
 v = torch.zeros(4)
@@ -49,6 +51,19 @@ out = llm.generate(
     "a", SamplingParams(max_tokens=2), capture=Capture([1]), edits=[Steer(v, 3), Scale(1.0, 2)]
 )[0]
 rows: torch.Tensor = out.activations["resid_post", 3]
+for short in (True, "all", 3, [1, 2], range(3), a, ["resid_post.1"], [True, None], [[1], "all"]):
+    llm.generate(["a", "b"], capture=short)
+found = Directions.fit(llm, ["a"], ["b"])
+for edit in (found, found[3], 2.0 * found, -1 * found[3], -found, (v, 10), [(v, 3), found[2]]):
+    llm.generate("a", edits=edit, steer=edit)
+llm.vectors.register("mood", found)
+llm.saes.register("sae", "folder")
+llm.lenses.register("lens", Path("folder"))
+logits, cache = llm.run_with_cache("a", "blocks.1.hook_resid_post", edits=found[3])
+last: torch.Tensor = logits[0, -1] + cache["resid_post", 1][0, -1, 0]
+url: str = found.push_to_hub("me/mood", model="m", license="mit")
+again: Directions = Directions.from_pretrained("me/mood")
+sae: SAE = SAE.from_pretrained("me/saes", "layers.3")
 status: str = out.receipt.status
 text: str = out.outputs[0].text
 """
@@ -65,8 +80,10 @@ Steer(v, 1, positions="last_token")
 Capture(layers="every")
 Capture([1], stream="yes")
 Gate("happy", v)
-LLM("m").generate("a", capture=[3, 4])
+LLM("m").generate("a", capture=3.5)
 LLM("m").generate("a", edits=v)
+LLM("m").saes.register("sae", 3)
+LLM("m").run_with_cache("a", return_type="loss")
 LLM("m").generate("a")[0].activation
 text: int = LLM("m").generate("a")[0].receipt.status
 """

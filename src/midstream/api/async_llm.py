@@ -25,7 +25,7 @@ from midstream.api.arguments import (
 )
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.default_capture import DefaultCapture
-from midstream.api.outputs import GenerateOutput
+from midstream.api.outputs import StreamedOutput
 from midstream.api.registered import AsyncLenses, AsyncSaes
 from midstream.api.updates import AsyncUpdates
 from midstream.config.config import KEY, Config, from_additional_config
@@ -243,7 +243,7 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
         probes: ProbeArgument = None,
         controller: ControllerArgument = None,
         **vllm_args: Any,
-    ) -> AsyncGenerator[GenerateOutput, None]:
+    ) -> AsyncGenerator[StreamedOutput, None]:
         """Generate, with captures, edits and probes.
 
         Args:

@@ -182,22 +182,21 @@ class LLM(Updates, VllmLLM):
         Args:
             prompts: one prompt or a list.
             sampling_params: for all, or one per prompt. Never changed.
-            capture: a `Capture` or its dict; per prompt one or a list of them; or by sink, as
+            capture: a `Capture` or its dict; True or "all", layers as `[10, 20]`, or sites as
+                `"blocks.10.hook_resid_post"`; per prompt one or a list of captures; or by sink, as
                 `{"filesystem": FilesystemCaptureRequest(…)}`.
-            steer: a `Steer` or its dict, or a list of them.
-            edits: an operation or its dict with `op`, or a list of them; applied in order, after
-                those of `steer`.
+            steer, edits: an operation or its dict with `op`; a `Direction` or `Directions`, also
+                times a number; `(vector, layer)`; or a list of these, those of `steer` first.
             probes: a `Probe` or its dict, or a list of them.
             controller: changes the edits by the probes' scores: a `Controller`, a `Threshold`, a
                 dict, or a name of the setting `controllers`. With `mode="async"` it needs n = 1.
             **vllm_args: other arguments of `vllm.LLM.generate`.
 
         Returns:
-            One output per prompt, in order, once the sinks have their rows. Each has
-            `activations` (`Activations` or None), `probes` (`Probes` or None) and `receipt`
-            (`Receipt` or None); with n > 1 these are on each of its `outputs` instead, and reading
-            them on the output raises AttributeError. If something was captured,
-            `capture_results` has a `CaptureResult` for each sink.
+            One output per prompt, in order, once the sinks have their rows. Each has what was
+            asked for, which `print` names: `activations`, `probes`, `receipt`, `capture_results`
+            by sink. Reading what was not asked for raises `NotAskedError`, an AttributeError that
+            says how to ask. With n > 1 results are on each of the `outputs`.
 
         Raises:
             SpecError: an argument is malformed, or the plan cannot be carried out. Prompts of the
@@ -209,7 +208,7 @@ class LLM(Updates, VllmLLM):
         arguments = CallArguments(capture, steer, edits, probes, controller)
         call = self._call(arguments, list_prompts(prompts))
         params = call.with_plans(sampling_params)
-        return call.run(
+        return call.results(
             lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args), params
         )
 
@@ -239,7 +238,9 @@ class LLM(Updates, VllmLLM):
         call = self._call(arguments, talks)
         is_read = read_prompts(self.steering.plan_edits(), self.captures.current)
         params = call.with_plans(sampling_params, _plans_of_chats(talks, template, is_read))
-        return call.run(lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), params)
+        return call.results(
+            lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), params
+        )
 
     def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
         """Run beam search; see `vllm.LLM.beam_search`.

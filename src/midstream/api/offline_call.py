@@ -24,6 +24,7 @@ from midstream.plan import Plan
 from midstream.plan.control.controller import Controller
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
 from midstream.runtime.frontend.request.controller_run import check_beside
+from midstream.runtime.frontend.results.outputs import without_nothing
 
 
 class OfflineCall:
@@ -85,6 +86,20 @@ class OfflineCall:
             # A copy in any case: vLLM's offline engine sets fields of its parameters.
             out.append(with_plan(params, attached))
         return out
+
+    def results(
+        self, work: Callable[[], list[RequestOutput]], params: Sequence[SamplingParams]
+    ) -> list[Any]:
+        """Run a call as `run` does; return outputs without attributes of what was not asked for."""
+        try:
+            outputs = self.run(work, params)
+        except ReceiptError as error:
+            for output in error.outputs:
+                without_nothing(output)
+            raise
+        for output in outputs:
+            without_nothing(output)
+        return outputs
 
     def run(
         self, work: Callable[[], list[RequestOutput]], params: Sequence[SamplingParams]

@@ -20,12 +20,21 @@ class SupportsArray(Protocol):
         """Return a NumPy array."""
 
 
+class SupportsEdit(Protocol):
+    """What stands for an edit where one is expected, as a `Direction` or `Directions`."""
+
+    def as_edit(self) -> Any:
+        """Return the edit."""
+
+
 # A Python, NumPy or torch number.
 NumberLike = SupportsFloat
 # A vector by value, [width]; a mapping is its JSON form.
 VectorLike = Vector | Sequence[float] | SupportsArray | Mapping[str, Any]
 # A vector by value, or the name of registered vectors.
 VectorOrName = VectorLike | Named | str
+# A vector by value and its layer: `Steer(vector, layer)`.
+PlacedVector = tuple[VectorLike, SupportsIndex]
 # Rows by value, [rows, width], or one row; or one per layer, {layer: vector}.
 RowsLike = VectorLike | Sequence[VectorLike] | Mapping[int, VectorLike]
 RowsOrNames = VectorOrName | Sequence[VectorOrName] | Mapping[int, VectorLike]

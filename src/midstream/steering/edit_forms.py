@@ -12,7 +12,16 @@ from typing import NamedTuple, TypeGuard
 from midstream.errors import SpecError
 from midstream.plan.control.act import Switch
 from midstream.plan.forms import PhaseLike
-from midstream.plan.operations import Edit, Gate, Local, Steer, bind_edit, parse_edit
+from midstream.plan.operations import (
+    Edit,
+    Gate,
+    Local,
+    Steer,
+    bind_edit,
+    in_full,
+    is_placed_vector,
+    parse_edit,
+)
 from midstream.plan.plan import Plan, ServerWide, parse_server_wide
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.probe import Probe
@@ -34,8 +43,8 @@ _NAMED_KEYS = {**{tier: tier for tier in TIERS}, "prefill": "prompt", "decode": 
 _EDITS = "edits"
 
 _FORMS = (
-    "an edit or a Probe, a registered name, (name, scale), {hook point: {layer: vector}}, or a "
-    "list of these"
+    "an edit, a Direction or a Probe, a registered name, (name, scale), (vector, layer), "
+    "{hook point: {layer: vector}}, or a list of these"
 )
 _REFERENCE = 'a registered name, (name, scale) or {"name": …, "scale": …}'
 
@@ -56,7 +65,7 @@ class ProbePart(NamedTuple):
 
 def read_tier(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart, ...]:
     """Parse the edits and probes of a tier in any of `_FORMS`; a Probe may be its dict."""
-    if not isinstance(value, (list, tuple)) or _is_pair(value):
+    if not isinstance(value, (list, tuple)) or _is_pair(value) or is_placed_vector(value):
         return _read_one(value, phase)
     tier_parts: list[Part | ProbePart] = []
     for index, form in enumerate(value):
@@ -218,6 +227,7 @@ def _not_local(edit: Edit) -> Edit:
 
 
 def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart, ...]:
+    value = value if _is_pair(value) else in_full(value)
     if isinstance(value, Edit):
         return (Part("", narrowed(_not_local(value), phase)),)
     if isinstance(value, Probe):

@@ -35,7 +35,7 @@ def job(length=6, other=None, earlier=True, **fields):
 
     rows = (lambda _name: EarlierRows()) if earlier else None
     context = SweepContext(SHAPE, lookup, rows)
-    request = SweepRequest(**{"metric": LogProb(3), **fields})
+    request = SweepRequest(**{"metric": LogProb(3), "sites": "resid_pre", **fields})
     return SweepJob(request, context, prompt(length), None if other is None else prompt(other))
 
 

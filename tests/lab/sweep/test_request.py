@@ -71,10 +71,10 @@ def test_omitted_layers_and_sites_are_those_of_the_sae_or_the_defaults():
     with pytest.raises(SpecError, match="has no hook point") as error:
         request.at_tap(None)
     assert error.value.path == "sites"
-    assert SweepRequest(0, KL()).at_tap(None).sites == ("resid_pre",)
+    assert SweepRequest(0, KL()).at_tap(None).sites == ("resid_post",)
     request = SweepRequest("a prompt", KL())
     assert request.layers.indices == "all"
-    assert request.sites == ("resid_pre",)
+    assert request.sites == ("resid_post",)
     assert request.positions == Positions("prompt")
     assert (request.alpha, request.dims, request.weights, request.repeats) == (1.0, (), None, 3)
     assert SweepRequest.parse(request) is request

@@ -67,7 +67,7 @@ def test_nothing_that_serves_unpickles():
 
 
 REFUSED = [
-    ("POST", "/v1/completions", {"prompt": "a", "midstream": {"capture": 3}}),
+    ("POST", "/v1/completions", {"prompt": "a", "midstream": {"capture": 3.5}}),
     ("POST", "/v1/completions", {"prompt": "a", "midstream": {"activations": 1}}),
     ("POST", "/v1/embeddings", {"midstream": {}}),
     ("PUT", "/v1/midstream/vectors/x", {"9": [1]}),

@@ -64,7 +64,7 @@ def sweep(
     ] = "",
     sites: Annotated[
         str,
-        typer.Option(help="Sites, such as resid_pre,mlp_out. Default: resid_pre, or --sae's."),
+        typer.Option(help="Sites, such as resid_pre,mlp_out. Default: resid_post, or --sae's."),
     ] = "",
     positions: Annotated[
         str, typer.Option(help="Positions: prompt, last_prompt, 0,-1, or JSON.")

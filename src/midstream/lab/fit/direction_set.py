@@ -18,6 +18,7 @@ from midstream.plan.forms import NumberLike
 from midstream.plan.operations.ablate import Ablate
 from midstream.plan.operations.steer import Steer
 from midstream.results.arrays import to_numpy
+from midstream.sites import Tap
 from midstream.steering.listing import html_table, text_table
 from midstream.validation import is_int, show
 from midstream.viz import Chart, curve
@@ -25,7 +26,7 @@ from midstream.viz import Chart, curve
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
+HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,9 @@ class DirectionSet:
         num_folds: folds of the cross-validation; 0: nothing was held out.
         model_type: type of the model as transformers names it, for repeng and GGUF; "" unknown.
     """
+
+    # A NumPy number leaves the product to `__rmul__`.
+    __array_ufunc__ = None
 
     vectors: NDArray[np.float32]
     layers: tuple[int, ...]
@@ -146,8 +150,25 @@ class DirectionSet:
 
     def register(self, llm: Any, name: str) -> Any:
         """Register the vectors of all layers under a name; see `Direction.register`."""
-        vectors = {(self.site, direction.layer): direction.vector for direction in self}
-        return llm.vectors.register(name, vectors)
+        return llm.vectors.register(name, self)
+
+    def by_tap(self) -> dict[Tap, NDArray[np.float32]]:
+        """Return {(site, layer): vector}, as `llm.vectors.register(name, directions)` reads it."""
+        return {(self.site, direction.layer): direction.vector for direction in self}
+
+    def as_edit(self) -> Steer:
+        """Return `steer(1.0)`, the vector of each layer: what `edits=directions` stands for."""
+        return self.steer()
+
+    def __mul__(self, scale: NumberLike) -> Steer:
+        """Return `steer(scale)`, of a number times the directions on either side."""
+        return self.steer(scale)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Steer:
+        """Return `steer(-1.0)`."""
+        return self.steer(-1.0)
 
     def by_layer(self) -> dict[int, NDArray[np.float32]]:
         """Return the vectors, float32 [width], by layer."""
@@ -187,7 +208,7 @@ class DirectionSet:
         return f"{type(self).__name__}({what})"
 
     def __str__(self) -> str:
-        return text_table(_HEADINGS, self._cells())
+        return text_table(HEADINGS, self._cells())
 
     def picture(self) -> Chart:
         """Return the d′ of each layer on held-out rows, by which `best_layer` is chosen, with its
@@ -219,5 +240,5 @@ class DirectionSet:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         if not self.scores:
-            return {"text/html": html_table(_HEADINGS, self._cells()), "text/plain": str(self)}
+            return {"text/html": html_table(HEADINGS, self._cells()), "text/plain": str(self)}
         return self.picture()._repr_mimebundle_()

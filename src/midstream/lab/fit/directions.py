@@ -14,6 +14,7 @@ from midstream.lab.fit import files, json_form
 from midstream.lab.fit.batches import capture_rows_async
 from midstream.lab.fit.direction_set import DirectionSet
 from midstream.lab.fit.estimate import Estimate
+from midstream.lab.fit.hub_files import DirectionsFiles
 from midstream.lab.fit.prompts import capture_rows, read_capture
 from midstream.lab.fit.train import FitOptions, PromptFit, fit_rows, fit_store
 from midstream.plan.forms import LayersLike, PositionsLike
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from midstream.store.selection import Selection
 
 
-class Directions(DirectionSet):
+class Directions(DirectionsFiles, DirectionSet):
     """Directions between two classes by layer, fitted to their rows; see `DirectionSet` for use.
 
     Scores are of rows that a direction was not fitted on.
@@ -229,15 +230,15 @@ class Directions(DirectionSet):
         return Directions(*json_form.from_json(value))
 
     def to_gguf(self, path: str | os.PathLike[str], model_type: str | None = None) -> None:
-        """Write a control vector of llama.cpp and repeng: tensors `direction.N`, float32.
+        """Write a control vector of llama.cpp and repeng: tensors `direction.N` for the output of
+        layer N, from 0, float32. Layer 0 cannot be steered there and is left out with a warning.
 
         Args:
             path: the file; one that exists is replaced.
             model_type: `controlvector.model_hint`; None: the model's type, if known.
 
         Raises:
-            SpecError: the site is not resid_post, or layer 0 is among the layers, which llama.cpp
-                cannot steer: leave it out with `at`.
+            SpecError: the site is not resid_post, or layer 0 is the only layer.
             MissingExtraError: the package gguf is not installed.
         """
         hint = self.model_type if model_type is None else model_type

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -119,20 +120,27 @@ def write_gguf(
     """Write vectors by layer to a GGUF control vector; see `Directions.to_gguf`."""
     name = _named(path, ".gguf")
     check_site(site)
-    if 0 in vectors:
+    written = {layer: vector for layer, vector in vectors.items() if layer}
+    if not written:
         raise SpecError(
             "layers",
-            "llama.cpp cannot steer layer 0, and a control vector has none; write the others: "
-            "directions.at(range(1, …)).to_gguf(…)",
+            "llama.cpp counts layers from 0 and steers the output of layers 1 and up: a control "
+            "vector has no layer 0, the only one here",
         )
     MissingExtraError.require("gguf", "to_gguf")
+    if len(written) < len(vectors):
+        warnings.warn(
+            f"{name}: layer 0 is left out: llama.cpp counts layers from 0 and steers the output of "
+            "layers 1 and up, so a control vector has no direction.0",
+            stacklevel=3,
+        )
     import gguf
 
     def write(part: str) -> None:
         writer = gguf.GGUFWriter(part, ARCHITECTURE)
         writer.add_string(_HINT, hint)
-        writer.add_uint32(f"{ARCHITECTURE}.layer_count", len(vectors))
-        for layer, vector in vectors.items():
+        writer.add_uint32(f"{ARCHITECTURE}.layer_count", len(written))
+        for layer, vector in written.items():
             writer.add_tensor(f"direction.{layer}", np.ascontiguousarray(vector, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

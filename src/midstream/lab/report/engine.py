@@ -111,11 +111,11 @@ class MidstreamEngine:
 
 
 def _reply(output: Any) -> EngineReply:
-    acts, rows, token_ids = output.activations, None, []
+    acts, rows, token_ids = getattr(output, "activations", None), None, []
     if acts is not None and acts.layers:
         rows = torch.stack([acts[SITE, layer].float() for layer in acts.layers])
         token_ids = [int(token) for token in acts.token_ids]
-    receipt = output.receipt.to_dict() if output.receipt is not None else None
+    receipt = output.receipt.to_dict() if hasattr(output, "receipt") else None
     return EngineReply(
         output.outputs[0].text, rows, token_ids, list(output.outputs[0].token_ids), receipt
     )

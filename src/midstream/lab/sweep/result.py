@@ -260,6 +260,9 @@ class Sweep(Charted):
             f"noise floor {self.noise_floor:.2g})"
         )
 
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.picture().text}"
+
     @property
     def title(self) -> str:
         """The metric, for a heading."""
