@@ -10,8 +10,9 @@ import torch
 from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, greedy, tokens
 
-from midstream import Capture, SpecError
+from midstream import Capture
 from midstream.codecs import parse_codec
+from midstream.errors import SpecError
 from midstream.runtime.worker import result_buffer as results
 from midstream.transport.reader import MappedArena
 

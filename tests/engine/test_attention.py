@@ -21,7 +21,9 @@ from support.engines import HAS_GPU, engine, greedy
 from support.inner_served import PROMPTS, ROOM
 from support.updating import Stepped
 
-from midstream import Attention, Capture, Entropy, Mass, Probe, Scale, SpecError, TopKeys
+from midstream import Attention, Capture, Probe, Scale
+from midstream.errors import SpecError
+from midstream.plan import Entropy, Mass, TopKeys
 from midstream.results.readouts.attention import AttentionResults, AttentionRows
 
 LONG = PROMPTS[2] * 5  # more than a step takes, and than a sliding window

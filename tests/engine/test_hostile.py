@@ -12,7 +12,8 @@ from support.engines import engine, generated, greedy, tokens
 from support.hostile import hostile_plans
 from support.nightly import rounds
 
-from midstream import SpecError, Steer
+from midstream import Steer
+from midstream.errors import SpecError
 from midstream.runtime.protocol.rpc import CheckIntegrity, ReleaseRequests, arguments_of
 
 HIDDEN, LAYERS, PROMPT = 64, 3, [5, 9, 7, 6, 8, 12]

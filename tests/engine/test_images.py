@@ -15,7 +15,9 @@ from support import vision
 from support.engines import engine, greedy
 from support.pages import blocks
 
-from midstream import Capture, Image, Media, Positions, Probe, Role, SpecError, Steer, Text
+from midstream import Capture, Image, Probe, Role, Steer, Text
+from midstream.errors import SpecError
+from midstream.plan import Media, Positions
 
 LAYER = 1
 TOLERANCE = 1e-4

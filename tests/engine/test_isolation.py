@@ -12,7 +12,9 @@ from engine.asking import ask, ask_all
 from support import tiny
 from support.engines import ALL_SITES, engine, generated, greedy
 
-from midstream import Capture, Positions, SpecError, Steer
+from midstream import Capture, Steer
+from midstream.errors import SpecError
+from midstream.plan import Positions
 
 HIDDEN = 64
 

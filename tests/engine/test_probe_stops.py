@@ -7,7 +7,9 @@ from support.engine_view import inspect
 from support.engines import generated, greedy, tokens
 from support.updating import Stepped
 
-from midstream import Capture, Flag, Probe, SpecError, Steer, Stop, TokenIds
+from midstream import Capture, Probe, Steer, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Flag, Stop
 
 HIDDEN, LAYER, COUNT = 64, 1, 24
 VECTOR = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))

@@ -16,7 +16,8 @@ from support.updating import Stepped
 from torch import Tensor
 from vllm import SamplingParams
 
-from midstream import Capture, Probe, SpecError, Steer
+from midstream import Capture, Probe, Steer
+from midstream.errors import SpecError
 
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
 SHORT = [5, 17, 33, 101, 8, 77, 54, 23, 9]

@@ -17,8 +17,9 @@ from support.engines import ALL_SITES, engine, generated, greedy, tokens
 from support.sinking import Keeping
 
 import midstream
-from midstream import Capture, ConfigError, ExistsError, ReceiptError, SpecError
+from midstream import Capture
 from midstream.compat.consumers import FilesystemCaptureRequest
+from midstream.errors import ConfigError, ExistsError, ReceiptError, SpecError
 from midstream.results.activations import Activations
 from midstream.sinks import registry as finding
 from midstream.store import open_store

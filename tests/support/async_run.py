@@ -37,7 +37,8 @@ SETTINGS: dict[str, Any] = {
 
 def plan(nth: int) -> dict[str, Any]:
     """What request `nth` asks for; five kinds, each met with every output kind."""
-    from midstream import Ablate, Capture, Gate, Mass, Probe, Steer
+    from midstream import Ablate, Capture, Gate, Probe, Steer
+    from midstream.plan import Mass
 
     read, push = vector(nth % 4), vector(4 + nth % 4)
     gate = Gate(Steer(push, 2, 3.0), {"direction": read, "layer": 0})

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers as hf
 
-from midstream import Capture, Gate, Probe, Reading, Route
+from midstream import Capture, Gate, Probe, Route
+from midstream.plan import Reading
 from midstream.sites import BY_NAME, Tap
 from support import tiny
 from support.edit_cases import MAX_TOKENS, Case, Made, Maker, problems

@@ -22,16 +22,13 @@ from midstream import (
     Lens,
     LogitDiff,
     Logits,
-    Mass,
     Norms,
     Probe,
-    Reading,
     Reconstruct,
     Steer,
-    Stop,
-    TopKeys,
 )
 from midstream.client import ServedOutput
+from midstream.plan import Mass, Reading, Stop, TopKeys
 from midstream.results.readouts import RESULTS
 from support import controlling
 from support.sae_oracle import RandomSae

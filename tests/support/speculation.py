@@ -85,14 +85,13 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
         Capture,
         Gate,
         Logits,
-        Mass,
         Probe,
-        Reading,
         Replace,
         Scale,
         Steer,
         TokenIds,
     )
+    from midstream.plan import Mass, Reading
 
     def vector(seed: int) -> torch.Tensor:
         return torch.randn(width, generator=torch.Generator().manual_seed(seed))

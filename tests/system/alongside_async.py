@@ -21,7 +21,8 @@ from support.engine_view import inspect
 from support.engines import ALL_SITES, greedy, tokens
 from support.output_results import results
 
-from midstream import Between, Capture, Positions, Probe, Steer, TokenIds
+from midstream import Between, Capture, Probe, Steer, TokenIds
+from midstream.plan import Positions
 
 LETTERS = list(range(64, 90))
 SETTINGS: dict[str, Any] = {

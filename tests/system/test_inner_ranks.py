@@ -26,25 +26,20 @@ from midstream import (
     Bias,
     Capture,
     Clamp,
-    Entropy,
     Features,
     Gate,
-    JacobianLens,
     Lens,
     Logits,
-    Mass,
     Probe,
-    Reading,
     Replace,
     Route,
     Scale,
-    SpecError,
     Steer,
-    Stop,
-    Switch,
     Threshold,
-    TopKeys,
 )
+from midstream.errors import SpecError
+from midstream.lenses import JacobianLens
+from midstream.plan import Entropy, Mass, Reading, Stop, Switch, TopKeys
 from midstream.results.readouts import RESULTS
 from midstream.results.readouts.base import KeyedRows
 from midstream.sites import INNER, NAMES

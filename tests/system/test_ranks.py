@@ -27,15 +27,8 @@ from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 from support.updating import check_versions, steer, vector
 
-from midstream import (
-    Capture,
-    Controller,
-    Gate,
-    Probe,
-    SpecError,
-    Steer,
-    Threshold,
-)
+from midstream import Capture, Controller, Gate, Probe, Steer, Threshold
+from midstream.errors import SpecError
 from midstream.plan.operations import KINDS_BY_OP
 from midstream.sites import INNER as INSIDE
 

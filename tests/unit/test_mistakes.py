@@ -16,10 +16,12 @@ import torch
 from support.refusals import refused_calls
 from vllm import envs
 
-from midstream import Ablate, Activations, AsyncLLM, Capture, Plan, Steer
+from midstream import Ablate, AsyncLLM, Capture, Steer
 from midstream.api.sampling_params import SamplingParams
 from midstream.errors import ScaleWarning, SpecError, UnsupportedError
+from midstream.plan import Plan
 from midstream.plan.operations import steer as steer_module
+from midstream.results.activations import Activations
 from midstream.runtime.frontend.request.call_plan import merged_plan
 from midstream.runtime.vllm.engine_rules import check_script
 from midstream.sae.sae import SAE

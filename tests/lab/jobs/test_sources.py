@@ -8,7 +8,8 @@ import types
 import pytest
 from lab.jobs.fakes import FakeEngine, job, prompts, write_lines
 
-from midstream import SpecError, StoreError, UnsupportedError, open_store
+from midstream import open_store
+from midstream.errors import SpecError, StoreError, UnsupportedError
 from midstream.lab.jobs import capture_dataset
 from midstream.lab.jobs.records import Failed, Record
 from midstream.lab.jobs.sources import open_source

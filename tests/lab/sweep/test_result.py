@@ -6,8 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from midstream import LogitDiff, LogProb, MissingExtraError, Recovered, SpecError, Sweep
-from midstream.lab.sweep import SweepReceipts
+from midstream import LogitDiff, LogProb, Recovered
+from midstream.errors import MissingExtraError, SpecError
+from midstream.lab.sweep import Sweep, SweepReceipts
 from midstream.results.receipt import Edited, Receipt
 
 DIMS = ("site", "layer", "position")

@@ -7,20 +7,9 @@ from typing import Any
 import pytest
 from support.refusals import refused, refused_calls
 
-from midstream import (
-    Attention,
-    Capture,
-    Entropy,
-    Mass,
-    Plan,
-    Probe,
-    SpecError,
-    Steer,
-    Text,
-    TokenIds,
-    TopKeys,
-)
-from midstream.plan import ModelShape, Prompt
+from midstream import Attention, Capture, Probe, Steer, Text, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Entropy, Mass, ModelShape, Plan, Prompt, TopKeys
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.resolve.session_rules import check_growing
 from midstream.plan.resolve.wire import from_bytes, to_bytes

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from support.refusals import refused
 
-from midstream import Attention, Capture, Plan, SpecError
-from midstream.plan import ModelShape, Prompt
+from midstream import Attention, Capture
+from midstream.errors import SpecError
+from midstream.plan import ModelShape, Plan, Prompt
 from midstream.plan.readouts import parse_readout
 from midstream.plan.readouts.reduced import num_sums, with_split_rows
 from midstream.plan.resolve.resolve import resolve

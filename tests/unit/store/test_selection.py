@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 from unit.store.making import TAPS, entry, header, rows_of, same, vectors, write
 
-from midstream import (
-    Image,
-    Positions,
-    Role,
-    Span,
-    StoreError,
-    Text,
-    TokenIds,
-    Window,
-    open_store,
-)
+from midstream import Image, Role, Span, Text, TokenIds, Window, open_store
+from midstream.errors import StoreError
+from midstream.plan import Positions
 from midstream.store import Entry
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from unit.store.making import entry, header, rows_of, vectors, write
 
-from midstream import StoreError, UnsupportedError, open_store
+from midstream import open_store
+from midstream.errors import StoreError, UnsupportedError
 from midstream.lab.tools.inspect import norms as module
 from midstream.lab.tools.inspect.chart import DPI, SIZE, _scale_norms, check_supported, draw
 from midstream.lab.tools.inspect.norms import PERCENTILES, NormSample

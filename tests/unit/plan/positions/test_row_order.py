@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from midstream import Attention, Capture, Features, Lens, Logits, Probe, Steer, TopKeys
+from midstream import Attention, Capture, Features, Lens, Logits, Probe, Steer
 from midstream.errors import SpecError
-from midstream.plan import ModelShape, Plan, Prompt, Text, Window
+from midstream.plan import ModelShape, Plan, Prompt, Text, TopKeys, Window
 from midstream.plan.positions.text_map import TextMap
 from midstream.plan.resolve.resolve import resolve
 

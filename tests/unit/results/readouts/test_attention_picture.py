@@ -7,7 +7,7 @@ import pytest
 import torch
 from unit.viz.pages import Page
 
-from midstream import SpecError
+from midstream.errors import SpecError
 from midstream.results.readouts.attention import AttentionRows
 
 WORDS = ["The", " <b>", " sat"]

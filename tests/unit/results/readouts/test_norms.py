@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from midstream import SpecError
+from midstream.errors import SpecError
 from midstream.results.readouts.norms import NormResults, NormRows
 
 

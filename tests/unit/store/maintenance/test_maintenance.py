@@ -8,7 +8,8 @@ import time
 import pytest
 from unit.store.making import TAPS, entry, header, ids, same, vectors, write
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import merge, prune, verify
 from midstream.store.backends.local import LocalFolder, temporary_name
 
