@@ -66,12 +66,15 @@ COMMANDS = {
     "studio": "midstream.cli.studio",
     "capture": "midstream.lab.cli.capture",
     "sweep": "midstream.lab.cli.sweep",
+    "docs": "midstream.cli.docs",
+}
+# The same of the group `store`.
+STORE_COMMANDS = {
     "inspect": "midstream.lab.cli.inspect",
     "export": "midstream.lab.cli.export",
     "verify": "midstream.cli.verify",
     "merge": "midstream.cli.merge",
     "prune": "midstream.cli.prune",
-    "docs": "midstream.cli.docs",
 }
 # Modules of routes that the server adds to its own; each has a `router`.
 ROUTES = ("midstream.lab.server.routes.sweep", "midstream.lab.server.routes.fit")
@@ -82,7 +85,7 @@ def public(name: str) -> Any:
 
 
 def command(name: str) -> ModuleType:
-    return import_module(COMMANDS[name])
+    return import_module({**COMMANDS, **STORE_COMMANDS}[name])
 
 
 def routers() -> list[Any]:

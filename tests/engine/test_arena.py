@@ -200,5 +200,5 @@ def test_the_first_rows_are_kept_and_the_receipt_tells_how_many_were_left_out(ll
         if len(output.receipt.captured) > 4:
             assert len(output.activations["resid_post", 1]) == count + 3
     with pytest.raises(SpecError, match="depends on what is generated") as caught:
-        run(llm, prompts[:1], Capture([1], positions=["last"], max_rows=2))
+        run(llm, prompts[:1], Capture([1], positions=["last_row"], max_rows=2))
     assert caught.value.path == "capture.max_rows"

@@ -316,7 +316,11 @@ def test_wrong_requests_are_refused(served: AttentionServed, llm: Any) -> None:
             (Attention([9], reduce="full"), "capture[0].layers", "the model has 3 layers"),
             (Attention([0], heads=[4], reduce="full"), "capture[0].heads", "4 heads"),
             (Attention([0], queries=300, reduce="full"), "capture[0].queries", "300"),
-            (Attention([0], reduce=Mass("last")), "capture[0].reduce.positions", "known before"),
+            (
+                Attention([0], reduce=Mass("last_row")),
+                "capture[0].reduce.positions",
+                "known before",
+            ),
             (Attention([0], reduce=Mass(200)), "capture[0].reduce.positions", "200"),
             (two, "capture[0][1].name", "another `name`"),
             (Attention([0], reduce="full", stream=True), "capture[0].stream", "AsyncLLM"),

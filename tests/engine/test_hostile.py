@@ -56,7 +56,7 @@ def _misfit(draw: random.Random) -> tuple[str, dict[str, Any]]:
         ("not tapped", {"edits": {**steer, "site": "mlp_out"}}),
         ("positions", {"capture": {**read, "positions": [draw.choice([10, 99, -7, 2**31])]}}),
         ("positions", {"edits": {**steer, "positions": {"slice": [40, 50]}}}),
-        ("last", {"edits": {**steer, "positions": "last"}}),
+        ("last_row", {"edits": {**steer, "positions": "last_row"}}),
         ("name", {"edits": {**steer, "vector": {"name": "nobody"}}}),
         ("zero", {"edits": {"op": "ablate", "directions": [0.0] * HIDDEN, "layer": 1}}),
         ("role", {"capture": {**read, "positions": {"role": "user"}}}),

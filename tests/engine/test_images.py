@@ -253,7 +253,7 @@ def test_messages_of_a_chat_with_images_are_selected_and_images_loaded_once(
         "system": (Role("system"), "be terse"),
         "first": (Role("user", 0), "what isIMAGEin the hat?"),
         "second": (Role("user", 1), "IMAGEand there?"),
-        "last": (Role("user"), "the end"),
+        "last_row": (Role("user"), "the end"),
         "answers": (Role("assistant", "all"), "an owlan owl"),
         "text": (Text("in the hat?"), "in the hat?"),
         "image": (Image(1), "IMAGE"),

@@ -172,7 +172,11 @@ def test_what_cannot_be_reduced_is_refused_by_name(llm: Any) -> None:
         lambda asked: ask_all(llm, [SHORT], 2, capture=[asked]),
         [
             ([Capture(0, reduce="mean")], "capture[0][0].positions", 'reduce="mean" is of tokens'),
-            ([Capture(0, reduce="max", positions="last")], "capture[0][0].positions", "9 here"),
+            (
+                [Capture(0, reduce="max", positions="last_row")],
+                "capture[0][0].positions",
+                "9 here",
+            ),
             ([Capture(0), more], "capture[0][1]", "selects resid_post of layer 0 too"),
             ([coded, Capture(1, reduce="norm")], "capture[0][1].reduce", "have the codec full8"),
         ],

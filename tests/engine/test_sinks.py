@@ -94,7 +94,7 @@ def stored(output: Any) -> Any:
     ("codec", "positions"),
     [
         ("raw", "all"),
-        ("full8", ["last_prompt", "last"]),
+        ("full8", ["last_prompt", "last_row"]),
         ("rp8:k=16", "generated"),
         ("topk8:k=8", "all"),
     ],

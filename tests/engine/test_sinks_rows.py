@@ -82,7 +82,7 @@ def both(positions: Any = "all", codec: str = "raw") -> list[Capture]:
     ("codec", "positions"),
     [
         ("raw", "all"),
-        ("full8", ["last_prompt", "last"]),
+        ("full8", ["last_prompt", "last_row"]),
         ("rp8:k=16", "generated"),
         ("topk8:k=8", "all"),
     ],

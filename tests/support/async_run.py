@@ -48,7 +48,7 @@ def plan(nth: int) -> dict[str, Any]:
         {
             "probes": [
                 Probe(read, 0, name="a", positions="generated"),
-                Probe(push, 2, name="b", positions=[0, -1, "last"]),
+                Probe(push, 2, name="b", positions=[0, -1, "last_row"]),
                 Probe(push, 1, name="c", positions="prompt"),
                 Probe(attention=Mass(slice(0, 5)), layer=1, heads=[1, 0], name="d"),
             ]
@@ -134,7 +134,7 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
 
     captures = [
         Capture([0, 2], ALL_SITES, stream=True),
-        Capture(2, positions=["last_prompt", "last"], stream=True),
+        Capture(2, positions=["last_prompt", "last_row"], stream=True),
         Capture(1, ALL_SITES),
     ]
 

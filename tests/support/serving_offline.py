@@ -85,7 +85,7 @@ CASES = {
         },
     ),
     "codec": Case("Water boils at", {"capture": Capture([4], codec="full8")}),
-    "last": Case("Water boils at", {"capture": Capture("all", positions="last_prompt")}),
+    "last_row": Case("Water boils at", {"capture": Capture("all", positions="last_prompt")}),
     "reduced": Case(
         PARIS,
         {

@@ -108,7 +108,10 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
     asked: dict[str, dict[str, Any]] = {
         "everything": {"capture": everything},
         "generated": {"capture": Capture("all", SITES, positions="generated")},
-        "last": {"capture": Capture("all", positions="last"), "probes": _last(vector(1), last)},
+        "last_row": {
+            "capture": Capture("all", positions="last_row"),
+            "probes": _last(vector(1), last),
+        },
         "bounded": {"capture": Capture([0, last], SITES, **bounded)},
         "ids": {"capture": Capture(last, positions=even, phase="generated")},
         "steered": {"edits": [Steer(vector(2), 1, 1.5)], "capture": everything},
@@ -214,7 +217,7 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
 def _last(direction: torch.Tensor, layer: int) -> list[Any]:
     from midstream import Probe
 
-    return [Probe(direction, layer, name="last", positions="last")]
+    return [Probe(direction, layer, name="last_row", positions="last_row")]
 
 
 def of_model(info: Any) -> list[Case]:

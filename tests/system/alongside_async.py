@@ -173,9 +173,13 @@ async def sessions(llm: Any, found: dict[str, Any]) -> None:
     found["between"] = done[12]
     await inspect(llm).check_integrity()
     kept = await ask(
-        llm, "kept", inputs(parts_of(3), {}), params(4), capture=Capture([1], positions="last")
+        llm,
+        "kept",
+        inputs(parts_of(3), {}),
+        params(4),
+        capture=Capture([1], positions="last_row"),
     )
-    found["last"] = kept
+    found["last_row"] = kept
     await inspect(llm).check_integrity()
 
 

@@ -114,7 +114,7 @@ def test_scores_that_are_shown_meanwhile_are_never_those_of_a_rejected_draft(
     draft: dict[str, Any],
 ) -> None:
     shown = 0
-    for name in ("probed", "last"):
+    for name in ("probed", "last_row"):
         one = draft["draft"]["results"][name]
         for count, scores, _, _ in one["partial"]:
             known = len(one["prompt"]) + count - 1

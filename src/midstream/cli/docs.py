@@ -32,8 +32,9 @@ def docs(
     """
     if not (SITE / "index.html").is_file():
         raise refuse(
-            "the documents are not built in this installation, as in a clone;"
-            " build them with scripts/site.sh, or read docs/*.md",
+            "the documents are not built in this installation, as in a clone; read docs/*.md there,"
+            ' or build them: pip install "mkdocs-material>=9.6" "mkdocstrings-python>=1.16"'
+            " nbformat, then scripts/site.sh",
             as_json=False,
         )
     name = page.removesuffix(".md").removesuffix(".html")

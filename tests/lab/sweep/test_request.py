@@ -155,7 +155,7 @@ def test_integers_of_a_mask_are_indices_and_other_numbers_weights(mask, dims, we
         ({"layers": []}, "layers"),
         ({"sites": "nowhere"}, "sites"),
         ({"positions": "generated"}, "positions"),
-        ({"positions": ["prompt", "last"]}, "positions[1]"),
+        ({"positions": ["prompt", "last_row"]}, "positions[1]"),
         ({"positions": 1, "groups": {"a": 1}}, "positions"),
         ({"groups": {}}, "groups"),
         ({"groups": {"a": "generated"}}, "groups.a"),

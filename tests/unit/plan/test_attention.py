@@ -100,7 +100,11 @@ def test_what_cannot_be_done_is_refused_by_field() -> None:
         (Attention(1, queries=14, reduce="full"), "capture[0].queries", "14"),
         (Attention(1, queries=[1, 14], reduce="full"), "capture[0].queries[1]", "14"),
         (Attention(1, reduce=Mass(14)), "capture[0].reduce.positions", "14"),
-        (Attention(1, reduce=Mass("last")), "capture[0].reduce.positions", "before tokens are"),
+        (
+            Attention(1, reduce=Mass("last_row")),
+            "capture[0].reduce.positions",
+            "before tokens are",
+        ),
     )
     full, ids = Attention(1, reduce="full"), Prompt(3, token_ids=(3, 4, 5))
     each = Attention("all", reduce="full")
@@ -152,7 +156,11 @@ def test_a_probe_of_what_cannot_be_read_is_refused_by_field() -> None:
         ({"layer": 4}, "probes[0].layer", "out of range"),
         ({"head": [1, 6]}, "probes[0].head", "head 6 is out of range"),
         ({"attention": Mass(14)}, "probes[0].attention.positions", "14"),
-        ({"attention": Mass("last")}, "probes[0].attention.positions", "before tokens are"),
+        (
+            {"attention": Mass("last_row")},
+            "probes[0].attention.positions",
+            "before tokens are",
+        ),
         ({"positions": 14}, "probes[0].positions", "14"),
     )
 

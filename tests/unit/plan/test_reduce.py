@@ -76,7 +76,7 @@ def test_vectors_that_ranks_have_in_parts_are_reduced_in_parts() -> None:
 
 
 def test_rows_after_the_prompt_are_counted_by_no_one() -> None:
-    for positions in ("all", "generated", "last", slice(2, None), slice(0, 10)):
+    for positions in ("all", "generated", "last_row", slice(2, None), slice(0, 10)):
         refused(
             lambda place: resolved(Capture(0, positions=place, reduce="max")),
             (positions, "capture[0].positions", "of tokens of the prompt, 9 here"),

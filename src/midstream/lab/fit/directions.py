@@ -17,6 +17,7 @@ from midstream.lab.fit.estimate import Estimate
 from midstream.lab.fit.prompts import capture_rows, read_capture
 from midstream.lab.fit.train import FitOptions, PromptFit, fit_rows, fit_store
 from midstream.plan.forms import LayersLike, PositionsLike
+from midstream.sites import SiteName
 
 if TYPE_CHECKING:
     from midstream.store.selection import Selection
@@ -36,7 +37,7 @@ class Directions(DirectionSet):
         method: Any = "mean",
         layers: LayersLike = "all",
         positions: PositionsLike = "last_prompt",
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         reduce: str = "",
         folds: int = 5,
@@ -100,7 +101,7 @@ class Directions(DirectionSet):
         method: Any = "mean",
         layers: LayersLike = "all",
         positions: PositionsLike = "last_prompt",
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         reduce: str = "",
         folds: int = 5,
@@ -125,7 +126,7 @@ class Directions(DirectionSet):
         negative: Any,
         method: Any = "mean",
         layers: Any = None,
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         folds: int = 5,
         groups: Any = None,
@@ -177,7 +178,7 @@ class Directions(DirectionSet):
 
     @staticmethod
     def _of(
-        estimates: Mapping[int, Estimate], site: str, method: str, folds: int, model_type: str = ""
+        estimates: Mapping[int, Estimate], site: Any, method: str, folds: int, model_type: str = ""
     ) -> Directions:
         return Directions(
             np.stack([estimate.vector for estimate in estimates.values()]).astype(np.float32),

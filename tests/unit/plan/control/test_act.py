@@ -118,7 +118,7 @@ def test_a_malformed_act_is_refused_by_its_field():
     refused_calls(
         (lambda: Switch([STEER, Local(print, 1)], above=1), "edits[1]", "cannot be switched on"),
         (
-            lambda: Probe([1.0], 0, positions=["prompt", "last"], act=Stop(above=1)),
+            lambda: Probe([1.0], 0, positions=["prompt", "last_row"], act=Stop(above=1)),
             "known only when the request has ended",
         ),
     )
