@@ -1,4 +1,4 @@
-"""Writer of src/midstream/api/vllm_arguments.pyi: the arguments of vLLM, for type checkers.
+"""Writer of src/midstream/api/vllm_arguments.py: the arguments of vLLM, for type checkers.
 
 Usage: scripts/vllm_arguments.py [--check]
 """
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parents[1] / "src" / "midstream" / "api" / "vllm_arguments.pyi"
+FILE = Path(__file__).parents[1] / "src" / "midstream" / "api" / "vllm_arguments.py"
 HEAD = '''"""Arguments of vLLM by name, for type checkers; written by scripts/vllm_arguments.py."""
+# ruff: noqa: UP013 (a class has a line for each of 500 names)
 
 from __future__ import annotations
 

@@ -234,8 +234,7 @@ class Activations:
                 None: decoded rows are written as they are.
 
         Raises:
-            SpecError: another codec, or a name that is of another format's file.
-            UnsupportedError: a codec is given, and torch is not installed.
+            SpecError: another codec or suffix. UnsupportedError: a codec without torch.
         """
         check_suffix(path, ".safetensors", "; for NumPy, give what numpy() returns to numpy.savez")
         rows, indices = dict[str, Any](), dict[str, Any]()

@@ -105,7 +105,7 @@ class Lines:
 
     def _check_first(self) -> None:
         """Check that one of the first lines is a prompt, before an engine starts."""
-        first = list(islice(self, _CHECKED))
+        first = list(islice(self, min(_CHECKED, self._limit or _CHECKED)))
         failed = [line for line in first if isinstance(line, Failed)]
         if first and len(failed) == len(first):
             raise SpecError(
