@@ -12,7 +12,8 @@ from support.engines import HAS_GPU, generated, greedy, tokens
 from support.inner_cases import HEADS
 from torch import Tensor
 
-from midstream import Attention, Mass, Probe
+from midstream import Attention, Probe
+from midstream.plan import Mass
 
 TOLERANCE = 5e-4 if HAS_GPU else 1e-4  # a GPU sums in its own order
 _SEQUENCE = "sliding_attention", "full_attention", "sliding_attention"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from midstream import SpecError
+from midstream.errors import SpecError
 
 
 def assert_refused(ask: Callable[[Any], Any], cases: Iterable[tuple[Any, str, str]]) -> None:

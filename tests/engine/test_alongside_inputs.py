@@ -15,7 +15,8 @@ from support.oracle import HookEdit, Oracle, relative_error
 from support.tiny import HIDDEN
 from torch import Tensor
 
-from midstream import Logits, Probe, SpecError, Steer, TokenIds
+from midstream import Logits, Probe, Steer, TokenIds
+from midstream.errors import SpecError
 
 PLACES = ("model.layers", "post_attention_layernorm")
 

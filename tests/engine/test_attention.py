@@ -19,7 +19,9 @@ from support.engines import HAS_GPU, engine, greedy
 from support.inner_served import PROMPTS, ROOM
 from support.updating import Stepped
 
-from midstream import Attention, Capture, Entropy, Mass, Probe, Scale, SpecError, TopKeys
+from midstream import Attention, Capture, Probe, Scale
+from midstream.errors import SpecError
+from midstream.plan import Entropy, Mass, TopKeys
 from midstream.results.readouts.attention import AttentionResults, AttentionRows
 
 LONG = PROMPTS[2] * 5  # more than a step takes, and than a sliding window
@@ -308,7 +310,11 @@ def test_wrong_requests_are_refused(served, llm):
             (Attention([9], reduce="full"), "capture[0].layers", "the model has 3 layers"),
             (Attention([0], heads=[4], reduce="full"), "capture[0].heads", "4 heads"),
             (Attention([0], queries=300, reduce="full"), "capture[0].queries", "300"),
-            (Attention([0], reduce=Mass("last")), "capture[0].reduce.positions", "known before"),
+            (
+                Attention([0], reduce=Mass("last_row")),
+                "capture[0].reduce.positions",
+                "known before",
+            ),
             (Attention([0], reduce=Mass(200)), "capture[0].reduce.positions", "200"),
             (two, "capture[0][1].name", "another `name`"),
             (Attention([0], reduce="full", stream=True), "capture[0].stream", "AsyncLLM"),

@@ -12,7 +12,9 @@ from support.oracle_edits import PLACES, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
 
-from midstream import Between, Capture, Gate, Probe, Reading, SpecError, Steer, Switch, TokenIds
+from midstream import Between, Capture, Gate, Probe, Steer, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Reading, Switch
 
 COUNT = 24
 

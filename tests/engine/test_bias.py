@@ -14,18 +14,9 @@ from support.engines import engine, generated, greedy
 from support.inner_served import PROMPTS, ROOM, TIE, TOLERANCE, Served
 from support.oracle_edits import At
 
-from midstream import (
-    Attention,
-    Bias,
-    Capture,
-    Gate,
-    Logits,
-    Reading,
-    SpecError,
-    Steer,
-    TokenIds,
-    TopKeys,
-)
+from midstream import Attention, Bias, Capture, Gate, Logits, Steer, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Reading, TopKeys
 from midstream.results.readouts.logits import LogitRows
 from midstream.runtime.worker.readouts import logits as logits_module
 

@@ -19,17 +19,9 @@ from support.updating import (
     vector,
 )
 
-from midstream import (
-    Controller,
-    Feature,
-    Probe,
-    ReceiptError,
-    SamplingParams,
-    SpecError,
-    Steer,
-    Switch,
-    Threshold,
-)
+from midstream import Controller, Feature, Probe, SamplingParams, Steer, Threshold
+from midstream.errors import ReceiptError, SpecError
+from midstream.plan import Switch
 from midstream.plan.control.control_laws import Observed
 
 SIZE = len(PROMPT)

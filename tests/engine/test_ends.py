@@ -14,7 +14,8 @@ from support.inner_cases import fresh
 from support.inner_served import BLOCK, PROMPTS, ROOM, TOLERANCE, Served, assert_rows
 from support.oracle_edits import At, row_error
 
-from midstream import Ablate, Affine, Capture, Clamp, Gate, Reading, Replace, Scale, Steer
+from midstream import Ablate, Affine, Capture, Clamp, Gate, Replace, Scale, Steer
+from midstream.plan import Reading
 
 ENDS = ["embed", "final_norm"]
 SITES = ["embed", "resid_pre", "resid_post", "final_norm"]

@@ -5,7 +5,8 @@ import torch
 from support.engine_view import inspect
 from support.engines import engine, generated, greedy, tokens
 
-from midstream import Capture, ReceiptError, ReceiptWarning, Steer
+from midstream import Capture, Steer
+from midstream.errors import ReceiptError, ReceiptWarning
 from midstream.ops import layout
 from midstream.runtime.worker import plan_table
 from midstream.runtime.worker.request_state import acquire_segments

@@ -18,16 +18,8 @@ from support.sae_oracle import KINDS, RandomSae
 from torch import Tensor
 from vllm import SamplingParams
 
-from midstream import (
-    SAE,
-    Capture,
-    ConfigError,
-    Features,
-    Lens,
-    SpecError,
-    Steer,
-    TokenIds,
-)
+from midstream import SAE, Capture, Features, Lens, Steer, TokenIds
+from midstream.errors import ConfigError, SpecError
 from midstream.results.readouts.features import FeatureRows
 
 SITES = ["resid_pre", "resid_post", "mlp_in", "mlp_out"]

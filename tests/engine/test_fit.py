@@ -11,7 +11,8 @@ from support.engines import HAS_GPU
 from support.oracle_edits import At, EditOracle
 from transformers import BatchEncoding
 
-from midstream import Capture, Directions, SpecError
+from midstream import Capture, Directions
+from midstream.errors import SpecError
 
 TOLERANCE = 5e-4 if HAS_GPU else 1e-5
 METHODS = ["mean", "pca", "lat", "logistic", "lda"]

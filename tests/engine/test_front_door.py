@@ -8,7 +8,8 @@ from engine.refusals import assert_refused
 from support.engine_view import inspect
 from support.engines import engine, generated, greedy, stopped_at
 
-from midstream import Capture, SpecError, Steer, TapError
+from midstream import Capture, Steer
+from midstream.errors import SpecError, TapError
 
 PROMPT = [5, 6, 7, 8]
 HIDDEN = 64

@@ -15,7 +15,9 @@ from support.oracle_edits import EVERY_SITE, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
 
-from midstream import Capture, Gate, Reading, SamplingParams, SpecError, Steer, TokenIds
+from midstream import Capture, Gate, SamplingParams, Steer, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Reading
 
 TOLERANCE, TIE = 1e-4, 1e-3
 COUNT = 8

@@ -18,21 +18,11 @@ from support.engines import engine, greedy
 from support.pages import blocks
 from support.sinking import AsTheyCome, Keeping
 
-from midstream import (
-    Capture,
-    Image,
-    Media,
-    Positions,
-    Probe,
-    Role,
-    SpecError,
-    Steer,
-    StoreError,
-    Text,
-    open_store,
-)
+from midstream import Capture, Image, Probe, Role, Steer, Text, open_store
+from midstream.errors import SpecError, StoreError
 from midstream.lab.jobs import capture_dataset
 from midstream.lab.jobs.engine import VllmEngine
+from midstream.plan import Media, Positions
 
 LAYER = 1
 TOLERANCE = 1e-4
@@ -262,7 +252,7 @@ def test_messages_of_a_chat_with_images_are_selected_and_images_loaded_once(serv
         "system": (Role("system"), "be terse"),
         "first": (Role("user", 0), "what isIMAGEin the hat?"),
         "second": (Role("user", 1), "IMAGEand there?"),
-        "last": (Role("user"), "the end"),
+        "last_row": (Role("user"), "the end"),
         "answers": (Role("assistant", "all"), "an owlan owl"),
         "text": (Text("in the hat?"), "in the hat?"),
         "image": (Image(1), "IMAGE"),

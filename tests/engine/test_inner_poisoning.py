@@ -13,7 +13,8 @@ from support.cached_pair import BLOCK, SIZE, WHOLE, Pair, fresh, reused
 from support.engines import engine, greedy
 from support.inner_cases import HEADS
 
-from midstream import Capture, Gate, Reading, Replace, Scale, Steer
+from midstream import Capture, Gate, Replace, Scale, Steer
+from midstream.plan import Reading
 from midstream.sites import INNER
 
 HEAD, NEURONS = 32, 96

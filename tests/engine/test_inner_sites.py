@@ -26,7 +26,8 @@ from support.nightly import NIGHTLY
 from support.oracle_edits import EVERY_SITE, At, row_error
 from support.pool import Pool
 
-from midstream import Capture, Gate, Probe, Replace, Scale, SpecError, Steer
+from midstream import Capture, Gate, Probe, Replace, Scale, Steer
+from midstream.errors import SpecError
 from midstream.sites import INNER as EVERY_INNER
 from midstream.store import open_store
 

@@ -9,7 +9,9 @@ from engine.asking import ask, ask_all
 from support import tiny
 from support.engines import ALL_SITES, engine, generated, greedy
 
-from midstream import Capture, Positions, SpecError, Steer
+from midstream import Capture, Steer
+from midstream.errors import SpecError
+from midstream.plan import Positions
 
 HIDDEN = 64
 
@@ -27,7 +29,16 @@ def some_prompts(count: int, seed: int) -> list[list[int]]:
 def some_requests(count: int, seed: int) -> list[dict[str, Any]]:
     """Plain ones, captures, edits and both, of every kind that there is."""
     draw = torch.Generator().manual_seed(seed)
-    positions = ["all", "prompt", "generated", "last_prompt", "last", 1, [0, -1], slice(1, None, 3)]
+    positions = [
+        "all",
+        "prompt",
+        "generated",
+        "last_prompt",
+        "last_row",
+        1,
+        [0, -1],
+        slice(1, None, 3),
+    ]
     found = []
     for nth, prompt in enumerate(some_prompts(count, seed)):
         request: dict[str, Any] = {"prompt": prompt, "capture": None, "steer": None}

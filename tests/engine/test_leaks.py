@@ -16,7 +16,9 @@ from support.engines import engine, generated, greedy, tokens
 from support.nightly import rounds
 from support.oracle_edits import EVERY_SITE, EditOracle, row_error
 
-from midstream import Affine, Capture, Gate, Plan, Probe, Replace, SpecError, Steer, TokenIds
+from midstream import Affine, Capture, Gate, Probe, Replace, Steer, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Plan
 
 REQUESTS = rounds(suite=300, nightly=10_000)
 PROMPTS = [[5, 17, 33], [150, 44, 12, 13], [9, 80, 7, 6, 5], [101, 64]]

@@ -17,19 +17,10 @@ from support.oracle_edits import At, Seen
 from torch import Tensor
 from vllm import SamplingParams
 
-from midstream import (
-    Attention,
-    Bias,
-    Capture,
-    Gate,
-    JacobianLens,
-    Lens,
-    Logits,
-    SpecError,
-    Steer,
-    TopKeys,
-    TunedLens,
-)
+from midstream import Attention, Bias, Capture, Gate, Lens, Logits, Steer
+from midstream.errors import SpecError
+from midstream.lenses import JacobianLens, TunedLens
+from midstream.plan import TopKeys
 from midstream.results.readouts.lens import LensRows
 
 SITES = ["resid_pre", "resid_mid", "resid_post", "final_norm", "logits", "rot_q"]

@@ -12,7 +12,9 @@ from support.engines import engine, generated, greedy
 from support.oracle_edits import EVERY_SITE, At, EditOracle, row_error
 from support.updating import Stepped
 
-from midstream import Capture, Local, Plan, ReceiptError, Scale, SpecError, Steer
+from midstream import Capture, Local, Scale, Steer
+from midstream.errors import ReceiptError, SpecError
+from midstream.plan import Plan
 from midstream.runtime.vllm.attributes import ENDPOINT
 
 TOLERANCE = 1e-4

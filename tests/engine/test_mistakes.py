@@ -7,7 +7,8 @@ import pytest
 from engine.asking import ask_all
 from support.engines import tokens
 
-from midstream import Capture, SpecError, Steer
+from midstream import Capture, Steer
+from midstream.errors import SpecError
 
 PROMPT = [5, 6, 7, 8]
 HIDDEN = 64

@@ -7,7 +7,8 @@ from support import tiny
 from vllm import SamplingParams
 from vllm.config import ModelConfig
 
-from midstream import Plan, Steer
+from midstream import Steer
+from midstream.plan import Plan
 from midstream.runtime.frontend.base import BaseFrontEnd
 from midstream.runtime.install import front_end
 from midstream.runtime.protocol.request_payload import payload_of

@@ -15,7 +15,8 @@ from support.oracle import Branches, HookEdit, Oracle, relative_error
 from support.pool import Pool
 from torch import Tensor
 
-from midstream import Capture, SpecError, Steer
+from midstream import Capture, Steer
+from midstream.errors import SpecError
 from midstream.sites import OUTER
 
 TOLERANCE = 1e-4

@@ -126,8 +126,8 @@ def test_a_prompt_of_whole_blocks_that_is_read_at_its_end(pair, prompt):
     pair.ask(whole, 0)
     pair.ask(whole, 64)
     pair.ask(whole, 64, capture=Capture(1, positions="last_prompt"))
-    pair.ask(whole, 64, count=1, capture=Capture(1, positions="last"))
-    pair.ask(whole, 64, count=4, capture=Capture(1, positions="last"))
+    pair.ask(whole, 64, count=1, capture=Capture(1, positions="last_row"))
+    pair.ask(whole, 64, count=4, capture=Capture(1, positions="last_row"))
 
 
 def test_server_wide_edits_are_set_and_cleared(pair, prompt):

@@ -14,7 +14,9 @@ from support.engines import generated, greedy, tokens
 from support.oracle import HookEdit, Oracle
 from support.updating import Stepped, check_replay, everything, held, steer, steps_ahead
 
-from midstream import MLP, Flag, Gate, Plan, Probe, SpecError, Steer, Stop, Switch
+from midstream import Gate, Probe, Steer
+from midstream.errors import SpecError
+from midstream.plan import MLP, Flag, Plan, Stop, Switch
 
 WIDTH = 64
 # The second comes in chunks.

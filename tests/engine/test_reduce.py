@@ -14,7 +14,8 @@ from support.updating import Stepped
 from torch import Tensor
 from vllm import SamplingParams
 
-from midstream import Capture, Probe, SpecError, Steer
+from midstream import Capture, Probe, Steer
+from midstream.errors import SpecError
 
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
 SHORT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
@@ -167,7 +168,11 @@ def test_what_cannot_be_reduced_is_refused_by_name(llm):
         lambda asked: ask_all(llm, [SHORT], 2, capture=[asked]),
         [
             ([Capture(0, reduce="mean")], "capture[0][0].positions", 'reduce="mean" is of tokens'),
-            ([Capture(0, reduce="max", positions="last")], "capture[0][0].positions", "9 here"),
+            (
+                [Capture(0, reduce="max", positions="last_row")],
+                "capture[0][0].positions",
+                "9 here",
+            ),
             ([Capture(0), more], "capture[0][1]", "selects resid_post of layer 0 too"),
             ([coded, Capture(1, reduce="norm")], "capture[0][1].reduce", "have the codec full8"),
         ],

@@ -9,7 +9,9 @@ from support.cached_pair import fresh
 from support.engines import greedy
 from support.updating import Stepped
 
-from midstream import Capture, Probe, SpecError, Steer, Switch
+from midstream import Capture, Probe, Steer
+from midstream.errors import SpecError
+from midstream.plan import Switch
 
 ALL = Capture("all", ["resid_pre", "resid_post"], reuse=True)
 

@@ -14,7 +14,8 @@ from support.inner_served import END, PROMPTS, ROOM, TIE, TOLERANCE, Served, ref
 from support.oracle_edits import At, row_error
 from support.pool import Pool
 
-from midstream import Capture, Replace, Route, SpecError, Steer, TokenIds
+from midstream import Capture, Replace, Route, Steer, TokenIds
+from midstream.errors import SpecError
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from engine.asking import ask_all
 from support.engines import greedy, tokens
 from support.oracle_edits import At, row_error
 
-from midstream import Capture, Gate, Probe, Reading, Replace, Steer, Window, stack
+from midstream import Capture, Gate, Probe, Replace, Steer, Window, stack
+from midstream.plan import Reading
 
 WIDTH = 64
 PROMPT = [(17 * nth) % 180 + 5 for nth in range(11)]

@@ -17,17 +17,8 @@ from support.updating import Stepped
 from torch import Tensor
 from vllm import SamplingParams
 
-from midstream import (
-    SAE,
-    BusyError,
-    Capture,
-    Feature,
-    Gate,
-    Reconstruct,
-    SpecError,
-    Steer,
-    TokenIds,
-)
+from midstream import SAE, Capture, Feature, Gate, Reconstruct, Steer, TokenIds
+from midstream.errors import BusyError, SpecError
 from midstream.ops.sae.layout import size
 from midstream.ops.sae.reference import reconstruct
 

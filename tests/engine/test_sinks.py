@@ -15,8 +15,9 @@ from support.engines import ALL_SITES, engine, generated, greedy, tokens
 from support.sinking import Keeping
 
 import midstream
-from midstream import Capture, ConfigError, ExistsError, ReceiptError, SpecError
+from midstream import Capture
 from midstream.compat.consumers import FilesystemCaptureRequest
+from midstream.errors import ConfigError, ExistsError, ReceiptError, SpecError
 from midstream.results.activations import Activations
 from midstream.sinks import registry as finding
 from midstream.store import open_store
@@ -91,7 +92,7 @@ def stored(output: Any) -> Any:
     ("codec", "positions"),
     [
         ("raw", "all"),
-        ("full8", ["last_prompt", "last"]),
+        ("full8", ["last_prompt", "last_row"]),
         ("rp8:k=16", "generated"),
         ("topk8:k=8", "all"),
     ],

@@ -12,7 +12,8 @@ from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, greedy, reading_stopped, stopped_at, tokens
 from support.sinking import AsTheyCome
 
-from midstream import Capture, ReceiptError
+from midstream import Capture
+from midstream.errors import ReceiptError
 from midstream.runtime.frontend.results import row_streamer
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import CollectPartialRows, CollectResults
@@ -79,7 +80,7 @@ def both(positions: Any = "all", codec: str = "raw") -> list[Capture]:
     ("codec", "positions"),
     [
         ("raw", "all"),
-        ("full8", ["last_prompt", "last"]),
+        ("full8", ["last_prompt", "last_row"]),
         ("rp8:k=16", "generated"),
         ("topk8:k=8", "all"),
     ],

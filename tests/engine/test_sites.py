@@ -8,7 +8,8 @@ from support import tiny
 from support.engines import engine, greedy, tokens
 from support.oracle import Branches, Oracle, relative_error
 
-from midstream import Capture, SpecError
+from midstream import Capture
+from midstream.errors import SpecError
 
 PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9, 150, 44]
 

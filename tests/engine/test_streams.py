@@ -12,7 +12,8 @@ from support import tiny
 from support.engines import engine, generated, greedy, tokens
 from torch import Tensor
 
-from midstream import Ablate, Capture, Lens, Probe, Replace, SpecError, Steer
+from midstream import Ablate, Capture, Lens, Probe, Replace, Steer
+from midstream.errors import SpecError
 from midstream.sites import OUTER
 
 PROMPT = [1, 5, 9, 33, 77, 100, 12, 8]

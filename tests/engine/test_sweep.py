@@ -13,16 +13,8 @@ from support.inner_oracle import INNER, InnerOracle
 from support.sae_oracle import RandomSae
 from torch import Tensor
 
-from midstream import (
-    KL,
-    SAE,
-    Capture,
-    LogitDiff,
-    LogProb,
-    Recovered,
-    SpecError,
-    Text,
-)
+from midstream import KL, SAE, Capture, LogitDiff, LogProb, Recovered, Text
+from midstream.errors import SpecError
 
 SITES = ["resid_pre", "attn_out", "mlp_out", "z", "resid_post", "final_norm"]
 # 33, 33 and 34 tokens; the countries begin at token 14, and are of letters.

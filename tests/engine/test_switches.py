@@ -18,7 +18,9 @@ from support.updating import (
     vector,
 )
 
-from midstream import Capture, Local, Probe, SpecError, Steer, Stop, Switch
+from midstream import Capture, Local, Probe, Steer
+from midstream.errors import SpecError
+from midstream.plan import Stop, Switch
 
 READ = 1
 SIZE = len(PROMPT)

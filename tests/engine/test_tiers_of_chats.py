@@ -9,7 +9,8 @@ import torch
 from support import tiny
 from support.engines import engine, greedy
 
-from midstream import Capture, Role, SpecError, Steer, Text
+from midstream import Capture, Role, Steer, Text
+from midstream.errors import SpecError
 
 TALK = [
     {"role": "user", "content": "hello"},

@@ -17,7 +17,8 @@ from support.oracle_edits import PLACES, At, EditOracle
 from unit.viz.drawn import read, same
 from vllm import SamplingParams
 
-from midstream import Directions, Logits, SpecError, Steer
+from midstream import Directions, Logits, Steer
+from midstream.errors import SpecError
 from midstream.lab.fit import MaxKL, MaxPerplexity, Tuning
 from midstream.lab.fit.tune import Tune, read_tune
 from midstream.plan.shape import ModelShape

@@ -12,17 +12,8 @@ from support.oracle_edits import EVERY_SITE, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
 
-from midstream import (
-    Ablate,
-    Capture,
-    Clamp,
-    Positions,
-    Replace,
-    Scale,
-    Steer,
-    TokenIds,
-    Window,
-)
+from midstream import Ablate, Capture, Clamp, Replace, Scale, Steer, TokenIds, Window
+from midstream.plan import Positions
 
 TOLERANCE = 1e-4
 TIE = 1e-3

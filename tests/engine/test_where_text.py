@@ -15,7 +15,8 @@ from support.marks import between
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
 from transformers import AutoTokenizer
 
-from midstream import Between, Capture, Role, SpecError, Steer, Text
+from midstream import Between, Capture, Role, Steer, Text
+from midstream.errors import SpecError
 
 pytestmark = pytest.mark.model
 

@@ -21,7 +21,8 @@ async def last(stream: Any) -> Any:
 
 
 async def run(model: Path) -> dict[str, Any]:
-    from midstream import AsyncLLM, Capture, Local, ReceiptError, SpecError
+    from midstream import AsyncLLM, Capture, Local
+    from midstream.errors import ReceiptError, SpecError
 
     llm = AsyncLLM(
         str(model),

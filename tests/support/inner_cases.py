@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import transformers as hf
 
-from midstream import Capture, Gate, Probe, Reading, Route
+from midstream import Capture, Gate, Probe, Route
+from midstream.plan import Reading
 from midstream.sites import BY_NAME, Tap
 from support import tiny
 from support.edit_cases import Case, Made, Maker, of_one_tap

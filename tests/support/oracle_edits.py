@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from midstream import Gate, Local, LocalInfo
+from midstream import Gate, Local
+from midstream.results.local_info import LocalInfo
 from midstream.sites import Tap
 from support.formulas import apply, read_score
 from support.gate_memory import amounts

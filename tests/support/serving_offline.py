@@ -20,16 +20,13 @@ from midstream import (
     Lens,
     LogitDiff,
     Logits,
-    Mass,
     Norms,
     Probe,
-    Reading,
     Reconstruct,
     Steer,
-    Stop,
-    TopKeys,
 )
 from midstream.client import ServedOutput
+from midstream.plan import Mass, Reading, Stop, TopKeys
 from midstream.results.readouts import RESULTS
 from support import controlling
 from support.sae_oracle import RandomSae
@@ -86,7 +83,7 @@ CASES = {
         },
     ),
     "codec": Case("Water boils at", {"capture": Capture([4], codec="full8")}),
-    "last": Case("Water boils at", {"capture": Capture("all", positions="last_prompt")}),
+    "last_row": Case("Water boils at", {"capture": Capture("all", positions="last_prompt")}),
     "reduced": Case(
         PARIS,
         {

@@ -51,7 +51,7 @@ def plan(nth: int) -> dict[str, Any]:
         {
             "probes": [
                 Probe(one, 0, name="a", positions="generated"),
-                Probe(two, 2, name="b", positions=[0, -1, "last"]),
+                Probe(two, 2, name="b", positions=[0, -1, "last_row"]),
             ]
         },
         {},

@@ -24,25 +24,20 @@ from midstream import (
     Bias,
     Capture,
     Clamp,
-    Entropy,
     Features,
     Gate,
-    JacobianLens,
     Lens,
     Logits,
-    Mass,
     Probe,
-    Reading,
     Replace,
     Route,
     Scale,
-    SpecError,
     Steer,
-    Stop,
-    Switch,
     Threshold,
-    TopKeys,
 )
+from midstream.errors import SpecError
+from midstream.lenses import JacobianLens
+from midstream.plan import Entropy, Mass, Reading, Stop, Switch, TopKeys
 from midstream.results.readouts import RESULTS
 from midstream.results.readouts.base import KeyedRows
 from midstream.sites import INNER, NAMES
@@ -189,7 +184,7 @@ def test_rows_of_every_site_are_those_of_one_rank(alone, several, how):
 
 
 def test_edits_of_every_rank_do_what_they_do_on_one(alone, several):
-    capture = Capture("all", [*INSIDE, "resid_post", "final_norm"], positions=[0, 3, "last"])
+    capture = Capture("all", [*INSIDE, "resid_post", "final_norm"], positions=[0, 3, "last_row"])
     plain, edited = run(alone, capture), run(alone, capture, EDITS)
     assert_same(run(several, capture, EDITS), edited)
     for nth, one in enumerate(edited[3:], 3):
@@ -423,7 +418,7 @@ def test_attention_of_every_head_is_that_of_one_rank(alone, several):
         Attention("all", reduce="full"),
         Attention([0, 2], heads=[1], queries="generated", reduce=TopKeys(5), name="top"),
         Attention(1, heads=0, reduce=Mass(slice(1, 4)), name="mass"),
-        Attention("all", queries=[0, 3, "last"], reduce=Entropy(), name="entropy"),
+        Attention("all", queries=[0, 3, "last_row"], reduce=Entropy(), name="entropy"),
         Capture("all", ["resid_post", "rot_q"], return_="sharded"),
     ]
     probes = [

@@ -17,7 +17,8 @@ from support import serving, tiny
 from support.serving import NAME, Running
 
 import midstream.lab.harness.inspect_entry  # noqa: F401  (an installed package has an entry point)
-from midstream import Client, Named, Probe, Steer
+from midstream import Client, Probe, Steer
+from midstream.plan import Named
 from midstream.results.serialization import unpack
 
 U = torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(3)) * 4

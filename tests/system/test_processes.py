@@ -8,7 +8,8 @@ SCRIPT = """
 import sys, torch
 from support.engines import ALL_SITES, engine, greedy, tokens, generated
 from support.forging import forged
-from midstream import Capture, ReceiptError, Steer
+from midstream import Capture, Steer
+from midstream.errors import ReceiptError
 from midstream.runtime.frontend.results import row_streamer
 from midstream.sinks import registry
 from importlib.metadata import EntryPoint

@@ -25,15 +25,8 @@ from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 from support.updating import check_versions, steer, vector
 
-from midstream import (
-    Capture,
-    Controller,
-    Gate,
-    Probe,
-    SpecError,
-    Steer,
-    Threshold,
-)
+from midstream import Capture, Controller, Gate, Probe, Steer, Threshold
+from midstream.errors import SpecError
 from midstream.plan.operations import KINDS_BY_OP
 from midstream.sites import INNER as INSIDE
 
@@ -157,7 +150,10 @@ def run_the_mix(model: Model, llm: Any, folder: Path, count: int = REQUESTS) -> 
     # How many of the mix's requests find their prompt cached depends on timing. This one does.
     ids = model.families[1][:70]
     llm.generate(tokens(ids), greedy(1, detokenize=False), use_tqdm=False)
-    asked = {"capture": Capture("all", list(EVERY_SITE), positions="last"), "use_tqdm": False}
+    asked = {
+        "capture": Capture("all", list(EVERY_SITE), positions="last_row"),
+        "use_tqdm": False,
+    }
     cached, alone = (
         found.generate(tokens(ids), greedy(4, detokenize=False), **asked)[0]
         for found in (llm, model.single)

@@ -36,8 +36,9 @@ from support.serving_offline import (
 from system import one_connection, served_sweeps
 from system.spans import collecting, wait_for
 
-from midstream import Capture, Client, Feature, Features, Lens, Probe, Steer, Switch, extra_body
+from midstream import Capture, Client, Feature, Features, Lens, Probe, Steer, extra_body
 from midstream.client import ServerError
+from midstream.plan import Switch
 from midstream.store import open_store
 
 

@@ -104,7 +104,7 @@ def test_with_a_draft_model_all_is_as_without_drafts(draft, expected):
 
 def test_scores_that_are_shown_meanwhile_are_never_those_of_a_rejected_draft(draft):
     shown = 0
-    for name in ("probed", "last"):
+    for name in ("probed", "last_row"):
         one = draft["draft"]["results"][name]
         for count, scores, _, _ in one["partial"]:
             known = len(one["prompt"]) + count - 1

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from midstream import (
-    MLP,
     SAE,
     Ablate,
     Affine,
@@ -25,15 +24,13 @@ from midstream import (
     Logits,
     LogProb,
     LoReFT,
-    Mass,
-    Plan,
     Probe,
-    SpecError,
     Steer,
 )
+from midstream.errors import SpecError
 from midstream.lab.sweep.cells import plan_grid
 from midstream.lab.sweep.request import SweepRequest
-from midstream.plan import ModelShape, Prompt
+from midstream.plan import MLP, Mass, ModelShape, Plan, Prompt
 from midstream.plan.operation import Operation
 from midstream.plan.readouts import ReadOut
 from midstream.plan.resolve.resolve import resolve

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from support.refusals import refused
 
-from midstream import JacobianLens, TunedLens
+from midstream.lenses import JacobianLens, TunedLens
 
 WIDTH = 4
 CONFIG = {"base_model_name_or_path": "m", "d_model": WIDTH, "num_hidden_layers": 2, "bias": True}

@@ -10,7 +10,7 @@ import pytest
 from msgspec import Meta, Struct
 from support.refusals import refused
 
-from midstream import ConfigError
+from midstream.errors import ConfigError
 from midstream.validation import closest, hint, read_count, read_mapping, read_struct, setting
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, SupportsIndex, TypeGuard
 
 from midstream.compat.foreign_fields import OWN
+from midstream.config.config import Config
 from midstream.errors import SpecError
 from midstream.plan import Controller, Edit, Plan, Probe
 from midstream.plan.control.control_laws import Threshold
@@ -195,13 +196,21 @@ _INSTEAD = {
 }
 
 
-def check_names(function: str, others: Iterable[str], theirs: Callable[..., Any]) -> None:
-    """Check that no argument for vLLM is a misspelt one of midstream, or one of another tool."""
+def check_names(function: str, others: Iterable[str], *known: Callable[..., Any]) -> None:
+    """Check that arguments are those of some functions, vLLM's or midstream's, none misspelt.
+
+    Others that resemble nothing are left to vLLM, which may know more.
+    """
+    named = frozenset[str]().union(*map(_parameters, known))
+    is_engine = any(one.__name__ == "__init__" for one in known)
     for name in others:
-        if name in _parameters(theirs):
+        if name in named:
             continue
-        instead = _INSTEAD.get(name)
-        close = closest(name, OWN)
+        settings = Config.__struct_encode_fields__ if is_engine else ()
+        instead = None if is_engine else _INSTEAD.get(name)
+        if name in settings:
+            instead = f'midstream={{"{name}": …}}'
+        close = closest(name, named if is_engine else {*OWN, *named})
         if instead or close:
             shown = instead or f"{close}=…"
             raise SpecError(name, f"{function}() has no such argument; did you mean {shown}?")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from vllm import LLM as VllmLLM
-from vllm import SamplingParams
+from vllm import EngineArgs, SamplingParams
 
 from midstream.api.arguments import (
     CallArguments,
@@ -36,10 +36,15 @@ from midstream.runtime.frontend.request.prompt.inputs import conversations, list
 from midstream.runtime.frontend.request.prompt.message_spans import template_arguments
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
-from midstream.runtime.vllm.engine_rules import check_offline, check_script
+from midstream.runtime.vllm.engine_rules import check_model, check_offline, check_script
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from midstream.api.vllm_arguments import ChatArguments, EngineArguments, GenerateArguments
 
 
 class LLM(Updates, VllmLLM):
@@ -57,7 +62,7 @@ class LLM(Updates, VllmLLM):
         last_decode_token: bool = False,
         last_token_row: bool = False,
         enable_steering: bool = False,
-        **vllm_args: Any,
+        **vllm_args: Unpack[EngineArguments],
     ) -> None:
         """Start an engine. Takes the arguments of `vllm.LLM`, and:
 
@@ -82,10 +87,12 @@ class LLM(Updates, VllmLLM):
                 `midstream` take precedence.
 
         Raises:
-            ConfigError: a setting is invalid.
-            SpecError: `layers` has a layer that the model lacks, or that is not tapped.
+            ConfigError: a setting is invalid, or there is no such folder.
+            SpecError: there is no such argument, or `layers` has a layer that is not tapped.
             UnsupportedError: this vLLM, the model or an engine setting is unsupported.
         """
+        check_model(model)
+        check_names("LLM", vllm_args, VllmLLM.__init__, LLM.__init__, EngineArgs)
         extra = with_midstream(vllm_args.pop("additional_config", None), midstream, enable_steering)
         self._default_capture: DefaultCapture | None = None
         if layers is not None:
@@ -171,7 +178,7 @@ class LLM(Updates, VllmLLM):
         edits: EditArgument = None,
         probes: ProbeArgument = None,
         controller: ControllerArgument = None,
-        **vllm_args: Any,
+        **vllm_args: Unpack[GenerateArguments],
     ) -> list[GenerateOutput]:
         """Generate, with captures, edits and probes.
 
@@ -222,20 +229,19 @@ class LLM(Updates, VllmLLM):
         edits: EditArgument = None,
         probes: ProbeArgument = None,
         controller: ControllerArgument = None,
-        **vllm_args: Any,
+        **vllm_args: Unpack[ChatArguments],
     ) -> list[GenerateOutput]:
         """Answer conversations; see `generate`, and `vllm.LLM.chat` for its other arguments.
 
         Positions may select messages: see `Role`.
         """
         check_names("chat", vllm_args, VllmLLM.chat)
-        arguments = CallArguments(capture, steer, edits, probes, controller)
         talks = conversations(messages)
         template = template_arguments(VllmLLM.chat, args, vllm_args)
         # vLLM's default is the template that the engine was created with.
         if template.get("chat_template") is None:
             template["chat_template"] = getattr(self, "chat_template", None)
-        call = self._call(arguments, talks)
+        call = self._call(CallArguments(capture, steer, edits, probes, controller), talks)
         is_read = read_prompts(self.steering.plan_edits(), self.captures.current)
         params = call.with_plans(sampling_params, _plans_of_chats(talks, template, is_read))
         return call.results(

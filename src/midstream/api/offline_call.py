@@ -19,6 +19,7 @@ from midstream.api.last_token import (
     check_prompts,
     requests_of,
 )
+from midstream.api.sampling_params import check_params
 from midstream.errors import ReceiptError, SpecError
 from midstream.plan import Plan
 from midstream.plan.control.controller import Controller
@@ -52,6 +53,7 @@ class OfflineCall:
         call_plan: Callable[[int, Plan | None], Plan | CallPlan | None] = lambda _, plan: plan,
     ) -> list[SamplingParams]:
         """Return a copy of the sampling parameters for each prompt, with its plan attached."""
+        check_params(sampling_params)
         arguments, count = self._arguments, len(self._prompts)
         if sampling_params is None:
             sampling_params = self._llm.get_default_sampling_params()

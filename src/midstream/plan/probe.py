@@ -114,7 +114,7 @@ class Probe(Operation, ProbeFiles):
             attention: `Mass(positions)`, `Entropy()`, or the JSON form of one.
             mlp: `MLP(…)`, or its dict; it reads one layer.
             act: `Stop(…)`, `Switch(…)`, `Flag(…)`, or the JSON form of one. The positions are then
-                known before the request ends: not "last".
+                known before the request ends: not "last_row".
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -148,11 +148,11 @@ class Probe(Operation, ProbeFiles):
             raise SpecError("head", "a probe reads one head; use one probe per head")
         _check_layers(self)
         check_row_order(self.positions, None)
-        if self.act is not None and "last" in self.positions.include:
+        if self.act is not None and "last_row" in self.positions.include:
             raise SpecError(
-                self.positions.path(self.positions.include.index("last")),
-                '"last" is known only when the request has ended, so a probe there cannot act; use '
-                '"last_prompt" or "generated"',
+                self.positions.path(self.positions.include.index("last_row")),
+                '"last_row" is known only when the request has ended, so a probe there cannot act; '
+                'use "last_prompt" or "generated"',
             )
         if len(self.sites) > 1:
             raise SpecError(

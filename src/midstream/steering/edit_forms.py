@@ -26,6 +26,7 @@ from midstream.plan.plan import Plan, ServerWide, parse_server_wide
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.probe import Probe
 from midstream.plan.resolve.resolve import resolve
+from midstream.plan.selection import Sites
 from midstream.plan.shape import ModelShape
 from midstream.plan.tap_lookup import find_taps
 from midstream.plan.vectors.named_lookup import Lookup
@@ -121,7 +122,8 @@ def read_hooks(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
     """Return a Steer for each vector of a dict that `read_placed` reads."""
     return tuple(
         Part(
-            placed.path, Steer(placed.vector, placed.layer, placed.scale, placed.site, phase=phase)
+            placed.path,
+            Steer(placed.vector, placed.layer, placed.scale, Sites(placed.site), phase=phase),
         )
         for placed in read_placed(value)
     )

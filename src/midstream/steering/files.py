@@ -21,7 +21,7 @@ from midstream.plan.vectors.matrix import check_square, matrix_of
 from midstream.plan.vectors.vector import MAX_SIZE, Vector
 from midstream.steering.parse import LONE_WORDS, Placed, check_distinct, read_key, read_placed
 from midstream.torch_file import load_weights
-from midstream.validation import MAX_ITEMS, check_regular, kind, read_json, show
+from midstream.validation import MAX_ITEMS, check_regular, check_suffix, kind, read_json, show
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,9 +99,7 @@ def read_json_file(path: str | os.PathLike[str]) -> dict[Any, Any]:
 
 def write_json_file(path: str | os.PathLike[str], value: dict[str, object]) -> None:
     """Write JSON values to a `.json` file, which appears by a rename."""
-    name = os.fspath(path)
-    if not is_json_file(name):
-        raise SpecError("path", f"expected a name that ends in {_JSON}, got {show(name)}")
+    name = check_suffix(path, _JSON)
     part = f"{name}.{uuid.uuid4().hex}.part"
     try:
         with open(part, "x", encoding="utf-8") as file:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, overload
@@ -156,6 +156,13 @@ class VectorRegistry:
         The file appears, or replaces another one, by a rename.
         """
         write_json_file(path, self.form(name))
+
+    def __getitem__(self, name: str) -> Registered | NamedEdits:
+        """Return the vectors of a name by (site, layer), of one without a tap by None; or edits."""
+        return self.show(name)[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._current())
 
     def __contains__(self, name: object) -> bool:
         return name in self._current()

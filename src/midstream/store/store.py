@@ -11,9 +11,10 @@ from midstream import sites
 from midstream.console import format_ranges
 from midstream.errors import StoreError
 from midstream.hub import Card, HubObject
+from midstream.plan.argument_names import accept_spellings
 from midstream.results.activations import Activations
 from midstream.sites import Tap
-from midstream.store.backends.base import Folder
+from midstream.store.backends.base import Folder, check_store
 from midstream.store.backends.local import folder_of, local_folder_of
 from midstream.store.filter import read_filter
 from midstream.store.format.shard import Shard
@@ -74,9 +75,10 @@ def open_store(root: str | os.PathLike[str], since: str = "") -> Store:
             time of writing, see `midstream.store.writer.new_name`.
 
     Raises:
-        StoreError: the directory does not exist, or `since` is not a name.
+        StoreError: the directory does not exist, or has files and no shard; or `since` is not a
+            name.
     """
-    return Store(folder_of(root), since)
+    return Store(check_store(folder_of(root)), since)
 
 
 class Store(HubObject):
@@ -221,6 +223,7 @@ class Store(HubObject):
         """
         return self.find(request, child, shard).activations()
 
+    @accept_spellings
     def select(
         self,
         *,
@@ -243,15 +246,15 @@ class Store(HubObject):
             layer: layer indices; also a range or slice.
             request, tag: as in the entries.
             child: completion indices; also a range or slice.
-            position: any value of `Positions` except texts, roles and "last": ints (negative ones
-                count from the prompt's end), slices, "prompt", "generated".
+            position: any value of `Positions` except texts, roles and "last_row": ints (negative
+                ones count from the prompt's end), slices, "prompt", "generated".
             token: token ids; also a range.
             model, codec: as in the shards' headers.
 
         Raises:
             StoreError: a value does not occur in the store, or the selected rows differ in codec,
                 hidden size or dtype.
-            SpecError: `position` is malformed.
+            SpecError: `position` is malformed, or there is no such argument.
         """
         arguments = {
             "site": site,

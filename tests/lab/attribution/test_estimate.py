@@ -120,7 +120,13 @@ def test_heads_groups_masks_and_alpha_divide_the_same_sums(twin, oracle):
     whole = attribution_patching(twin, CLEAN, CORRUPT, METRIC, sites="z", layers=[1])
     assert heads.effects.sum(-1) == pytest.approx(whole.effects, rel=1e-3, abs=1e-5)
     grouped = attribution_patching(
-        twin, CLEAN, CORRUPT, METRIC, sites="z", layers=[1], groups={"two": [2, 3], "last": [-1]}
+        twin,
+        CLEAN,
+        CORRUPT,
+        METRIC,
+        sites="z",
+        layers=[1],
+        groups={"two": [2, 3], "last": [-1]},
     )
     assert grouped.coords["position"] == ["two", "last"]
     assert grouped.effects[0, 0, 0] == pytest.approx(whole.effects[0, 0, 2:4].sum(), rel=1e-4)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from unit.store.making import TAPS, entry, header, write
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.lab.export import export_arrow, export_parquet, record_batches
 
 KINDS = {"float16": pa.float16(), "float32": pa.float32(), "bfloat16": pa.float32()}

@@ -10,7 +10,7 @@ from lab.jobs.checking import check_rows
 from lab.jobs.fakes import FakeEngine, job, prompts, write_lines
 from support.object_store import bucket, object_client, object_server, s3  # noqa: F401
 
-from midstream import StoreError
+from midstream.errors import StoreError
 from midstream.lab.jobs import CaptureRun, capture_dataset
 from midstream.lab.jobs import directory_lock as place
 from midstream.lab.jobs.directory_lock import join_writers

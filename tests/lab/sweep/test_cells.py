@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream import KL, Positions, SpecError
+from midstream import KL
+from midstream.errors import SpecError
 from midstream.lab.sweep import SweepRequest
 from midstream.lab.sweep.alignment import align_positions
 from midstream.lab.sweep.cells import plan_grid
+from midstream.plan import Positions
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.shape import ModelShape
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from midstream import Capture, LogProb, Scale, SpecError
+from midstream import Capture, LogProb, Scale
+from midstream.errors import SpecError
 from midstream.lab.sweep import SweepRequest
 from midstream.lab.sweep.job import SweepContext, SweepJob, SweepPrompt
 from midstream.plan.positions.prompt import Prompt

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream import KL, LogProb, Named, Positions, SpecError, Text
+from midstream import KL, LogProb, Text
+from midstream.errors import SpecError
 from midstream.lab.sweep import SweepRequest
 from midstream.lab.sweep.edits import check_sizes
 from midstream.lab.sweep.source import NameSource, PromptSource, RowsSource, ZeroSource, read_source
+from midstream.plan import Named, Positions
 from midstream.plan.shape import ModelShape
 from midstream.results.activations import Activations
 from midstream.results.arrays import Heads
@@ -153,7 +155,7 @@ def test_integers_of_a_mask_are_indices_and_other_numbers_weights(mask, dims, we
         ({"layers": []}, "layers"),
         ({"sites": "nowhere"}, "sites"),
         ({"positions": "generated"}, "positions"),
-        ({"positions": ["prompt", "last"]}, "positions[1]"),
+        ({"positions": ["prompt", "last_row"]}, "positions[1]"),
         ({"positions": 1, "groups": {"a": 1}}, "positions"),
         ({"groups": {}}, "groups"),
         ({"groups": {"a": "generated"}}, "groups.a"),

@@ -7,8 +7,9 @@ import pytest
 from matplotlib.figure import Figure
 from unit.viz.drawn import drawn, read, same
 
-from midstream import LogitDiff, LogProb, MissingExtraError, Recovered, SpecError, Sweep
-from midstream.lab.sweep import SweepReceipts
+from midstream import LogitDiff, LogProb, Recovered
+from midstream.errors import MissingExtraError, SpecError
+from midstream.lab.sweep import Sweep, SweepReceipts
 from midstream.results.receipt import Edited, Receipt
 
 DIMS = ("site", "layer", "position")

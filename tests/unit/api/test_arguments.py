@@ -9,12 +9,14 @@ from support.refusals import refused
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
 
-from midstream import Ablate, Activations, Capture, Plan, Positions, Probe, Steer
+from midstream import Ablate, Capture, Probe, Steer
 from midstream.api.arguments import CallArguments, PromptArguments, check_names, per_prompt
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.offline_call import OfflineCall
 from midstream.errors import ConfigError, SpecError
+from midstream.plan import Plan, Positions
 from midstream.plan.shape import ModelShape
+from midstream.results.activations import Activations
 from midstream.results.receipt import Receipt
 
 READ = Capture(layers=[1])

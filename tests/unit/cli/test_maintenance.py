@@ -252,5 +252,5 @@ def test_completion_knows_the_sub_commands_and_their_options(monkeypatch):
         monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
         return CliRunner().invoke(app, [], prog_name="midstream").stdout.split()
 
-    assert completed("midstream ins") == ["inspect"]
+    assert completed("midstream store ins") == ["inspect"]
     assert completed("midstream capture --keep") == ["--keep-prompts"]

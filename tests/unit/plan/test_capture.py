@@ -60,10 +60,10 @@ def test_the_phase_is_shorthand_for_that_of_the_positions():
         ("generated", "phase", words),
         ("all", "phase", words),
     )
-    items = Positions(["all", "last"])
+    items = Positions(["all", "last_row"])
     refused(
         lambda phase: Capture(0, positions=items, phase=phase),
-        ("prompt", "positions[1]", "'last' cannot select a token"),
+        ("prompt", "positions[1]", "'last_row' cannot select a token"),
     )
 
 

@@ -29,14 +29,14 @@ def test_a_plan_is_its_dict_its_text_and_its_pickle(plan):
 
 def test_the_text_of_a_plan_is_what_it_was():
     plan = Plan.make(
-        Capture(-1, positions=[slice(4), "last"]),
+        Capture(-1, positions=[slice(4), "last_row"]),
         Steer([1, 2], 1, phase="generated"),
         Probe([1, 2], 1),
     )
     assert plan is not None
     assert plan.to_json() == (
         '{"capture":[{"layers":[-1],"sites":["resid_post"],'
-        '"positions":[{"slice":[0,4,1]},"last"],"phase":"all"}],'
+        '"positions":[{"slice":[0,4,1]},"last_row"],"phase":"all"}],'
         '"edits":[{"op":"steer","vector":{"f32":"AACAPwAAAEA="},"scale":1.0,"norm":null,'
         '"layer":1,"site":"resid_post","positions":["all"],"phase":"generated"}],'
         '"probes":[{"direction":{"f32":"AACAPwAAAEA="},"bias":0.0,"name":"probe","layer":1,'

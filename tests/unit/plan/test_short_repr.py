@@ -3,20 +3,9 @@
 import pytest
 import torch
 
-from midstream import (
-    SAE,
-    Bias,
-    Capture,
-    Features,
-    Gate,
-    JacobianLens,
-    Mass,
-    Probe,
-    Reading,
-    Replace,
-    Scale,
-    Steer,
-)
+from midstream import SAE, Bias, Capture, Features, Gate, Probe, Replace, Scale, Steer
+from midstream.lenses import JacobianLens
+from midstream.plan import Mass, Reading
 
 V = torch.tensor([3.0, 4.0])
 SHOWN = f"Vector(size=2, norm=5, digest='{Steer(V, 0).vector.digest[:8]}')"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from unit.store.making import HIDDEN, TAPS, entry, header, ids, rows_of, same, vectors, write
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import Entry, TapRows, Writer, verify
 
 

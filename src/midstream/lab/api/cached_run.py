@@ -11,7 +11,7 @@ from midstream.errors import SpecError
 from midstream.plan.readouts import Capture, Logits
 from midstream.plan.shape import ModelShape
 from midstream.results.transformer_lens_cache import TransformerLensCache
-from midstream.sites import NAMES, transformer_lens_name
+from midstream.sites import NAMES, HookName, transformer_lens_name
 from midstream.validation import kind
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _captures_of(
         captures.append(Logits(tokens="all", positions="prompt"))
     if names_filter is None:
         tapped = [site for site in NAMES if shape.tapped_layers(site)]
-        return [*captures, Capture("all", tapped, "prompt")]
+        return [*captures, Capture("all", [HookName(site) for site in tapped], "prompt")]
     if callable(names_filter):
         taps = [tap for tap in shape.taps if names_filter(transformer_lens_name(tap))]
         if not taps:
@@ -139,7 +139,7 @@ def _captures_of(
         for site, layer in sorted(taps):
             layers_of.setdefault(site, []).append(layer)
         for site, layers in layers_of.items():
-            captures.append(Capture(layers, site, "prompt"))
+            captures.append(Capture(layers, HookName(site), "prompt"))
         return captures
     if not isinstance(names_filter, (str, list, tuple)):
         raise SpecError(
@@ -148,7 +148,7 @@ def _captures_of(
         )
     names = [names_filter] if isinstance(names_filter, str) else names_filter
     try:
-        return [*captures, *(Capture(sites=name, positions="prompt") for name in names)]
+        return [*captures, *(Capture(sites=HookName(name), positions="prompt") for name in names)]
     except SpecError as error:
         raise SpecError("names_filter", error.problem) from None
 

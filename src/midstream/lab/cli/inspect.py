@@ -1,4 +1,4 @@
-"""`midstream inspect DIR`: show the contents of a store."""
+"""`midstream store inspect DIR`: show the contents of a store."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def inspect(
     """Show the contents of a store: requests, rows, sites and layers, codecs, models, tags.
 
     Exit status: 0 success; 2 the store or request does not exist, or a shard is damaged.
+
+    Example: midstream store inspect acts --plot norms.svg
     """
-    with refusals(as_json):
+    with refusals(as_json, f"reading {store}"):
         from midstream.store import open_store
 
         opened = open_store(store)

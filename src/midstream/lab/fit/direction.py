@@ -13,7 +13,7 @@ from midstream.plan.forms import LayersLike, NumberLike
 from midstream.plan.operations.ablate import Ablate
 from midstream.plan.operations.steer import Steer
 from midstream.plan.probe import Probe
-from midstream.sites import Tap
+from midstream.sites import SiteName, Tap
 
 if TYPE_CHECKING:
     from midstream.lab.fit.scores import LayerScore
@@ -41,7 +41,7 @@ class Direction:
 
     vector: NDArray[np.float32]
     layer: int
-    site: str = "resid_post"
+    site: SiteName = "resid_post"
     midpoint: NDArray[np.float32] | None = None
     score: LayerScore | None = None
 

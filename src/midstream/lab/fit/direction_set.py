@@ -18,7 +18,7 @@ from midstream.plan.forms import NumberLike
 from midstream.plan.operations.ablate import Ablate
 from midstream.plan.operations.steer import Steer
 from midstream.results.arrays import to_numpy
-from midstream.sites import Tap
+from midstream.sites import SiteName, Tap
 from midstream.steering.listing import html_table, text_table
 from midstream.validation import is_int, show
 from midstream.viz import Chart, curve
@@ -26,6 +26,7 @@ from midstream.viz import Chart, curve
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_OF_ONE = ("vector", "layer", "midpoint", "score", "gap", "unit", "probe")
 HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
 
 
@@ -50,7 +51,7 @@ class DirectionSet:
 
     vectors: NDArray[np.float32]
     layers: tuple[int, ...]
-    site: str = "resid_post"
+    site: SiteName = "resid_post"
     midpoints: NDArray[np.float32] | None = None
     scores: Mapping[int, LayerScore] = field(default_factory=lambda: MappingProxyType({}))
     method: str = ""
@@ -104,6 +105,20 @@ class DirectionSet:
         if not self.scores:
             raise SpecError("scores", "nothing was held out, so no layer is best; choose one")
         return max(self.scores, key=lambda layer: (self.scores[layer].d_prime, -layer))
+
+    @property
+    def best(self) -> Direction:
+        """The direction of `best_layer`. Raises SpecError if there are no scores."""
+        return self[self.best_layer]
+
+    if not TYPE_CHECKING:  # for type checkers these are errors too
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse a name; of what a single direction has, say where it is."""
+            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _OF_ONE:
+                problem += f": there is one for each layer; take .best.{name} or [layer].{name}"
+            raise AttributeError(problem)
 
     def project(self, rows: Any) -> NDArray[np.float32]:
         """Project rows onto the directions: −1 is the negative class mean, 1 the positive.

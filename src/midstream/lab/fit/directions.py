@@ -18,6 +18,7 @@ from midstream.lab.fit.hub_files import DirectionsFiles
 from midstream.lab.fit.prompts import capture_rows, read_capture
 from midstream.lab.fit.train import FitOptions, PromptFit, fit_rows, fit_store
 from midstream.plan.forms import LayersLike, PositionsLike
+from midstream.sites import SiteName
 
 if TYPE_CHECKING:
     from midstream.store.selection import Selection
@@ -37,7 +38,7 @@ class Directions(DirectionsFiles, DirectionSet):
         method: Any = "mean",
         layers: LayersLike = "all",
         positions: PositionsLike = "last_prompt",
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         reduce: str = "",
         folds: int = 5,
@@ -101,7 +102,7 @@ class Directions(DirectionsFiles, DirectionSet):
         method: Any = "mean",
         layers: LayersLike = "all",
         positions: PositionsLike = "last_prompt",
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         reduce: str = "",
         folds: int = 5,
@@ -126,7 +127,7 @@ class Directions(DirectionsFiles, DirectionSet):
         negative: Any,
         method: Any = "mean",
         layers: Any = None,
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         folds: int = 5,
         groups: Any = None,
@@ -178,7 +179,7 @@ class Directions(DirectionsFiles, DirectionSet):
 
     @staticmethod
     def _of(
-        estimates: Mapping[int, Estimate], site: str, method: str, folds: int, model_type: str = ""
+        estimates: Mapping[int, Estimate], site: Any, method: str, folds: int, model_type: str = ""
     ) -> Directions:
         return Directions(
             np.stack([estimate.vector for estimate in estimates.values()]).astype(np.float32),

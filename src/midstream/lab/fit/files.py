@@ -23,6 +23,7 @@ from midstream.steering.gguf import read_gguf
 from midstream.steering.parse import DEFAULT_SITE, Placed
 from midstream.validation import (
     at,
+    check_suffix,
     is_int,
     kind,
     read_fields,
@@ -45,7 +46,7 @@ _MAX_METADATA = 64 << 20
 Loaded = tuple[
     NDArray[np.float32],
     tuple[int, ...],
-    str,
+    Any,  # the site
     "NDArray[np.float32] | None",
     dict[int, LayerScore],
     str,
@@ -59,7 +60,7 @@ def save(directions: DirectionSet, path: str | os.PathLike[str]) -> None:
     """Write directions to a safetensors file; see `Directions.save`."""
     from safetensors.numpy import save as to_bytes
 
-    name = _named(path, _SUFFIX)
+    name = check_suffix(path, _SUFFIX)
     tensors = {f"{directions.site}.{direction.layer}": direction.vector for direction in directions}
     midpoints = {
         str(direction.layer): Vector.parse(direction.midpoint).emit()
@@ -101,11 +102,11 @@ def load(path: str | os.PathLike[str]) -> Loaded:
 
 def load_gguf(path: str | os.PathLike[str]) -> Loaded:
     """Read directions of a GGUF control vector; see `Directions.from_gguf`."""
-    name = _named(path, ".gguf")
+    name = check_suffix(path, ".gguf")
     *fields, _ = load(name)
     with open(name, "rb") as file:
         hint = read_gguf(file.read()).metadata.get(_HINT, "")
-    return (*fields, hint if isinstance(hint, str) else "")  # type: ignore[return-value]
+    return (*fields, hint if isinstance(hint, str) else "")
 
 
 def check_site(site: str) -> None:
@@ -118,7 +119,7 @@ def write_gguf(
     site: str, vectors: Mapping[int, NDArray[np.float32]], path: str | os.PathLike[str], hint: str
 ) -> None:
     """Write vectors by layer to a GGUF control vector; see `Directions.to_gguf`."""
-    name = _named(path, ".gguf")
+    name = check_suffix(path, ".gguf")
     check_site(site)
     written = {layer: vector for layer, vector in vectors.items() if layer}
     if not written:
@@ -167,14 +168,7 @@ def of_repeng(control_vector: Any) -> Loaded:
                     raise SpecError("", "expected a layer from 0, `int`")
                 placed.append(Placed("", DEFAULT_SITE, int(layer), Vector.parse(vector)))
         *fields, _ = _placed(placed)
-    return (*fields, str(getattr(control_vector, "model_type", "")))  # type: ignore[return-value]
-
-
-def _named(path: str | os.PathLike[str], suffix: str) -> str:
-    name = os.fspath(path)
-    if os.path.splitext(name)[1].lower() != suffix:
-        raise SpecError("path", f"expected a name that ends in {suffix}, got {show(name)}")
-    return name
+    return (*fields, str(getattr(control_vector, "model_type", "")))
 
 
 def _placed(placed: Any) -> Loaded:

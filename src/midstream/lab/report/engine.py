@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from midstream.plan import Sites
 from midstream.plan.forms import PositionWord
 
 SITE = "resid_post"
@@ -93,7 +94,7 @@ class MidstreamEngine:
             [{"prompt_token_ids": request.token_ids} for request in requests],
             [SamplingParams(temperature=0, max_tokens=r.max_tokens) for r in requests],
             capture=[
-                Capture(layers="all", sites=SITE, positions=r.capture) if r.capture else None
+                Capture(layers="all", sites=Sites(SITE), positions=r.capture) if r.capture else None
                 for r in requests
             ],
             steer=[

@@ -303,7 +303,7 @@ def _is_function(value: object) -> bool:
 def _check_prompt_only(positions: Positions) -> None:
     for index, item in enumerate(positions.include):
         path = "" if len(positions.include) == 1 else f"[{index}]"
-        if item in ("generated", "last"):
+        if item in ("generated", "last_row"):
             raise SpecError(path, f'a sweep patches the prompt; "{item}" is not in it')
     if positions.phase == "generated":
         raise SpecError("", 'a sweep patches the prompt; the phase is "generated"')

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from midstream.errors import MissingExtraError, SpecError
 from midstream.lab.sweep.metrics import Metric, Recovered, read_metric
 from midstream.lab.sweep.receipts import SweepReceipts
-from midstream.validation import at, check_regular, read_fields, read_json
+from midstream.validation import at, check_regular, check_suffix, read_fields, read_json
 from midstream.viz import Chart, heatmap
 from midstream.viz.chart import Charted
 
@@ -181,8 +181,8 @@ class Sweep(Charted):
             raise SpecError("", f"this is no sweep: {error}") from None
 
     def save(self, path: str | Path) -> Path:
-        """Write a JSON file, and return its path."""
-        target = Path(path)
+        """Write a JSON file, whose name ends in `.json`, and return its path."""
+        target = Path(check_suffix(path, ".json"))
         target.write_text(json.dumps(self.to_json(), allow_nan=False), encoding="utf-8")
         return target
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.plan.argument_names import FrozenFields, accept_spellings, parameters_of
+from midstream.plan.argument_names import FrozenFields, accept_spellings, parameters_of, shown_names
 from midstream.plan.forms import NumberLike, PlacedVector, SupportsEdit, VectorOrName
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, read_scalar
@@ -153,6 +153,9 @@ class Gate(FrozenFields):
         with at("op"):
             read_word(fields.pop("op", Gate.op), (Gate.op,))
         return Gate(**fields)
+
+    def __dir__(self) -> list[str]:
+        return shown_names(self)
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; `hold`, `smooth` and `release` if given."""

@@ -99,7 +99,7 @@ class Steer(Operation):
             scale: a number.
             site: a site's name or alias, or a list of these; default "resid_post", or for a name
                 the sites it is registered for.
-            positions: any form of Positions, except "last".
+            positions: any form of Positions, except "last_row".
             phase: "prompt" or "generated" restricts the positions to tokens of that phase.
             norm: None, "match", or "keep".
             exclude: positions to exclude.

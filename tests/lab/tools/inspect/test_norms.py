@@ -7,7 +7,8 @@ from matplotlib.figure import Figure
 from unit.store.making import entry, header, rows_of, vectors, write
 from unit.viz.drawn import read, same
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.lab.tools.inspect import norms as module
 from midstream.lab.tools.inspect.norms import PERCENTILES, NormSample
 from midstream.store import Entry

@@ -27,7 +27,7 @@ def plan_at(positions: object) -> Plan:
 def test_positions_counted_from_the_start_and_ids_are_known_whatever_comes():
     for positions in (
         "all",
-        "last",
+        "last_row",
         0,
         [3, 7],
         Span(2, 9, 3),
@@ -36,7 +36,9 @@ def test_positions_counted_from_the_start_and_ids_are_known_whatever_comes():
         Positions(["all"], exclude=[2, TokenIds(9), Span(0, 4)]),
     ):
         check_growing(plan_at(positions), ())
-        check_growing(None, (Steer([1.0], 0, positions=positions),) if positions != "last" else ())
+        check_growing(
+            None, (Steer([1.0], 0, positions=positions),) if positions != "last_row" else ()
+        )
 
 
 def test_what_depends_on_where_the_prompt_ends_is_refused_by_its_place():

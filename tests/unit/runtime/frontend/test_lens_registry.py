@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from midstream import BusyError, JacobianLens, SpecError, TunedLens
+from midstream.errors import BusyError, SpecError
+from midstream.lenses import JacobianLens, TunedLens
 from midstream.plan import ModelShape
 from midstream.plan.resolved import LensMap
 from midstream.runtime.frontend.lens_registry import LensRegistry

@@ -7,7 +7,9 @@ import pytest
 import torch
 from support.sae_oracle import RandomSae
 
-from midstream import SAE, BusyError, ConfigError, JacobianLens, SpecError
+from midstream import SAE
+from midstream.errors import BusyError, ConfigError, SpecError
+from midstream.lenses import JacobianLens
 from midstream.plan import ModelShape
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.sae_registry import SaeRegistry

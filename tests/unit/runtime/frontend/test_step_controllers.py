@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream import BusyError, Controller, Plan, Probe, SpecError
-from midstream.plan import ModelShape, Prompt
+from midstream import Controller, Probe
+from midstream.errors import BusyError, SpecError
+from midstream.plan import ModelShape, Plan, Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.step_controllers import StepControllers

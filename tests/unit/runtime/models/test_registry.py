@@ -5,8 +5,8 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from midstream import SpecError, UnsupportedError, register_layer
-from midstream.layers import Input, Output, pair, single
+from midstream.errors import SpecError, UnsupportedError
+from midstream.layers import Input, Output, pair, register_layer, single
 from midstream.runtime.models import registry
 from midstream.runtime.models.convention import Half, LayerConvention, Returns
 
@@ -33,7 +33,7 @@ class Kept(Layer):
 
 @pytest.mark.parametrize("layer", [Layer, f"{__name__}.Layer"])
 def test_a_registered_layer_and_its_subclasses_are_known(layer):
-    assert "midstream.register_layer" in registry.lookup(Layer, Layer()).reason  # type: ignore[union-attr]
+    assert "midstream.layers.register_layer" in registry.lookup(Layer, Layer()).reason  # type: ignore[union-attr]
     register_layer(layer, CONVENTION)
     assert registry.lookup(Layer, Layer()) is CONVENTION
     assert registry.lookup(Kept, Kept()) is CONVENTION

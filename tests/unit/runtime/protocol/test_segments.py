@@ -6,8 +6,9 @@ from typing import Any
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from midstream import Attention, Capture, Entropy, Plan, Probe, SpecError, Steer, TopKeys
-from midstream.plan import ModelShape, Prompt
+from midstream import Attention, Capture, Probe, Steer
+from midstream.errors import SpecError
+from midstream.plan import Entropy, ModelShape, Plan, Prompt, TopKeys
 from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.protocol.segments import RankShare, cut
 

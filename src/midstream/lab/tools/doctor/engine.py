@@ -10,6 +10,7 @@ from typing import Any
 from midstream import Capture
 from midstream.lab.attribution.hooked.end_hooks import COMPARED
 from midstream.lab.tools.doctor.cases import Case, compares
+from midstream.plan import Sites
 from midstream.sites import ENDS, IN_LAYERS, Tap
 
 MAX_MODEL_LEN = 256
@@ -76,7 +77,7 @@ def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) 
             if compares(tap, (site, layer)):
                 layers.setdefault(site, []).append(layer)
         return [
-            Capture(sites=site) if site in ENDS else Capture(layers=sorted(chosen), sites=site)
+            Capture(sites=Sites(site)) if site in ENDS else Capture(sorted(chosen), Sites(site))
             for site, chosen in layers.items()
         ]
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from midstream import Capture, Plan
-from midstream.plan import ModelShape, Prompt
+from midstream import Capture
+from midstream.plan import ModelShape, Plan, Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.results.activations import Activations
 from midstream.results.receipt import Receipt
