@@ -118,7 +118,8 @@ def asks(name: str, shape: str) -> dict[str, Any]:
     """Return `generate`'s arguments of what one sequence asks."""
     if not name:
         return {}
-    from midstream import Controller, Gate, Probe, Steer, Stop, Threshold
+    from midstream import Controller, Gate, Probe, Steer, Threshold
+    from midstream.plan import Stop
 
     layer = int(shapes.SHAPES[shape]["num_hidden_layers"]) // 2
     direction, read = overhead.vector(shape, 1), overhead.vector(shape, 2)

@@ -85,7 +85,7 @@ def _variants(
 
 def asked(shape: str) -> dict[str, dict[str, Any]]:
     """Return arguments of `Attention` by the name of the variant."""
-    from midstream import Entropy, Mass, TopKeys
+    from midstream.plan import Entropy, Mass, TopKeys
 
     layer = [shapes.SHAPES[shape]["num_hidden_layers"] // 2]
     return {

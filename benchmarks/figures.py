@@ -74,9 +74,9 @@ def ratio(results: list[dict[str, Any]]) -> str:
         f"{mine / reference:.0%} of that of transformers",
     ]
     if (hooks := median.get("vllm-lens")) is not None:
-        parts.append(f"{mine / hooks:.0%} of that of vllm-lens, a plugin with hooks")
+        parts.append(f"{mine / hooks:.0%} of that of vllm-lens")
     return (
-        f"Every layer of every prompt token of a {shape.upper()} model takes "
+        f"Capturing every layer of every prompt token of a {shape.upper()} model takes "
         f"{', '.join(parts[:-1])}, and {parts[-1]} ({source})."
     ).replace("%", " %")
 
@@ -91,7 +91,7 @@ def _overhead_figures(measured: dict[str, Any]) -> list[list[str]]:
     one, many = (added(largest, f"add at every layer, K = {k}") for k in (1, 256))
     return [
         [
-            "Overhead while nobody asks",
+            "Cost for requests that use no midstream feature",
             f"a decode step of an 8B model: {percent_range(idle)}; plain vLLM against itself: "
             f"{percent_range(again)}",
         ],
@@ -108,7 +108,7 @@ def _stream_figures(measured: dict[str, Any]) -> list[list[str]]:
     every = variants["every token, every layer"]
     return [
         [
-            "Throughput while everything is captured",
+            "Capturing everything",
             f"every layer of every prompt token of an 8B model: {percent(1 / every['of_plain'])}"
             f" time, {every['gb_s']:.1f} GB/s to the caller",
         ]

@@ -3,5 +3,5 @@
 #   scripts/demo.sh [options of `midstream demo`]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup.sh docs  # for `midstream docs`
+scripts/setup.sh docs plot  # for `midstream docs`, and the report's charts
 exec "${MIDSTREAM_VENV:-.venv}/bin/midstream" demo "$@"

@@ -5,8 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${MIDSTREAM_VENV:-.venv}/bin/python
 status=0
-for script in scripts/models_table.py scripts/limits_table.py scripts/versions_table.py scripts/never_table.py \
-  benchmarks/table.py scripts/messages.py; do
+for script in scripts/models_table.py scripts/limits_table.py scripts/versions_table.py scripts/vllm_arguments.py benchmarks/table.py \
+  scripts/messages.py; do
   "$python" "$script" "$@" || status=1
 done
 exit $status

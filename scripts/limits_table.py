@@ -1,4 +1,4 @@
-"""Writer of the tables of docs/limits.md, guide.md and serving.md from midstream's own data.
+"""Writer of the table of sites; the site has those of settings, metrics and limits (site_hooks.py).
 
 scripts/limits_table.py [--check]
 """
@@ -28,11 +28,18 @@ from midstream.steering import registry
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """Return every block, by page and name."""
+    """Return every block that is written, by page and name."""
+    return {"docs/guide.md": {"sites": sites()}}
+
+
+def site_tables() -> dict[str, str]:
+    """Return the tables that only the site has, by name."""
     return {
-        "docs/limits.md": {"engine settings": engine_settings(), "sizes": sizes()},
-        "docs/guide.md": {"sites": sites(), "settings": settings(Config)},
-        "docs/serving.md": {"http settings": settings(HttpSettings), "metrics": metrics()},
+        "engine settings": engine_settings(),
+        "sizes": sizes(),
+        "settings": settings(Config),
+        "http settings": settings(HttpSettings),
+        "metrics": metrics(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Writer of the tables of docs/models.md: the survey's results, and the layer conventions.
+"""Writer of the summary of docs/models.md; the site has its other tables (site_hooks.py).
 
 scripts/models_table.py [--check]
 """
@@ -38,15 +38,21 @@ def outcome(entry: Entry) -> str:
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """Return every block, by page and name."""
+    """Return every block that is written, by page and name."""
     return {
-        "docs/models.md": {
-            **survey_tables.blocks(),
-            "counts": counts(),
-            "lacking": lacking(),
-            "refused": refused(),
-            "more": conditions(),
-        }
+        "README.md": {"parity": survey_tables.parity()},
+        "docs/models.md": {"survey counts": survey_tables.blocks()["survey counts"]},
+    }
+
+
+def site_tables() -> dict[str, str]:
+    """Return the tables that only the site has, by name."""
+    return {
+        **survey_tables.blocks(),
+        "counts": counts(),
+        "lacking": lacking(),
+        "refused": refused(),
+        "more": conditions(),
     }
 
 

@@ -1,6 +1,5 @@
-"""Writer of the table of docs/never.md: faults of scripts/broken_builds.py, by part.
-
-scripts/never_table.py [--check]
+"""Table of docs/internal/never.md: faults of scripts/broken_builds.py, by part. Only the site
+has it (site_hooks.py).
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from support.planting import Package
 MANY = 10
 
 
-def pages() -> dict[str, dict[str, str]]:
-    """Return every block, by page and name."""
-    return {"docs/never.md": {"faults": faults()}}
+def site_tables() -> dict[str, str]:
+    """Return the tables that only the site has, by name."""
+    return {"faults": faults()}
 
 
 def faults() -> str:
@@ -40,7 +39,3 @@ def faults() -> str:
     ]
     rows.append(["all", str(len(FAULTS)), ""])
     return markers.table(["part", "faults", "for example"], rows)
-
-
-if __name__ == "__main__":
-    sys.exit(markers.main(pages(), __doc__))

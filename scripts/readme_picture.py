@@ -18,7 +18,7 @@ import numpy as np
 
 from midstream import LLM, Capture, Directions, SamplingParams
 from midstream.viz.color_scale import ColorScale
-from midstream.viz.heatmaps import heatmap, legend
+from midstream.viz.heatmaps import heatmap
 from midstream.viz.markup import escape, tag
 from midstream.viz.picture import document
 
@@ -29,21 +29,18 @@ LIMITS = (-1.5, 1.5)
 LAYERS = range(10, 29)
 CSS = """
 body.midstream { margin: 0; background: var(--page); font: 15px/1.4 var(--sans); }
-body.midstream main { width: 1280px; height: 720px; box-sizing: border-box; padding: 24px 34px; }
+body.midstream main { width: 1280px; height: 580px; box-sizing: border-box; padding: 24px 34px; }
 h1 { font: 600 25px/1.2 var(--sans); margin: 0 0 3px; }
 .sub { color: var(--soft); margin: 0 0 14px; }
 .three { display: grid; grid-template-columns: repeat(3, 1fr); gap: 20px; }
 .col { background: var(--card); border: 1px solid var(--line); border-radius: 12px; }
 .col { padding: 14px 16px; }
 .col h2 { font: 600 15px/1 var(--sans); margin: 0 0 9px; }
-.col p.t { font: 19px/1.7 var(--serif); margin: 0 0 8px; height: 104px; overflow: hidden; }
+.col p.t { font: 19px/1.7 var(--serif); margin: 0 0 8px; height: 97px; overflow: hidden; }
 .col p.t span { background: var(--c); color: var(--i); border-radius: 3px; padding: .12em 0; }
 .col p.t span { white-space: pre-wrap; }
-.col figure { margin: 0; border: 0; padding: 0; } .col .foot { display: none; }
-.midstream table.heat.heat.dense td { height: 21px; min-width: 14px; width: 14px; }
-.midstream table.heat.heat.dense th.side { line-height: 21px; font-size: 10px; }
-.midstream table.heat.heat.dense th.top { display: none; }
-.base { display: flex; justify-content: space-between; align-items: center; }
+.col figure { margin: 0; border: 0; padding: 0; } .col details { display: none; }
+.midstream .col svg.chart { width: 100%; max-width: 100%; }
 .base { margin-top: 12px; color: var(--soft); }
 """
 
@@ -80,19 +77,18 @@ def main(page: Path) -> None:
         f" sentences is added at layer {best.layer}."
     )
     base = (
-        f"Rows: layers {LAYERS[0]} to {LAYERS[-1]}. Columns: tokens. Colour: projection on the"
-        f" layer's direction; of the text: at layer {LAYERS[-1]}."
+        f"Layers {LAYERS[0]} to {LAYERS[-1]}; of the text: layer {LAYERS[-1]}. −1 is the mean of"
+        " the sad sentences, +1 that of the glad ones."
     )
-    scale = legend(ColorScale.of(np.array(LIMITS), 0.0, LIMITS), ".1f")
     body = (
         tag("h1", "One prompt, three requests, one batch")
         + tag("p", escape(sub), "sub")
         + tag("div", "".join(columns), "three")
-        + tag("div", tag("span", escape(base)) + scale, "base")
+        + tag("div", escape(base), "base")
     )
     page.write_text(document("midstream", body, css=CSS), encoding="utf-8")
     shot = [sys.executable, ROOT / "scripts/screenshot.py", page, ROOT / "docs/images/readme.png"]
-    subprocess.run([*shot, "--width", "1280", "--height", "720", "--scale", "1.5"], check=True)
+    subprocess.run([*shot, "--width", "1280", "--height", "580", "--scale", "1.5"], check=True)
 
 
 def projections(rows: object, direction: object) -> np.ndarray:
@@ -108,8 +104,15 @@ def column(head: str, words: list[str], rows: np.ndarray, layer: int) -> str:
         tag("span", escape(word), colors.style(float(value)))
         for word, value in zip(words, rows[-1], strict=True)
     )
-    labels = [str(one) if one % 5 == 0 else "" for one in LAYERS]
-    cells = heatmap(rows, labels, words, limits=LIMITS, marked=LAYERS.index(layer))
+    cells = heatmap(
+        rows,
+        LAYERS,
+        words,
+        row_title="layer",
+        value_title="projection on the layer's direction",
+        limits=LIMITS,
+        marked=LAYERS.index(layer),
+    )
     return tag("div", tag("h2", escape(head)) + tag("p", spans, "t") + cells.body, "col")
 
 

@@ -1,4 +1,5 @@
-"""Hooks of mkdocs: pages of linked files outside docs/, and of notebooks with their outputs.
+"""Hooks of mkdocs: pages of linked files outside docs/, of notebooks with their outputs, long
+tables that are made from code and data (`<!-- table: NAME -->`), and words for the search.
 
 Links stay those of the repository: `../examples/common.py` leads to the file there, and to a page
 with its text on the site. Nothing is fetched.
@@ -6,14 +7,22 @@ with its text on the site. Nothing is fetched.
 
 from __future__ import annotations
 
+import functools
 import html
 import posixpath
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import limits_table
+import models_table
 import nbformat
+import never_table
+import versions_table
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -26,6 +35,9 @@ PAGES = {
 }
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yml": "yaml"}
 NOTEBOOKS = "examples/notebooks"
+TABLE = re.compile(r"<!-- table: (.+) -->")
+# For contributors: neither in the navigation nor in the search.
+INTERNAL = ("files/", "internal/", "contributing.md")
 # Not into fenced blocks, where this is text.
 FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
@@ -62,23 +74,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _list_all(files: Files, config: MkDocsConfig) -> None:
-    """Add the pages that mkdocs.yml does not list to its section Guides."""
+    """Add the pages that mkdocs.yml does not list to its section Reference."""
     listed = str(config.nav)
-    guides = next(section["Guides"] for section in config.nav or () if "Guides" in section)
+    others = next(section["Reference"] for section in config.nav or () if "Reference" in section)
     for file in files.documentation_pages():
         uri = file.src_uri
-        if f"'{uri}'" not in listed and not uri.startswith("files/"):
-            guides.append(uri)
+        if f"'{uri}'" not in listed and not uri.startswith(INTERNAL):
+            others.append(uri)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return the text with links to files outside docs/ turned to their pages."""
+    """Return the text with its tables, and links to files outside docs/ turned to their pages."""
     own = page.file.src_uri
     source = _sources.get(own, f"docs/{own}")
     if own == "index.md":
         page.meta["hide"] = ["toc"]
-    if own.startswith("files/"):
+    if own.startswith(INTERNAL):
         page.meta["search"] = {"exclude": True}
+    page.meta["tags"] = config.extra["search_words"].get(own, [])
+    markdown = TABLE.sub(lambda found: _tables()[found[1]], markdown)
 
     def turned(found: re.Match[str]) -> str:
         path = _repository_path(source, found[1])
@@ -89,6 +103,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = FENCE.split(markdown)
     return "".join(part if i % 2 else LINK.sub(turned, part) for i, part in enumerate(parts))
+
+
+@functools.cache
+def _tables() -> dict[str, str]:
+    """Return the tables of pages, by name."""
+    scripts = (limits_table, models_table, never_table, versions_table)
+    return {name: text for script in scripts for name, text in script.site_tables().items()}
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:

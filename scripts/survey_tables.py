@@ -48,6 +48,20 @@ def blocks() -> dict[str, str]:
     }
 
 
+def parity() -> str:
+    """Return README's item on the architectures that are ok."""
+    models = json.loads(DATA.read_text(encoding="utf-8"))["models"].values()
+    right = [one for one in models if one["outcome"] == "ok"]
+    own = [one for one in right if one.get("compared_with", "").startswith("vLLM's own modules")]
+    shown = [one for one in right if one.get("images", "").startswith("an image")]
+    return (
+        f"- **Parity.** [{len(right) - len(own)} architectures](docs/models.md) match transformers "
+        "at every site that could be compared, on small random models; "
+        f"{len(own)} more match vLLM's own modules. {len(shown)} of all were run with an image in "
+        "the prompt. `midstream doctor MODEL` checks yours."
+    )
+
+
 def counts(found: dict[str, Any]) -> str:
     """Return the table of the number of architectures by outcome, with date and versions."""
     models = list(found["models"].values())

@@ -1,4 +1,5 @@
-"""Writer of the tables of docs/versions.md from docs/versions.json and benchmarks/results/*.json.
+"""Writer of the table of releases, from docs/versions.json and benchmarks/results/*.json; the site
+has the page's other tables (site_hooks.py).
 
 scripts/versions_table.py [--check]
 """
@@ -22,14 +23,13 @@ NOT_RUN = "–"
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """Return every block, by page and name."""
-    releases = read()
-    blocks = {
-        "releases": overview(releases, gpu_runs()),
-        "engine tests": engine_tests(releases),
-        "differences": differences(),
-    }
-    return {"docs/versions.md": blocks}
+    """Return every block that is written, by page and name."""
+    return {"docs/versions.md": {"releases": overview(read(), gpu_runs())}}
+
+
+def site_tables() -> dict[str, str]:
+    """Return the tables that only the site has, by name."""
+    return {"engine tests": engine_tests(read()), "differences": differences()}
 
 
 def read() -> dict[str, dict[str, Any]]:

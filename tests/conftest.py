@@ -1,7 +1,5 @@
 """Fixtures of all tests; which tests are run by default, and in which order."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json
@@ -143,6 +141,12 @@ def _logger() -> None:
             logger.setLevel(logging.NOTSET)
     if logging.root.level != logging.WARNING:
         logging.root.setLevel(logging.WARNING)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What tests of coroutines run on, as servers and clients do."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,7 @@ def register_model() -> None:
 
 def register_layers() -> None:
     """Say where the sites are in the model's decoder layer."""
-    from midstream import register_layer
-    from midstream.layers import pair
+    from midstream.layers import pair, register_layer
 
     register_layer(
         "midstream_layer_example_model.HalvedDecoderLayer", pair("post_attention_layernorm")

@@ -10,15 +10,11 @@ from typing import Any
 
 # Public names that need vLLM or torch, and the module of each.
 PUBLIC = {
-    "Activations": "midstream.results.activations",
     "AsyncClient": "midstream.lab.client",
     "AsyncLLM": "midstream.lab.api.async_llm",
     "Client": "midstream.lab.client",
-    "Config": "midstream.config.config",
     "Controller": "midstream.plan.control.controller",
-    "Direction": "midstream.lab.fit",
     "Directions": "midstream.lab.fit",
-    "JacobianLens": "midstream.lenses",
     "KL": "midstream.lab.sweep",
     "LLM": "midstream.lab.api.llm",
     "LogProb": "midstream.lab.sweep",
@@ -26,14 +22,40 @@ PUBLIC = {
     "Recovered": "midstream.lab.sweep",
     "SAE": "midstream.sae.sae",
     "SamplingParams": "midstream.api.sampling_params",
-    "Sweep": "midstream.lab.sweep",
     "Threshold": "midstream.plan.control.control_laws",
-    "TunedLens": "midstream.lenses",
     "activate": "midstream.runtime.install",
     "extra_body": "midstream.client",
     "open_store": "midstream.store",
-    "register_layer": "midstream.layers",
     "stack": "midstream.results.stack",
+}
+# Names that were public up to 0.1, and the module that has them: they warn, and go with 0.2.
+MOVED = {
+    "Activations": "midstream.results.activations",
+    "Config": "midstream.config.config",
+    "Direction": "midstream.lab.fit",
+    "JacobianLens": "midstream.lenses",
+    "LocalInfo": "midstream.results.local_info",
+    "Probes": "midstream.results.probe_scores",
+    "Receipt": "midstream.results.receipt",
+    "Sweep": "midstream.lab.sweep",
+    "TunedLens": "midstream.lenses",
+    "register_layer": "midstream.layers",
+    **dict.fromkeys(
+        (
+            *("CapturedRows", "Entropy", "Flag", "MLP", "Mass", "Media", "Named", "Plan"),
+            *("Positions", "Reading", "Sites", "Stop", "Switch", "TopKeys", "Vector"),
+        ),
+        "midstream.plan",
+    ),
+    **dict.fromkeys(
+        (
+            *("BusyError", "CodecError", "ConfigError", "ControllerError", "EngineError"),
+            *("ExistsError", "FetchError", "MidstreamError", "MissingExtraError", "NoRoomError"),
+            *("NothingSelectedError", "RankError", "ReceiptError", "ReceiptWarning", "SeamError"),
+            *("ServerError", "SpecError", "StoreError", "TapError", "UnsupportedError"),
+        ),
+        "midstream.errors",
+    ),
 }
 # Sub-commands in the order of the help, and the module with the function of that name.
 COMMANDS = {
@@ -44,23 +66,26 @@ COMMANDS = {
     "studio": "midstream.cli.studio",
     "capture": "midstream.lab.cli.capture",
     "sweep": "midstream.lab.cli.sweep",
+    "docs": "midstream.cli.docs",
+}
+# The same of the group `store`.
+STORE_COMMANDS = {
     "inspect": "midstream.lab.cli.inspect",
     "export": "midstream.lab.cli.export",
     "verify": "midstream.cli.verify",
     "merge": "midstream.cli.merge",
     "prune": "midstream.cli.prune",
-    "docs": "midstream.cli.docs",
 }
 # Modules of routes that the server adds to its own; each has a `router`.
 ROUTES = ("midstream.lab.server.routes.sweep", "midstream.lab.server.routes.fit")
 
 
 def public(name: str) -> Any:
-    return getattr(import_module(PUBLIC[name]), name)
+    return getattr(import_module({**MOVED, **PUBLIC}[name]), name)
 
 
 def command(name: str) -> ModuleType:
-    return import_module(COMMANDS[name])
+    return import_module({**COMMANDS, **STORE_COMMANDS}[name])
 
 
 def routers() -> list[Any]:

@@ -20,6 +20,7 @@ MidstreamError
 ├── ServerError (ValueError)        a server rejected a client's request, or failed to serve it
 ├── ModelError (RuntimeError)       a model could not be created
 ├── MissingExtraError (ImportError)  a package of an optional part is not installed
+├── NotAskedError (AttributeError)   an output lacks a result that was not asked for
 └── EngineError (RuntimeError)      a remote engine cannot start, or fails repeatedly
 
 HttpError                           an HTTP error response; never leaves the server
@@ -122,6 +123,10 @@ class ReceiptError(MidstreamError, RuntimeError):
         self.outputs = list(outputs)
 
 
+class NotAskedError(MidstreamError, AttributeError):
+    """An output lacks a result that its request did not ask for; the message says how to ask."""
+
+
 class BusyError(MidstreamError, RuntimeError):
     """The engine has no capacity for a request now, and may not let it wait, or not longer.
 
@@ -197,7 +202,7 @@ _EXTRA_OF = {
     "gcsfs": "cloud",
     "gguf": "fit",
     "jinja2": "vllm",
-    "matplotlib": "inspect",
+    "matplotlib": "plot",
     "pandas": "sweep",
     "prometheus_client": "vllm",
     "psutil": "vllm",

@@ -4,13 +4,17 @@ layers that the stream has passed: i at `resid_pre` of layer i, i + 1 at `resid_
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.errors import SpecError
+from midstream.hub import Card, HubObject
+from midstream.torch_file import tensors_by_name
 from midstream.validation import at, check_regular, kind, read_int, read_json, show
 
 if TYPE_CHECKING:
@@ -21,7 +25,7 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,4})\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class LinearLens:
+class LinearLens(HubObject):
     """Affine maps of the stream by depth, h ← A h + b or h ← h + A h + b, before norm and head."""
 
     matrices: Mapping[int, Tensor]  # A by depth, each [width, width]
@@ -47,6 +51,13 @@ class LinearLens:
     def __repr__(self) -> str:
         kinds = f"{len(self.matrices)} maps of the stream, {self.width} wide"
         return f"{type(self).__name__}({kinds}, after {_listed(sorted(self.matrices))} layers)"
+
+    def card(self) -> Card:
+        """Return what the card of a repository says."""
+        kind = "Tuned lens" if self.adds else "Jacobian lens"
+        facts = {"After layers": _listed(sorted(self.matrices)), "Width": self.width}
+        use = 'llm.lenses.register("lens", found)\nllm.generate(prompt, capture=Lens(kind="lens"))'
+        return Card(kind, facts, use=use)
 
     @staticmethod
     def _check(depth: int, value: Any, shape: tuple[int, ...]) -> None:
@@ -111,6 +122,22 @@ class TunedLens(LinearLens):
             raise SpecError("params", f"config.json has d_model {width}, the tensors {lens.width}")
         return lens
 
+    hub_files: ClassVar[tuple[str, ...]] = ("config.json", "params.safetensors", "params.pt")
+
+    def to_folder(self, folder: Path) -> None:
+        """Write the folder that `load` reads, in the form of the package `tuned-lens`."""
+        tensors = {f"{layer}.weight": matrix for layer, matrix in self.matrices.items()}
+        tensors |= {f"{layer}.bias": bias for layer, bias in self.biases.items()}
+        config: dict[str, object] = {"lens_type": "linear_tuned_lens", "d_model": self.width}
+        config |= {"num_hidden_layers": len(self.matrices), "bias": bool(self.biases)}
+        (folder / "config.json").write_text(json.dumps(config), "utf-8")
+        _save(tensors, folder / "params.safetensors")
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> TunedLens:
+        """Read a folder; see `load`."""
+        return cls.load(folder)
+
 
 class JacobianLens(LinearLens):
     """A Jacobian lens (J-lens), Gurnee et al. 2026, "Verbalizable Representations Form a Global
@@ -156,6 +183,18 @@ class JacobianLens(LinearLens):
             matrices[int(text)] = value
         return JacobianLens(matrices)
 
+    hub_files: ClassVar[tuple[str, ...]] = ("lens.safetensors",)
+
+    def to_folder(self, folder: Path) -> None:
+        """Write `lens.safetensors`, with a matrix under the number of each layer."""
+        tensors = {str(depth - 1): matrix for depth, matrix in self.matrices.items()}
+        _save(tensors, folder / "lens.safetensors")
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> JacobianLens:
+        """Read `lens.safetensors`; see `load`."""
+        return cls.load(folder / "lens.safetensors")
+
 
 def _listed(depths: list[int]) -> str:
     if len(depths) > 1 and depths == list(range(depths[0], depths[-1] + 1)):
@@ -163,9 +202,9 @@ def _listed(depths: list[int]) -> str:
     return ", ".join(map(str, depths))
 
 
-def load_lens(path: str | Path) -> LinearLens:
+def load_lens(path: str | os.PathLike[str]) -> LinearLens:
     """Read a lens: a folder as `TunedLens.load` does, a file as `JacobianLens.load` does."""
-    return TunedLens.load(path) if Path(path).is_dir() else JacobianLens.load(path)
+    return TunedLens.load(Path(path)) if Path(path).is_dir() else JacobianLens.load(Path(path))
 
 
 def _read_config(path: Path) -> tuple[int, int]:
@@ -184,6 +223,17 @@ def _read_config(path: Path) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    # Copies, since tensors that share memory are refused.
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+    save_file({name: copied(tensor) for name, tensor in tensors.items()}, path)
+
+
 def _load(path: Path) -> dict[Any, Any]:
     check_regular(path)
     if path.suffix == ".safetensors":
@@ -194,14 +244,5 @@ def _load(path: Path) -> dict[Any, Any]:
             return dict(load_file(path))
         except SafetensorError as error:
             raise SpecError("", f"{path.name} is no file of safetensors: {error}") from error
-    import pickle
-
-    import torch
-
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise SpecError("", f"{path.name} is no file of tensors: {error}") from error
-    if not isinstance(tensors, Mapping):
-        raise SpecError("", f"{path.name} has no tensors by name")
-    return dict(tensors)
+    with at(path.name):
+        return tensors_by_name(path)

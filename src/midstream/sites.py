@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NewType
 
 Tap = tuple[str, int]  # (canonical site, layer from 0)
 # The names and aliases of `SITES`, for type checkers and editors.
@@ -40,7 +40,10 @@ SiteName = Literal[
     "pre_attn",
     "post_attn",
     "post_block",
+    "post_mlp",
 ]
+# A name of another tool, such as `blocks.10.hook_resid_post`, for type checkers; see `parse`.
+HookName = NewType("HookName", str)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,14 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
     return file_stat
 
 
+def check_suffix(path: str | os.PathLike[str], suffix: str, instead: str = "") -> str:
+    """Return the path of a file to write, whose name must say its format."""
+    name = os.fspath(path)
+    if os.path.splitext(name)[1].lower() != suffix:
+        raise SpecError("path", f"expected a name that ends in {suffix}, got {show(name)}{instead}")
+    return name
+
+
 @contextmanager
 def at(prefix: str) -> Iterator[None]:
     """Prepend `prefix` to the path of every SpecError raised in the `with` block."""

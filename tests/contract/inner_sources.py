@@ -4,8 +4,6 @@ The reader is the package's; what a module's attributes are is read from constru
 condition that depends on a configuration counts both ways.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Calls of sub-modules in the sources of decoder layers: what they are given and return."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

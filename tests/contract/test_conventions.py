@@ -1,7 +1,5 @@
 """The table of layer conventions against the parsed sources of each release."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

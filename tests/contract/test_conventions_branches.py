@@ -1,7 +1,5 @@
 """Where the table finds what attention and MLP add: one call as it says is enough."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

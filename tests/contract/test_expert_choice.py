@@ -1,7 +1,5 @@
 """What `expert_choice` reads of vLLM's modules, in the sources of each release."""
 
-from __future__ import annotations
-
 import pytest
 from support.sources import class_texts, vllm_root
 

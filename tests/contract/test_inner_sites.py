@@ -6,8 +6,6 @@ condition may have more sites than its entry says. What is not in the tables is 
 attention's sites, both halves and the neurons of an MLP, a router that its block calls.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

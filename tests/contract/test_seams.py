@@ -1,7 +1,5 @@
 """The places where midstream takes hold of vLLM: as expected, or refused before any is touched."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Which paths answer without the API key: docs/security.md says what vLLM's server does."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests of token ids to an engine in this process."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

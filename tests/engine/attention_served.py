@@ -1,7 +1,5 @@
 """A tiny model in an engine beside transformers' own attention weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,8 @@ from support.engines import HAS_GPU, generated, greedy, tokens
 from support.inner_cases import HEADS
 from torch import Tensor
 
-from midstream import Attention, Mass, Probe
+from midstream import Attention, Probe
+from midstream.plan import Mass
 
 TOLERANCE = 5e-4 if HAS_GPU else 1e-4  # a GPU sums in its own order
 _SEQUENCE = "sliding_attention", "full_attention", "sliding_attention"

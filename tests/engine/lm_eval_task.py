@@ -1,7 +1,5 @@
 """A task of lm-eval with its own data, and lm-eval's own steered model as the reference."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

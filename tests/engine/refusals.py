@@ -1,13 +1,11 @@
 """What requests are refused, by field and message."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from midstream import SpecError
+from midstream.errors import SpecError
 
 
 def assert_refused(ask: Callable[[Any], Any], cases: Iterable[tuple[Any, str, str]]) -> None:

@@ -9,8 +9,6 @@ time. One in ten is held against transformers with hooks as well.
     scripts/nightly.sh                                                     many more, compiled too
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator
@@ -127,9 +125,7 @@ def assert_it_showed_something(totals: Totals, asked: int) -> None:
         assert getattr(totals, name) > asked / share, f"{name}: the mix shows little\n{totals}"
 
 
-def test_every_request_of_a_random_mix_gets_what_it_gets_alone(
-    eager: Bench, choices: Catalogue
-) -> None:
+def test_every_request_of_a_random_mix_gets_what_it_gets_alone(eager, choices):
     replay = os.environ.get("MIDSTREAM_ADVERSARY_REPLAY")
     if replay:
         eager.replay(Path(replay))
@@ -144,14 +140,7 @@ def test_every_request_of_a_random_mix_gets_what_it_gets_alone(
 @pytest.mark.skipif(not NIGHTLY, reason="MIDSTREAM_NIGHTLY is not set")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_so_it_is_for_thousands(
-    wordy_llama: Path,
-    hooks: InnerOracle,
-    choices: Catalogue,
-    tmp_path: Path,
-    compiled: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_so_it_is_for_thousands(wordy_llama, hooks, choices, tmp_path, compiled, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     totals = Totals()
     folder = Path(os.environ.get("MIDSTREAM_ADVERSARY_FOLDER", tmp_path / "mixes"))

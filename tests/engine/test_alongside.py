@@ -1,7 +1,5 @@
 """What vLLM does with a request besides generating leaves rows, edits and receipts exact."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA adapters and prompts of embeddings, against merged weights in transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ from support.oracle import HookEdit, Oracle, relative_error
 from support.tiny import HIDDEN
 from torch import Tensor
 
-from midstream import Logits, Probe, SpecError, Steer, TokenIds
+from midstream import Logits, Probe, Steer, TokenIds
+from midstream.errors import SpecError
 
 PLACES = ("model.layers", "post_attention_layernorm")
 

@@ -1,7 +1,5 @@
 """Captured rows on their way to the caller: codecs, shared memory, and too little of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,9 @@ import torch
 from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, greedy, tokens
 
-from midstream import Capture, SpecError
+from midstream import Capture
 from midstream.codecs import parse_codec
+from midstream.errors import SpecError
 from midstream.runtime.worker import result_buffer as results
 from midstream.transport.reader import MappedArena
 
@@ -199,5 +198,5 @@ def test_the_first_rows_are_kept_and_the_receipt_tells_how_many_were_left_out(ll
         if len(output.receipt.captured) > 4:
             assert len(output.activations["resid_post", 1]) == count + 3
     with pytest.raises(SpecError, match="depends on what is generated") as caught:
-        run(llm, prompts[:1], Capture([1], positions=["last"], max_rows=2))
+        run(llm, prompts[:1], Capture([1], positions=["last_row"], max_rows=2))
     assert caught.value.path == "capture.max_rows"

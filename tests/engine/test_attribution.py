@@ -1,7 +1,5 @@
 """Gradients against finite differences in engines, and estimates of patches against sweeps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

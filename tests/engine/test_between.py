@@ -1,7 +1,5 @@
 """Tokens between two marks: edits, captures, probes and gates there, however steps are cut."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,9 @@ from support.oracle_edits import PLACES, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
 
-from midstream import Between, Capture, Gate, Probe, Reading, SpecError, Steer, Switch, TokenIds
+from midstream import Between, Capture, Gate, Probe, Steer, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Reading, Switch
 
 COUNT = 24
 
@@ -33,9 +33,7 @@ def steer(positions: Any, **more: Any) -> Steer:
 
 
 @pytest.mark.parametrize("size", [1, 7, 512])
-def test_edits_are_at_the_tokens_between_the_marks(
-    wide: Any, oracle: EditOracle, size: int
-) -> None:
+def test_edits_are_at_the_tokens_between_the_marks(wide, oracle, size):
     """Of prompts that end outside, inside and within a mark, cut anywhere, in one batch."""
     given = [
         (marks, prompt(seed, length))
@@ -60,9 +58,7 @@ def test_edits_are_at_the_tokens_between_the_marks(
     assert len(given) < generated < len(given) * COUNT // 2
 
 
-def test_several_edits_of_a_request_have_marks_of_their_own_and_other_items_beside(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_several_edits_of_a_request_have_marks_of_their_own_and_other_items_beside(wide, oracle):
     def wanted(ids: list[int], end: int) -> list[list[int]]:
         thinking, other = (frozenset(between(ids, *MARKS[n])) for n in (0, 5))
         every = range(len(ids))
@@ -101,7 +97,7 @@ def test_several_edits_of_a_request_have_marks_of_their_own_and_other_items_besi
             assert problems(oracle, rows, output.outputs[0], mine) == []
 
 
-def test_captures_and_probes_have_the_rows_between_the_marks(wide: Any, oracle: EditOracle) -> None:
+def test_captures_and_probes_have_the_rows_between_the_marks(wide, oracle):
     ids, marks = prompt(11, 9), MARKS[0]
     read = item(*marks)
     outputs = wide.generate(
@@ -130,7 +126,7 @@ def test_captures_and_probes_have_the_rows_between_the_marks(wide: Any, oracle: 
             )
 
 
-def test_marks_are_found_where_nothing_is_done(wide: Any) -> None:
+def test_marks_are_found_where_nothing_is_done(wide):
     ids, marks = prompt(18, 5), MARKS[0]
     for stop in range(7, 15):
         edit = steer(item(*marks), exclude=slice(5, stop))
@@ -146,9 +142,7 @@ def test_marks_are_found_where_nothing_is_done(wide: Any) -> None:
 
 
 @pytest.mark.parametrize("memory", [{}, {"hold": 2}])
-def test_gates_read_the_tokens_between_the_marks_alone(
-    wide: Any, oracle: EditOracle, memory: dict[str, Any]
-) -> None:
+def test_gates_read_the_tokens_between_the_marks_alone(wide, oracle, memory):
     ids, marks = prompt(12, 9), MARKS[5]
     gate = Gate(steer(item(*marks)), Reading(vector(3), layer=0, site="resid_mid"), 0.0, **memory)
     for _ in range(3):
@@ -160,9 +154,7 @@ def test_gates_read_the_tokens_between_the_marks_alone(
         assert problems(oracle, rows, output.outputs[0], [(gate, chosen)]) == []
 
 
-def test_a_request_that_is_preempted_between_the_marks_is_there_again(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_a_request_that_is_preempted_between_the_marks_is_there_again(wide, oracle):
     """Its generated tokens are in the prefix cache, which serves none of them."""
     ids, run = prompt(13, 40), Stepped(wide)
     for nth, marks in enumerate(MARKS):
@@ -194,9 +186,7 @@ def test_a_request_that_is_preempted_between_the_marks_is_there_again(
         )
 
 
-def test_requests_share_cached_blocks_exactly_where_the_same_tokens_are_edited(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_requests_share_cached_blocks_exactly_where_the_same_tokens_are_edited(wide, oracle):
     first = prompt(14, 70)
     marks = MARKS[0]
     edit = steer(item(*marks))
@@ -217,7 +207,7 @@ def test_requests_share_cached_blocks_exactly_where_the_same_tokens_are_edited(
         )
 
 
-def test_each_completion_of_a_prompt_has_marks_of_its_own(wide: Any, oracle: EditOracle) -> None:
+def test_each_completion_of_a_prompt_has_marks_of_its_own(wide, oracle):
     """The edit is server-wide."""
     ids, marks = prompt(15, 5), MARKS[0]
     edit = steer(item(*marks))
@@ -233,7 +223,7 @@ def test_each_completion_of_a_prompt_has_marks_of_its_own(wide: Any, oracle: Edi
             torch.testing.assert_close(value, seen.values[tap], rtol=1e-3, atol=1e-4)
 
 
-def test_a_change_of_a_request_keeps_its_marks(wide: Any, oracle: EditOracle) -> None:
+def test_a_change_of_a_request_keeps_its_marks(wide, oracle):
     ids, marks = prompt(16, 5), MARKS[0]
     edit, run = steer(item(*marks)), Stepped(wide)
     run.add("a", ids, few(COUNT), edits=[edit], capture=EVERYTHING)
@@ -252,9 +242,7 @@ def test_a_change_of_a_request_keeps_its_marks(wide: Any, oracle: EditOracle) ->
         torch.testing.assert_close(value, seen.values[tap], rtol=1e-3, atol=1e-4)
 
 
-def test_a_probe_switches_to_edits_that_look_back_for_their_marks(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_a_probe_switches_to_edits_that_look_back_for_their_marks(wide, oracle):
     ids, marks, run = prompt(17, 9), MARKS[0], Stepped(wide)
     edit = steer(item(*marks))
     always = Switch(edits=[edit], above=-1e9, for_=6)
@@ -273,7 +261,7 @@ def test_a_probe_switches_to_edits_that_look_back_for_their_marks(
         torch.testing.assert_close(value, seen.values[tap], rtol=1e-3, atol=1e-4)
 
 
-def test_marks_that_cannot_be_there_are_refused(wide: Any) -> None:
+def test_marks_that_cannot_be_there_are_refused(wide):
     ids = tokens(prompt(1, 5))
     for positions, problem in (
         (Between([tiny.VOCAB], None), f"positions.start: there is no token {tiny.VOCAB}"),

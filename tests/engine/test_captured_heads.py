@@ -1,7 +1,5 @@
 """Rows of attention heads, by head: against transformers' hooks, and as bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

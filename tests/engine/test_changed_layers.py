@@ -1,7 +1,5 @@
 """Layers that run another forward than the one that midstream knows: the engine does not start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType

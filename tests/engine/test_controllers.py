@@ -1,7 +1,5 @@
 """Controllers, against transformers with the edits switched where the receipt says."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 from support import controlling
 from support.engine_view import inspect
 from support.engines import greedy
-from support.oracle import HookEdit, Oracle
+from support.oracle import HookEdit
 from support.updating import (
     PROMPT,
     Stepped,
@@ -21,17 +19,9 @@ from support.updating import (
     vector,
 )
 
-from midstream import (
-    Controller,
-    Feature,
-    Probe,
-    ReceiptError,
-    SamplingParams,
-    SpecError,
-    Steer,
-    Switch,
-    Threshold,
-)
+from midstream import Controller, Feature, Probe, SamplingParams, Steer, Threshold
+from midstream.errors import ReceiptError, SpecError
+from midstream.plan import Switch
 from midstream.plan.control.control_laws import Observed
 
 SIZE = len(PROMPT)
@@ -82,7 +72,7 @@ def controlled(scores: list[float]) -> Any:
     return np.array(scores, np.float32)
 
 
-def test_each_answer_holds_from_the_next_step_on(llm: Any, reference: Oracle) -> None:
+def test_each_answer_holds_from_the_next_step_on(llm, reference):
     (free,) = ask(llm, None)
     scores = free.probes["p"]
     middle = float(scores[SIZE:].median())
@@ -108,9 +98,7 @@ def test_each_answer_holds_from_the_next_step_on(llm: Any, reference: Oracle) ->
     assert changed > 20
 
 
-def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
-    llm: Any, reference: Oracle
-) -> None:
+def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(llm, reference):
     completion = ask(llm, SCRIPT, None)[0].outputs[0]
     calm, half = (SIZE + step + steps_ahead(llm) for step in (2, 4))
     assert [(one.source, one.scale, one.positions) for one in completion.receipt.versions] == [
@@ -134,9 +122,7 @@ def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
         assert (completion.activations[tap] - seen[tap]).abs().max() < 1e-3
 
 
-def test_what_is_computed_again_after_a_preemption_is_as_it_was(
-    llm: Any, reference: Oracle
-) -> None:
+def test_what_is_computed_again_after_a_preemption_is_as_it_was(llm, reference):
     controllers = [Controller("sign"), Controller("halving")]
     plain = [output.outputs[0] for output in ask(llm, *controllers)]
     llm.reset_prefix_cache()
@@ -158,7 +144,7 @@ def test_what_is_computed_again_after_a_preemption_is_as_it_was(
         check_versions(reference, PROMPT, completion, SETS)
 
 
-def test_a_function_beside_the_engine_changes_edits_and_stops(llm: Any, reference: Oracle) -> None:
+def test_a_function_beside_the_engine_changes_edits_and_stops(llm, reference):
     """An answer holds some tokens later: the receipt says where, and the replay agrees."""
     tokens = []
 
@@ -211,7 +197,7 @@ def test_a_function_beside_the_engine_changes_edits_and_stops(llm: Any, referenc
         check_replay(reference, PROMPT, one, {0: [HOOK]})
 
 
-def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:
+def test_what_cannot_be_controlled_is_rejected_by_its_name(llm):
     law = Threshold("p", above=1.0)
     many = Controller("sign", edits={f"set{nth}": OWN for nth in range(22)})
     latent = Feature(encoder=vector(1), decoder=vector(2), layer=1, mode="add", value=1.0)

@@ -1,9 +1,11 @@
-"""What the documents show runs: each page's snippets in order, on a tiny model with 30 layers."""
-
-from __future__ import annotations
+"""What the documents show runs: each page's snippets in order, on a tiny model with 30 layers; and
+at night the first snippet of each page alone in an empty folder, with SmolLM2.
+"""
 
 import gc
-import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import save_file
 from support import engines
 from support.pages import blocks
 from support.tokenizers import byte_level
@@ -38,9 +39,8 @@ PAGES = [
 # Pages whose snippets take longest run at night. That they compile and that the names and arguments
 # in them exist is in `repo/test_docs.py`.
 LONG = ("attention", "attribution", "fitting", "operations", "patching", "selecting")
-# Their snippets stand under `if __name__ == "__main__":`.
-AS_A_FILE = ("docs/probing.md", "docs/quickstart.md")
-MODEL = ".models/SmolLM2-135M-Instruct"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+README_MODEL = ".models/SmolLM2-135M-Instruct"
 HIDDEN = 64
 # What the snippets do not say, and what makes a start take seconds.
 QUICK = {
@@ -67,7 +67,7 @@ def snippets(page: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the snippets run: the files that they name are here."""
+    """Where the snippets run, with a model of the name that they have it download."""
     folder = tmp_path_factory.mktemp("docs")
     tokenizer = byte_level()
     # One token each, as in SmolLM2, and as in models that think.
@@ -86,15 +86,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     hf.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / MODEL)
     tokenizer.save_pretrained(folder / MODEL)
-    (folder / "vectors").mkdir()
-    save_file({"15": torch.randn(HIDDEN)}, folder / "vectors" / "happy.safetensors")
-    sae = folder / "saes" / "layer-12"
-    sae.mkdir(parents=True)
-    sizes = {"W_enc": (HIDDEN, 9), "b_enc": (9,), "W_dec": (9, HIDDEN), "b_dec": (HIDDEN,)}
-    weights = {name: torch.randn(size) for name, size in sizes.items()}
-    save_file(weights, sae / "sae_weights.safetensors")
-    said = {"architecture": "standard", "hook_name": "blocks.12.hook_resid_post"}
-    (sae / "cfg.json").write_text(json.dumps({**said, "apply_b_dec_to_input": False}))
     return folder
 
 
@@ -132,12 +123,10 @@ def quick_engines() -> Iterator[None]:
         for page in PAGES
     ],
 )
-def test_the_snippets_of_a_page_run_one_after_the_other(
-    page: str, folder: Path, quick_engines: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_snippets_of_a_page_run_one_after_the_other(page, folder, quick_engines, monkeypatch):
     monkeypatch.chdir(folder)
-    # The guide's program for AsyncLLM starts an engine process of its own: it is only defined.
-    namespace = {"__name__": "__main__" if page in AS_A_FILE else "docs"}
+    # The program with an AsyncLLM starts an engine process of its own: it is only defined.
+    namespace = {"__name__": "docs" if page == "docs/dynamic.md" else "__main__"}
     blocks = snippets(page)
     assert blocks
     for line, text in blocks:
@@ -148,17 +137,52 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
 
 @pytest.mark.model
 @pytest.mark.nightly
-def test_the_readme_s_snippet_prints_what_the_readme_shows(
-    smollm2: Path, quick_engines: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readme_s_snippet_prints_what_the_readme_shows(smollm2, quick_engines, capsys):
     [(line, code)] = snippets("README.md")
     [shown] = [text for _, _, text in blocks("README.md", ["text"])]
     # vLLM keeps tokenizers by the model's name, and other pages give a tiny model this one.
-    assert code.count(f'"{MODEL}"') == 1
-    code = code.replace(f'"{MODEL}"', repr(str(smollm2)))
+    assert code.count(f'"{README_MODEL}"') == 1
+    code = code.replace(f'"{README_MODEL}"', repr(str(smollm2)))
     engines.prepare_vllm()
     capsys.readouterr()
     exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), {"__name__": "__main__"})
     gc.collect()
     printed = capsys.readouterr().out
     assert shown in printed, printed
+
+
+@pytest.fixture(scope="session")
+def hub(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the Hugging Face Hub that has the pages' model, without a network."""
+    found = tmp_path_factory.mktemp("hub")
+    model = found / "hub" / f"models--{MODEL.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    (model / "snapshots").mkdir()
+    (model / "snapshots" / ("0" * 40)).symlink_to(smollm2)
+    return found
+
+
+@pytest.mark.model
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", PAGES)
+def test_the_first_snippet_of_a_page_runs_alone_in_an_empty_folder(
+    page: str, hub: Path, tmp_path: Path
+) -> None:
+    (line, text), *_ = snippets(page)
+    file = tmp_path / "snippet.py"
+    file.write_text(text)
+    environment = {
+        **os.environ,
+        "HF_HOME": str(hub),
+        "HF_HUB_OFFLINE": "1",
+        # On a CPU vLLM takes a share of the machine's memory otherwise.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    done = subprocess.run(
+        [sys.executable, file], cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=550, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{page}:{line}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+    assert done.stdout.strip(), "a first snippet shows something"

@@ -1,7 +1,5 @@
 """The doctor on engines: right models are ok, and what is broken is found, where it is broken."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -46,9 +44,7 @@ def no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sum_check, "claimed_sums", lambda *_: [])
 
 
-def test_a_right_model_is_ok_at_every_site_of_every_layer_and_in_every_operation(
-    tiny_llama: Path,
-) -> None:
+def test_a_right_model_is_ok_at_every_site_of_every_layer_and_in_every_operation(tiny_llama):
     report = examine(Options(str(tiny_llama), size=None))
     assert (report.outcome, report.reason, report.status) == (OK, "", 0)
     assert {(one.site, one.layer) for one in report.sites} == {
@@ -71,7 +67,7 @@ def test_a_right_model_is_ok_at_every_site_of_every_layer_and_in_every_operation
     assert report.layer_classes == ("model_executor.models.llama.LlamaDecoderLayer",)
 
 
-def test_a_right_model_is_ok_in_bfloat16_too(tiny_llama: Path) -> None:
+def test_a_right_model_is_ok_in_bfloat16_too(tiny_llama):
     """transformers in float32 is too far away: vLLM's own modules tell, and to the bit."""
     report = examine(Options(str(tiny_llama), size=None, dtype="bfloat16"))
     assert (report.outcome, report.status) == (OK, 0), report.reason
@@ -85,12 +81,12 @@ def test_a_right_model_is_ok_in_bfloat16_too(tiny_llama: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_small_qwen3_is_ok_in_bfloat16() -> None:
+def test_a_small_qwen3_is_ok_in_bfloat16():
     report = examine_config(Options("Qwen3", dtype="bfloat16"), hf.Qwen3Config())
     assert (report.outcome, report.status) == (OK, 0), report.reason
 
 
-def test_a_model_that_transformers_lacks_is_compared_with_vllms_own_modules(tmp_path: Path) -> None:
+def test_a_model_that_transformers_lacks_is_compared_with_vllms_own_modules(tmp_path):
     """Of a configuration alone, whose type only vLLM knows; nothing else is in the folder."""
     config = {
         "architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "vocab_size": 500,
@@ -111,16 +107,14 @@ def test_a_model_that_transformers_lacks_is_compared_with_vllms_own_modules(tmp_
     assert steered == {*((site, layer) for site in OUTER for layer in range(3)), *ENDS}
 
 
-def test_an_encoder_decoder_has_the_verdict_of_an_engine_that_is_started_with_it() -> None:
+def test_an_encoder_decoder_has_the_verdict_of_an_engine_that_is_started_with_it():
     config = hf.WhisperConfig(architectures=["WhisperForConditionalGeneration"])
     report = examine_config(Options("Whisper"), config)
     assert (report.outcome, report.status) == (REFUSED, 2), report.reason
     assert "an encoder-decoder model: an encoder's rows are not a request's tokens" in report.reason
 
 
-def test_a_multimodal_class_is_compared_with_an_image_in_the_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_multimodal_class_is_compared_with_an_image_in_the_prompt(monkeypatch):
     """The rows at the image are its embeddings, which some layers get parts of."""
     rows = {}
     generate = OwnModules.generate
@@ -151,7 +145,7 @@ def test_a_multimodal_class_is_compared_with_an_image_in_the_prompt(
 
 
 @pytest.mark.nightly
-def test_an_image_through_a_tower_is_compared_with_transformers_too(tiny_models: Path) -> None:
+def test_an_image_through_a_tower_is_compared_with_transformers_too(tiny_models):
     path = vision.served(vision.make("qwen3vl", tiny_models))
     text = f"the {vision.MODELS['qwen3vl'].mark} is in the hat"
     report = examine(Options(str(path), size=None, images=PROCESSED, text=text))
@@ -162,7 +156,7 @@ def test_an_image_through_a_tower_is_compared_with_transformers_too(tiny_models:
     assert {one.name for one in report.operations} >= {*WITH_IMAGE, *OPERATIONS, *OF_PARTS}
 
 
-def test_rows_of_an_image_that_differ_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_an_image_that_differ_are_wrong(monkeypatch):
     """Only requests with a plan get another embedding at the image."""
     embed = drawn_images._embed
 
@@ -180,7 +174,7 @@ def test_rows_of_an_image_that_differ_are_wrong(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.nightly
-def test_the_class_that_is_served_is_loaded_or_it_is_said_that_it_is_not() -> None:
+def test_the_class_that_is_served_is_loaded_or_it_is_said_that_it_is_not():
     config = hf.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])
     report = examine_config(Options("Gemma 3"), config)
     assert report.outcome == OK, report.reason
@@ -193,7 +187,7 @@ def test_the_class_that_is_served_is_loaded_or_it_is_said_that_it_is_not() -> No
 
 
 @pytest.mark.nightly
-def test_a_small_copy_says_what_its_layers_lack(tmp_path: Path) -> None:
+def test_a_small_copy_says_what_its_layers_lack(tmp_path):
     """A parallel block has no place between attention and the MLP."""
     hf.CohereConfig(num_hidden_layers=40).save_pretrained(tmp_path)
     report = examine(Options(str(tmp_path)))
@@ -239,9 +233,7 @@ def test_an_edit_that_is_not_written_is_wrong_though_all_is_read_rightly(
 
 
 @pytest.mark.nightly
-def test_halves_of_a_gated_mlp_that_are_taken_for_each_other_are_wrong(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_halves_of_a_gated_mlp_that_are_taken_for_each_other_are_wrong(tiny_llama, monkeypatch):
     monkeypatch.setattr(inner_sites, "GATE_FIRST", inner_sites.GATE_SECOND)
     monkeypatch.setattr(inner_sites, "GATE_SECOND", frozenset(("SiluAndMul",)))
     report = examine(Options(str(tiny_llama), size=None))
@@ -251,16 +243,14 @@ def test_halves_of_a_gated_mlp_that_are_taken_for_each_other_are_wrong(
 
 
 @pytest.mark.nightly
-def test_a_refused_class_is_refused_with_its_reason(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_class_is_refused_with_its_reason(tiny_llama, monkeypatch):
     monkeypatch.setitem(conventions.CONVENTIONS, LLAMA, Refusal("its stream is a torus"))
     report = examine(Options(str(tiny_llama), size=None))
     assert (report.outcome, report.status) == (REFUSED, 2)
     assert "LlamaDecoderLayer, cannot be tapped: its stream is a torus" in report.reason
 
 
-def test_what_has_no_language_model_cannot_be_built_and_says_why(tmp_path: Path) -> None:
+def test_what_has_no_language_model_cannot_be_built_and_says_why(tmp_path):
     report = examine_config(Options("a ViT"), hf.ViTConfig())
     assert (report.outcome, report.status) == ("cannot be built", 2)
     assert "no small copy of it can be made" in report.reason

@@ -1,7 +1,5 @@
 """Sites without a layer, the embedding and the final norm, against hooks in transformers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,8 @@ from support.inner_cases import fresh
 from support.inner_served import BLOCK, PROMPTS, ROOM, TOLERANCE, Served, assert_rows
 from support.oracle_edits import At, row_error
 
-from midstream import Ablate, Affine, Capture, Clamp, Gate, Reading, Replace, Scale, Steer
+from midstream import Ablate, Affine, Capture, Clamp, Gate, Replace, Scale, Steer
+from midstream.plan import Reading
 
 ENDS = ["embed", "final_norm"]
 SITES = ["embed", "resid_pre", "resid_post", "final_norm"]
@@ -55,11 +54,11 @@ def check_reads(served: Served) -> None:
     served.assert_is(long, output)
 
 
-def test_rows_are_what_transformers_embeds_and_what_its_head_reads(served: Served) -> None:
+def test_rows_are_what_transformers_embeds_and_what_its_head_reads(served):
     check_reads(served)
 
 
-def test_they_are_the_scaled_embedding_and_the_last_hidden_state(served: Served) -> None:
+def test_they_are_the_scaled_embedding_and_the_last_hidden_state(served):
     prompt = PROMPTS[2]
     (output,) = served.ask([prompt], 1, capture=Capture(sites=ENDS))
     model, found = served.oracle.model, output.activations
@@ -123,13 +122,13 @@ def check_edits(served: Served, every: int = 1) -> None:
         assert all(seen.effect(tap) > 1e-3 for at in ats for tap in served.oracle.taps(at.edit))
 
 
-def test_edits_do_what_their_formulas_say_in_a_mixed_batch(served: Served) -> None:
+def test_edits_do_what_their_formulas_say_in_a_mixed_batch(served):
     check_edits(served, 1 if served.name == "gpt2" else 3)
 
 
 @ONE
 @pytest.mark.parametrize("site", ENDS)
-def test_the_prefix_cache_never_mixes_edited_and_plain_tokens(served: Served, site: str) -> None:
+def test_the_prefix_cache_never_mixes_edited_and_plain_tokens(served, site):
     prompt = fresh(5 + ENDS.index(site), LONG)
     v = torch.randn(64, generator=torch.Generator().manual_seed(4)) * 3
     at = At(Steer(v, site=site, positions=slice(40, 64)), range(40, 64).__contains__)
@@ -142,9 +141,7 @@ def test_the_prefix_cache_never_mixes_edited_and_plain_tokens(served: Served, si
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.nightly) for one in MODULES])
-def test_compiled_too(
-    name: str, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_too(name, tiny_models, tmp_path, monkeypatch):
     path, oracle = reference(name, tiny_models)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     with engine(path, enforce_eager=False, **ROOM, midstream={"sites": SITES}) as llm:
@@ -157,7 +154,7 @@ def test_compiled_too(
     HAS_GPU and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0",
     reason="vLLM's V2 runner takes no embeddings",
 )
-def test_embeddings_given_with_the_prompt_have_no_positions_yet(tiny_models: Path) -> None:
+def test_embeddings_given_with_the_prompt_have_no_positions_yet(tiny_models):
     """A model that adds positions gets these where midstream cannot see the embeddings before."""
     params = greedy(3, detokenize=False)
     for name, tapped in (("gpt2", False), ("llama", True)):

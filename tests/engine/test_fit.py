@@ -1,7 +1,5 @@
 """Directions of an engine's prompts, against fits on transformers' rows, by repeng too."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -13,7 +11,8 @@ from support.engines import HAS_GPU
 from support.oracle_edits import At, EditOracle
 from transformers import BatchEncoding
 
-from midstream import Capture, Directions, SpecError
+from midstream import Capture, Directions
+from midstream.errors import SpecError
 
 TOLERANCE = 5e-4 if HAS_GPU else 1e-5
 METHODS = ["mean", "pca", "lat", "logistic", "lda"]
@@ -44,9 +43,7 @@ def check_close(found: Directions, wanted: Directions, tolerance: float = TOLERA
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_fit_on_prompts_equals_one_on_transformers_rows(
-    wide: Any, oracle: EditOracle, method: str
-) -> None:
+def test_a_fit_on_prompts_equals_one_on_transformers_rows(wide, oracle, method):
     site = "resid_post" if method != "mean" else "mlp_out"
     found = Directions.fit(wide, POSITIVE, NEGATIVE, method, site=site, seed=1)
     rows = [reference_rows(oracle, prompts, site) for prompts in (POSITIVE, NEGATIVE)]
@@ -56,7 +53,7 @@ def test_a_fit_on_prompts_equals_one_on_transformers_rows(
     assert (found.site, found.method, found.model_type) == (site, method, "llama")
 
 
-def test_rows_of_several_tokens_and_their_mean(wide: Any, oracle: EditOracle) -> None:
+def test_rows_of_several_tokens_and_their_mean(wide, oracle):
     runs = [[oracle.run(p).values for p in prompts] for prompts in (POSITIVE, NEGATIVE)]
     each = [
         [torch.stack([run["resid_post", n] for n in (0, 2)], 1) for run in side] for side in runs
@@ -72,9 +69,7 @@ def test_rows_of_several_tokens_and_their_mean(wide: Any, oracle: EditOracle) ->
     check_close(found, Directions.from_rows(*means, layers=[0, 2]))
 
 
-def test_the_probe_reads_plus_and_minus_one_and_the_edit_moves_by_two(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_the_probe_reads_plus_and_minus_one_and_the_edit_moves_by_two(wide, oracle):
     found = Directions.fit(wide, POSITIVE, NEGATIVE, "lda")[1]
     probe = found.probe("mood", positions="last_prompt")
     for edits, moved in (None, 0.0), (found.steer(1.5), 3.0):
@@ -119,7 +114,7 @@ def test_pca_is_repengs(wide: Any, oracle: EditOracle, monkeypatch: pytest.Monke
     sys.modules.pop("repeng")
 
 
-def test_prompts_that_cannot_be_fitted_are_rejected(wide: Any) -> None:
+def test_prompts_that_cannot_be_fitted_are_rejected(wide):
     fit = Directions.fit
     chat = [{"role": "user", "content": "x"}]
     for given, match in (

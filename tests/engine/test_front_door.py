@@ -1,8 +1,5 @@
 """What is refused, when, and that the engine is none the worse for it."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +8,8 @@ from engine.refusals import assert_refused
 from support.engine_view import inspect
 from support.engines import engine, generated, greedy, stopped_at
 
-from midstream import Capture, SpecError, Steer, TapError
+from midstream import Capture, Steer
+from midstream.errors import SpecError, TapError
 
 PROMPT = [5, 6, 7, 8]
 HIDDEN = 64
@@ -28,7 +26,7 @@ def assert_fine(llm: Any) -> None:
     inspect(llm).check_integrity()
 
 
-def test_a_wrong_request_is_refused_by_field_and_the_engine_goes_on(llm: Any) -> None:
+def test_a_wrong_request_is_refused_by_field_and_the_engine_goes_on(llm):
     nan = [float("nan")] * HIDDEN
     assert_refused(
         lambda asked: ask(llm, PROMPT, **asked),
@@ -46,14 +44,14 @@ def test_a_wrong_request_is_refused_by_field_and_the_engine_goes_on(llm: Any) ->
     assert_fine(llm)
 
 
-def test_one_bad_prompt_among_good_ones_leaves_nothing_behind(llm: Any) -> None:
+def test_one_bad_prompt_among_good_ones_leaves_nothing_behind(llm):
     with pytest.raises(SpecError, match=r"capture\[2\]|position"):
         ask_all(llm, [PROMPT] * 3, capture=[READ, READ, Capture(layers=[0], positions=20)])
     assert not llm.llm_engine.has_unfinished_requests()
     assert_fine(llm)
 
 
-def test_an_error_names_the_field_as_it_was_written_and_the_prompt(llm: Any) -> None:
+def test_an_error_names_the_field_as_it_was_written_and_the_prompt(llm):
     steers = [None, [Steer(GOOD, layer=0), Steer(GOOD, layer=1, positions=50)]]
     with pytest.raises(SpecError) as raised:
         ask_all(llm, [PROMPT] * 2, steer=steers)
@@ -63,7 +61,7 @@ def test_an_error_names_the_field_as_it_was_written_and_the_prompt(llm: Any) -> 
     assert raised.value.path == "capture.positions"
 
 
-def test_plain_vllm_with_additional_config_gives_the_same(tiny_llama: Path, llm: Any) -> None:
+def test_plain_vllm_with_additional_config_gives_the_same(tiny_llama, llm):
     params = greedy(3, detokenize=False, extra_args={"midstream": {"capture": {"layers": "all"}}})
     own = {"midstream": {"layers": [0, 2]}}
     with engine(tiny_llama, plain=True, additional_config=own) as plain:
@@ -72,9 +70,7 @@ def test_plain_vllm_with_additional_config_gives_the_same(tiny_llama: Path, llm:
     assert generated(output) == generated(ask(llm, PROMPT, 3))
 
 
-def test_an_engine_that_is_not_enabled_refuses_plans_once_midstream_is_loaded(
-    tiny_llama: Path, llm: Any
-) -> None:
+def test_an_engine_that_is_not_enabled_refuses_plans_once_midstream_is_loaded(tiny_llama, llm):
     params = greedy(3, extra_args={"midstream": {"capture": {"layers": [0]}}})
     with (
         engine(tiny_llama, plain=True) as plain,
@@ -83,9 +79,7 @@ def test_an_engine_that_is_not_enabled_refuses_plans_once_midstream_is_loaded(
         ask(plain, PROMPT, params)
 
 
-def test_a_capture_too_large_for_the_staging_ring_is_refused_naming_the_setting(
-    tiny_llama: Path,
-) -> None:
+def test_a_capture_too_large_for_the_staging_ring_is_refused_naming_the_setting(tiny_llama):
     own = {"staging_bytes": 64 * HIDDEN * 4 * 2, "sites": ["resid_post"]}
     with engine(tiny_llama, max_num_batched_tokens=64, max_num_seqs=8, midstream=own) as small:
         prompts = [list(range(3, 63))] * 4
@@ -95,9 +89,7 @@ def test_a_capture_too_large_for_the_staging_ring_is_refused_naming_the_setting(
             ask_all(small, prompts, capture=Capture(layers="all"))
 
 
-def test_a_tap_that_does_not_fire_stops_the_engine_as_it_starts(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tap_that_does_not_fire_stops_the_engine_as_it_starts(tiny_llama, monkeypatch):
     from midstream.runtime.worker.taps import taps
 
     fire = taps._fire
@@ -111,7 +103,7 @@ def test_a_tap_that_does_not_fire_stops_the_engine_as_it_starts(
         pass
 
 
-def test_default_layers_give_plain_dicts_of_hidden_states(tiny_llama: Path, llm: Any) -> None:
+def test_default_layers_give_plain_dicts_of_hidden_states(tiny_llama, llm):
     everything = ask(llm, PROMPT, 5, capture=Capture(layers="all")).activations
     whole = {"include_prefill": True}
     last = {"last_prefill_token": True, "include_decode": False}
@@ -135,15 +127,13 @@ def test_default_layers_give_plain_dicts_of_hidden_states(tiny_llama: Path, llm:
             assert all(value.shape[0] == 0 for value in short.hidden_states.values())
 
 
-def test_a_call_that_is_given_up_takes_its_requests_with_it(llm: Any) -> None:
+def test_a_call_that_is_given_up_takes_its_requests_with_it(llm):
     with stopped_at(llm, 3), pytest.raises(KeyboardInterrupt):
         ask_all(llm, [PROMPT] * 6, 20, capture=READ)
     assert_fine(llm)
 
 
-def test_a_call_that_is_given_up_while_it_waits_for_its_results_leaves_nothing(
-    llm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_is_given_up_while_it_waits_for_its_results_leaves_nothing(llm, monkeypatch):
     waited = []
 
     def interrupted(futures: Any) -> None:

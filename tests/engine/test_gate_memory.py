@@ -1,7 +1,5 @@
 """Gates with memory, compared with a loop over the tokens in transformers, however they are cut."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +15,9 @@ from support.oracle_edits import EVERY_SITE, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
 
-from midstream import Capture, Gate, Reading, SamplingParams, SpecError, Steer, TokenIds
+from midstream import Capture, Gate, SamplingParams, Steer, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Reading
 
 TOLERANCE, TIE = 1e-4, 1e-3
 COUNT = 8
@@ -69,9 +69,7 @@ def remembers(oracle: EditOracle, case: Case) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 16])
-def test_gates_remember_earlier_tokens_as_a_loop_does(
-    wide: Any, oracle: EditOracle, size: int
-) -> None:
+def test_gates_remember_earlier_tokens_as_a_loop_does(wide, oracle, size):
     given = []
     for prompt in (LONG, SHORT):
         end = len(prompt)
@@ -113,9 +111,7 @@ def late_gate(oracle: EditOracle, prompt: list[int], nth: int, **memory: Any) ->
     return Gate(maker.steer(), reading, (before + float(scores[at])) / 2, **memory)
 
 
-def test_a_request_that_is_preempted_right_after_its_gate_opened_opens_it_there_again(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_a_request_that_is_preempted_right_after_its_gate_opened_opens_it_there_again(wide, oracle):
     given = [
         Case("rest", LONG, [At(late_gate(oracle, LONG, 1, hold="rest"))], tap=("resid_post", 1)),
         Case("two more", LONG, [At(late_gate(oracle, LONG, 1, hold=2))], tap=("resid_post", 1)),
@@ -141,9 +137,7 @@ def test_a_request_that_is_preempted_right_after_its_gate_opened_opens_it_there_
         assert not problems(oracle, case, output, TOLERANCE, TIE)
 
 
-def test_cached_prompts_are_used_up_to_the_first_token_that_is_read(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_cached_prompts_are_used_up_to_the_first_token_that_is_read(wide, oracle):
     later = Capture("all", EVERY_SITE, phase="generated")
     ask(wide, LONG, 1)
     for where, hit in (({"phase": "generated"}, 32), ({"positions": slice(20, None)}, 0)):
@@ -157,7 +151,7 @@ def test_cached_prompts_are_used_up_to_the_first_token_that_is_read(
             assert_is(oracle, LONG, output.outputs[0], case.edits)
 
 
-def test_each_completion_of_a_prompt_has_a_gate_of_its_own(wide: Any, oracle: EditOracle) -> None:
+def test_each_completion_of_a_prompt_has_a_gate_of_its_own(wide, oracle):
     gate = gates(oracle, SHORT, {})["all"]
     wide.steering.set(base=gate)
     params = SamplingParams(
@@ -169,9 +163,7 @@ def test_each_completion_of_a_prompt_has_a_gate_of_its_own(wide: Any, oracle: Ed
         assert_is(oracle, SHORT, one, [At(gate)])
 
 
-def test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is(wide, oracle):
     even = list(range(0, tiny.VOCAB, 2))
     given = gates(oracle, LONG, {"positions": TokenIds(even)})
     for name in ("hold", "all"):
@@ -182,9 +174,7 @@ def test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is(
         assert not problems(oracle, case, output, TOLERANCE, TIE)
 
 
-def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(wide, oracle):
     gate = late_gate(oracle, LONG, 1, hold="rest")
     run, opened = Stepped(wide), len(LONG) + 1
     run.add("a", LONG, PARAMS, edits=[gate], capture=EVERYTHING)
@@ -202,9 +192,7 @@ def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(
     assert_is(oracle, LONG, completion, edits)
 
 
-def test_a_gate_goes_on_when_an_update_drops_or_adds_a_gate_before_it(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_a_gate_goes_on_when_an_update_drops_or_adds_a_gate_before_it(wide, oracle):
     gate = late_gate(oracle, LONG, 1, hold="rest")
     first = Reading(torch.ones(tiny.HIDDEN), 1e6, layer=0, site="resid_pre")
     plain = Gate(Steer(torch.ones(tiny.HIDDEN), 2), first, 0.0)

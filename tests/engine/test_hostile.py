@@ -1,7 +1,5 @@
 """A live engine, and those who mean it no good: each is refused, none is felt by anybody else."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -12,7 +10,8 @@ from support.engines import engine, generated, greedy, tokens
 from support.hostile import hostile_plans
 from support.nightly import rounds
 
-from midstream import SpecError, Steer
+from midstream import Steer
+from midstream.errors import SpecError
 from midstream.runtime.protocol.rpc import CheckIntegrity, ReleaseRequests, arguments_of
 
 HIDDEN, LAYERS, PROMPT = 64, 3, [5, 9, 7, 6, 8, 12]
@@ -55,7 +54,7 @@ def _misfit(draw: random.Random) -> tuple[str, dict[str, Any]]:
         ("not tapped", {"edits": {**steer, "site": "mlp_out"}}),
         ("positions", {"capture": {**read, "positions": [draw.choice([10, 99, -7, 2**31])]}}),
         ("positions", {"edits": {**steer, "positions": {"slice": [40, 50]}}}),
-        ("last", {"edits": {**steer, "positions": "last"}}),
+        ("last_row", {"edits": {**steer, "positions": "last_row"}}),
         ("name", {"edits": {**steer, "vector": {"name": "nobody"}}}),
         ("zero", {"edits": {"op": "ablate", "directions": [0.0] * HIDDEN, "layer": 1}}),
         ("role", {"capture": {**read, "positions": {"role": "user"}}}),

@@ -1,7 +1,5 @@
 """The prefix cache beside edits of images whose tokens attend both ways, as they do on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,16 +18,14 @@ def images(tiny_models: Path) -> Iterator[Served]:
         yield found
 
 
-def test_requests_with_edits_in_and_beside_images_get_what_they_get_alone(images: Served) -> None:
+def test_requests_with_edits_in_and_beside_images_get_what_they_get_alone(images):
     images.llm.reset_prefix_cache()
     wrong, hits = images.wrong(shuffled(cases_of(texts=2, images=2), COUNT, seed=1))
     assert not wrong, wrong[:10]
     assert hits > COUNT // 2
 
 
-def test_that_it_would_be_seen_if_keys_were_of_the_edited_tokens_alone(
-    images: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_that_it_would_be_seen_if_keys_were_of_the_edited_tokens_alone(images, monkeypatch):
     places = images.image_tokens(0)
     assert places[0] // BLOCK < places[-1] // BLOCK, places
     monkeypatch.setattr(prefix_cache, "end_of_images", lambda request, stop: stop)

@@ -1,9 +1,6 @@
 """Positions in prompts with images, on tiny vision-language models, compared with transformers."""
 
-from __future__ import annotations
-
 import base64
-import io
 import json
 import struct
 import zlib
@@ -21,21 +18,11 @@ from support.engines import engine, greedy
 from support.pages import blocks
 from support.sinking import AsTheyCome, Keeping
 
-from midstream import (
-    Capture,
-    Image,
-    Media,
-    Positions,
-    Probe,
-    Role,
-    SpecError,
-    Steer,
-    StoreError,
-    Text,
-    open_store,
-)
+from midstream import Capture, Image, Probe, Role, Steer, Text, open_store
+from midstream.errors import SpecError, StoreError
 from midstream.lab.jobs import capture_dataset
 from midstream.lab.jobs.engine import VllmEngine
+from midstream.plan import Media, Positions
 
 LAYER = 1
 TOLERANCE = 1e-4
@@ -77,7 +64,7 @@ def far(rows: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((rows - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
 
 
-def test_rows_at_an_image_are_those_of_its_embeddings(served: Served) -> None:
+def test_rows_at_an_image_are_those_of_its_embeddings(served):
     text = f"the {served.mark} is in the hat"
     capture = [Capture("all", ["embed", "resid_post"], positions=Image(0))]
     output = ask(served, text, [1], capture=capture)
@@ -98,7 +85,7 @@ def test_rows_at_an_image_are_those_of_its_embeddings(served: Served) -> None:
     assert places[-1] < item.first + item.length <= len(output.prompt_token_ids)
 
 
-def test_an_edit_at_all_images_is_a_hook_at_their_tokens(served: Served) -> None:
+def test_an_edit_at_all_images_is_a_hook_at_their_tokens(served):
     text = f"{served.mark} and {served.mark} in the hat"
     edit = Steer(VECTOR, LAYER, positions=Image("all"))
     output = ask(served, text, [1, 2], capture=[EVERY], edits=[edit])
@@ -115,7 +102,7 @@ def test_an_edit_at_all_images_is_a_hook_at_their_tokens(served: Served) -> None
     assert far(plain["resid_post", 3][last:], rows["resid_post", 3][last:]) > 0.01
 
 
-def test_one_of_two_images_is_selected_and_combined_with_others(served: Served) -> None:
+def test_one_of_two_images_is_selected_and_combined_with_others(served):
     text = f"the {served.mark} and {served.mark} in the hat"
     pictures = [vision.picture(1), vision.picture(2, 84, 140)]
     prompt = {"prompt": text, "multi_modal_data": {"image": pictures}}
@@ -170,17 +157,13 @@ def test_one_of_two_images_is_selected_and_combined_with_others(served: Served) 
         (Media(0, "audio"), [1], "the prompt has no audio; it has image"),
     ],
 )
-def test_media_that_a_prompt_lacks_are_refused(
-    served: Served, where: Media, seeds: list[int], problem: str
-) -> None:
+def test_media_that_a_prompt_lacks_are_refused(served, where, seeds, problem):
     text = f"the {served.mark} is" if seeds else "the hat"
     with pytest.raises(SpecError, match=f"edits.0..positions.*{problem}"):
         ask(served, text, seeds, edits=[Steer(VECTOR, LAYER, positions=where)])
 
 
-def test_the_frames_of_a_video_are_selected_without_the_times_between_them(
-    served: Served,
-) -> None:
+def test_the_frames_of_a_video_are_selected_without_the_times_between_them(served):
     if not served.mark.startswith("<|vision_start|>"):
         pytest.skip("this model has no videos")
     frames = np.stack([np.asarray(vision.picture(seed, 64, 64)) for seed in range(4)])
@@ -218,7 +201,7 @@ def test_the_frames_of_a_video_are_selected_without_the_times_between_them(
     assert spans[1].first <= first < last < spans[1].first + spans[1].length
 
 
-def test_the_example_of_the_documents_runs(served: Served) -> None:
+def test_the_example_of_the_documents_runs(served):
     [example] = [
         text
         for _, _, text in blocks("docs/selecting.md", ["python"])
@@ -240,30 +223,21 @@ def test_the_example_of_the_documents_runs(served: Served) -> None:
     assert output.receipt.status == "ok"
 
 
-def url(seed: int) -> dict[str, Any]:
-    data = io.BytesIO()
-    vision.picture(seed).save(data, "PNG")
-    text = base64.b64encode(data.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
-
-
 def said(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
 CHAT = [
     {"role": "system", "content": "be terse"},
-    {"role": "user", "content": [said("what is"), url(1), said("in the hat?")]},
+    {"role": "user", "content": [said("what is"), vision.url_part(1), said("in the hat?")]},
     {"role": "assistant", "content": "an owl"},
-    {"role": "user", "content": [url(2), said("and there?")]},
+    {"role": "user", "content": [vision.url_part(2), said("and there?")]},
     {"role": "assistant", "content": "an owl"},
     {"role": "user", "content": "the end"},
 ]
 
 
-def test_messages_of_a_chat_with_images_are_selected_and_images_loaded_once(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_of_a_chat_with_images_are_selected_and_images_loaded_once(served, monkeypatch):
     from vllm.multimodal.media.connector import MediaConnector
 
     loaded = []
@@ -278,7 +252,7 @@ def test_messages_of_a_chat_with_images_are_selected_and_images_loaded_once(
         "system": (Role("system"), "be terse"),
         "first": (Role("user", 0), "what isIMAGEin the hat?"),
         "second": (Role("user", 1), "IMAGEand there?"),
-        "last": (Role("user"), "the end"),
+        "last_row": (Role("user"), "the end"),
         "answers": (Role("assistant", "all"), "an owlan owl"),
         "text": (Text("in the hat?"), "in the hat?"),
         "image": (Image(1), "IMAGE"),
@@ -331,7 +305,7 @@ def test_a_dataset_capture_stores_chats_with_images_and_where_these_are(
     (allowed / "link.png").symlink_to(other)
     written = {
         "chat": CHAT,
-        "data": asked(url(2)["image_url"]["url"]),
+        "data": asked(vision.url_part(2)["image_url"]["url"]),
         "file": asked((allowed / "owl.png").as_uri()),
         "text": [{"role": "user", "content": "the end"}],
         "http": asked("http://127.0.0.1:9/owl.png"),
@@ -340,7 +314,7 @@ def test_a_dataset_capture_stores_chats_with_images_and_where_these_are(
         "broken": asked("data:image/png;base64,iVBO=="),
         "no image": asked((allowed / "text.png").as_uri()),
         "bomb": asked(f"data:image/png;base64,{base64.b64encode(_large_png()).decode()}"),
-        "three": asked(url(1)["image_url"]["url"])[:1] + CHAT,
+        "three": asked(vision.url_part(1)["image_url"]["url"])[:1] + CHAT,
     }
     write_lines(tmp_path, [{"messages": chat} for chat in written.values()])
     capture = Capture("all", ["embed", "resid_post"], "prompt")

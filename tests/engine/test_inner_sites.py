@@ -1,16 +1,16 @@
 """Sites inside attention and the MLP, and edits of single heads, against hooks in transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.edit_cases import all_problems
 from support.engines import engine, generated
-from support.inner_cases import END, InnerMaker, all_problems, cases, fresh, with_neighbours
+from support.inner_cases import END, InnerMaker, captured, cases, fresh, with_neighbours
 from support.inner_oracle import INNER, InnerOracle
 from support.inner_served import (
     BLOCK,
@@ -26,7 +26,8 @@ from support.nightly import NIGHTLY
 from support.oracle_edits import EVERY_SITE, At, row_error
 from support.pool import Pool
 
-from midstream import Capture, Gate, Probe, Replace, Scale, SpecError, Steer
+from midstream import Capture, Gate, Probe, Replace, Scale, Steer
+from midstream.errors import SpecError
 from midstream.sites import INNER as EVERY_INNER
 from midstream.store import open_store
 
@@ -86,16 +87,12 @@ def check_reads(served: Served) -> None:
     served.assert_is(long, output)
 
 
-def test_rows_of_inner_sites_are_what_the_modules_of_transformers_read_and_return(
-    served: Served,
-) -> None:
+def test_rows_of_inner_sites_are_what_the_modules_of_transformers_read_and_return(served):
     check_reads(served)
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_too(
-    name: str, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool
-) -> None:
+def test_compiled_too(name, tiny_models, tmp_path, monkeypatch, pool):
     name, in_place = name.split(",")[0], name == IN_PLACE
     if name in EXPERTS:
         pool.close()
@@ -116,9 +113,7 @@ def test_compiled_too(
 @pytest.mark.model
 @pytest.mark.nightly
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
-def test_rows_and_edits_of_smollm2(
-    eager: bool, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_edits_of_smollm2(eager, smollm2, tmp_path, monkeypatch):
     prompt = [(13 * nth) % 4000 + 300 for nth in range(LONG)]
     oracle = InnerOracle(smollm2, INNER["llama"])
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
@@ -143,7 +138,9 @@ def check_edits(served: Served, every: int) -> None:
     assert len({case.name for case in given}) == len(given) > 50
     assert {case.tap[0] for case in given} == set(served.oracle.sites)
     mixed = with_neighbours(given, PROMPTS)
-    found = all_problems(served.llm, served.oracle, mixed, TOLERANCE, TIE)
+    found = all_problems(
+        served.llm, served.oracle, mixed, TOLERANCE, TIE, captured=partial(captured, served.oracle)
+    )
     assert not found, "\n".join([f"of {len(mixed)} cases:", *found[:40]])
 
 
@@ -155,7 +152,7 @@ def test_every_operation_at_inner_sites_and_heads_does_what_its_formula_says_in_
 
 
 @ONE
-def test_rows_of_several_widths_are_read_back_from_a_store_and_from_files(served: Served) -> None:
+def test_rows_of_several_widths_are_read_back_from_a_store_and_from_files(served):
     prompt, sites = PROMPTS[0], ("k", "z", "mlp_act", END)
     captures = [Capture([0, 2], sites, sink=sink) for sink in ("memory", "store", "npz")]
     (output,) = served.ask([prompt], capture=[captures])
@@ -174,7 +171,7 @@ def test_rows_of_several_widths_are_read_back_from_a_store_and_from_files(served
             assert np.array_equal(found["rows"], kept[tap].numpy()), tap
 
 
-def test_inner_sites_that_a_model_lacks_are_refused_by_name_and_reason(served: Served) -> None:
+def test_inner_sites_that_a_model_lacks_are_refused_by_name_and_reason(served):
     lacking = set(EVERY_INNER) - set(served.oracle.sites)
     assert lacking
     for site in sorted(lacking):
@@ -184,7 +181,7 @@ def test_inner_sites_that_a_model_lacks_are_refused_by_name_and_reason(served: S
 
 
 @ONE
-def test_wrong_edits_and_probes_are_refused_by_name(served: Served) -> None:
+def test_wrong_edits_and_probes_are_refused_by_name(served):
     for edit, told in (
         (Scale(0, 1, site="z", head=4), "head.*head 4 is out of range: there are 4 heads"),
         (Scale(0, 1, site="k", head=[0, 2]), "head.*head 2 is out of range: there are 2 heads"),
@@ -203,9 +200,7 @@ def test_wrong_edits_and_probes_are_refused_by_name(served: Served) -> None:
 
 
 @pytest.mark.parametrize("served", ["mixtral"], indirect=True)
-def test_experts_are_forced_in_and_out_by_their_logits_for_some_tokens_of_some_requests(
-    served: Served,
-) -> None:
+def test_experts_are_forced_in_and_out_by_their_logits_for_some_tokens_of_some_requests(served):
     count, prompt = 4, PROMPTS[2]
 
     def put(value: float, expert: int | list[int], **where: Any) -> Replace:
@@ -234,9 +229,7 @@ def test_experts_are_forced_in_and_out_by_their_logits_for_some_tokens_of_some_r
 
 
 @ONE
-def test_one_edit_of_sites_of_several_widths_and_edits_of_many_sites_at_once(
-    served: Served,
-) -> None:
+def test_one_edit_of_sites_of_several_widths_and_edits_of_many_sites_at_once(served):
     oracle, long = served.oracle, fresh(40, LONG)
     draw, plain = torch.Generator().manual_seed(9), oracle.run(long)
     every = [InnerMaker((site, 1), (), oracle.head_dim, plain, draw) for site in oracle.sites]

@@ -1,9 +1,6 @@
 """Requests do not see each other: one batch, one engine, one after another."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +9,9 @@ from engine.asking import ask, ask_all
 from support import tiny
 from support.engines import ALL_SITES, engine, generated, greedy
 
-from midstream import Capture, Positions, SpecError, Steer
+from midstream import Capture, Steer
+from midstream.errors import SpecError
+from midstream.plan import Positions
 
 HIDDEN = 64
 
@@ -30,7 +29,16 @@ def some_prompts(count: int, seed: int) -> list[list[int]]:
 def some_requests(count: int, seed: int) -> list[dict[str, Any]]:
     """Plain ones, captures, edits and both, of every kind that there is."""
     draw = torch.Generator().manual_seed(seed)
-    positions = ["all", "prompt", "generated", "last_prompt", "last", 1, [0, -1], slice(1, None, 3)]
+    positions = [
+        "all",
+        "prompt",
+        "generated",
+        "last_prompt",
+        "last_row",
+        1,
+        [0, -1],
+        slice(1, None, 3),
+    ]
     found = []
     for nth, prompt in enumerate(some_prompts(count, seed)):
         request: dict[str, Any] = {"prompt": prompt, "capture": None, "steer": None}
@@ -61,8 +69,8 @@ def ask_each(llm: Any, requests: list[dict[str, Any]], params: Any) -> list[Any]
 
 def assert_same(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
     assert generated(found) == generated(expected)
-    if expected.activations is None:
-        assert found.activations is None
+    if not hasattr(expected, "activations"):
+        assert not hasattr(found, "activations")
         return
     assert set(found.activations) == set(expected.activations)
     for tap, value in expected.activations.items():
@@ -74,9 +82,7 @@ def assert_same(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
         )
 
 
-def test_chunked_prefill_gives_the_rows_of_a_prefill_in_one_piece(
-    llm: Any, tiny_llama: Path
-) -> None:
+def test_chunked_prefill_gives_the_rows_of_a_prefill_in_one_piece(llm, tiny_llama):
     requests = some_requests(24, seed=3)
     with engine(tiny_llama, max_num_batched_tokens=16, max_num_seqs=4) as chunked:
         for found, expected in zip(
@@ -85,7 +91,7 @@ def test_chunked_prefill_gives_the_rows_of_a_prefill_in_one_piece(
             assert_same(found, expected)
 
 
-def test_more_than_ten_prompts_come_back_in_order_each_with_its_own_rows(llm: Any) -> None:
+def test_more_than_ten_prompts_come_back_in_order_each_with_its_own_rows(llm):
     prompts = [[5 + nth, 60 + nth, 120 + nth] for nth in range(24)]
     capture = Capture(layers="all", positions="prompt")
     outputs = ask_all(llm, prompts, 3, capture=capture)
@@ -95,7 +101,7 @@ def test_more_than_ten_prompts_come_back_in_order_each_with_its_own_rows(llm: An
         assert_same(output, ask(llm, prompt, 3, capture=capture))
 
 
-def test_sampling_params_are_not_changed_and_can_be_used_again(llm: Any) -> None:
+def test_sampling_params_are_not_changed_and_can_be_used_again(llm):
     params = greedy(4, detokenize=False, extra_args={"theirs": 1})
     before = copy.deepcopy(params)
     steer = [Steer([9.0] * HIDDEN, layer=1)]
@@ -104,10 +110,10 @@ def test_sampling_params_are_not_changed_and_can_be_used_again(llm: Any) -> None
     assert generated(first) == generated(second) != generated(plain)
     assert params == before
     assert params.extra_args == {"theirs": 1}
-    assert plain.receipt is None
+    assert not hasattr(plain, "receipt")
 
 
-def test_two_engines_in_one_process_keep_to_themselves(llm: Any, tiny_models: Path) -> None:
+def test_two_engines_in_one_process_keep_to_themselves(llm, tiny_models):
     other, prompt = tiny.make("gpt2", tiny_models), [11, 12, 13, 14]
     everything = Capture(layers="all", sites="resid_post")
     alone = ask(llm, prompt, capture=everything)
@@ -121,7 +127,7 @@ def test_two_engines_in_one_process_keep_to_themselves(llm: Any, tiny_models: Pa
     assert_same(ask(llm, prompt, capture=everything), alone, tolerance=0)
 
 
-def test_several_completions_of_one_prompt_each_have_their_own_rows(llm: Any) -> None:
+def test_several_completions_of_one_prompt_each_have_their_own_rows(llm):
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -146,7 +152,7 @@ def test_several_completions_of_one_prompt_each_have_their_own_rows(llm: Any) ->
         )
 
 
-def test_position_limits_hold_over_prompt_and_decode(llm: Any) -> None:
+def test_position_limits_hold_over_prompt_and_decode(llm):
     prompt, rows = [9, 8, 7, 6, 5], Capture(layers=[1])
     vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
     plain = ask(llm, prompt, 1, capture=rows)

@@ -1,7 +1,5 @@
 """Thousands of requests through little room: none is wrong, and nothing is left behind."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +16,9 @@ from support.engines import engine, generated, greedy, tokens
 from support.nightly import rounds
 from support.oracle_edits import EVERY_SITE, EditOracle, row_error
 
-from midstream import Affine, Capture, Gate, Plan, Probe, Replace, SpecError, Steer, TokenIds
+from midstream import Affine, Capture, Gate, Probe, Replace, Steer, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Plan
 
 REQUESTS = rounds(suite=300, nightly=10_000)
 PROMPTS = [[5, 17, 33], [150, 44, 12, 13], [9, 80, 7, 6, 5], [101, 64]]
@@ -93,10 +93,11 @@ def assert_nothing_is_left(llm: Any) -> None:
 def assert_same(found: Any, expected: Any) -> None:
     """As far as another order of summation allows."""
     assert generated(found) == generated(expected)
-    assert (found.activations is None) == (expected.activations is None)
-    for tap, value in (expected.activations or {}).items():
+    ours, theirs = (getattr(one, "activations", None) for one in (found, expected))
+    assert (ours is None) == (theirs is None)
+    for tap, value in (theirs or {}).items():
         assert row_error(found.activations[tap], value) < 1e-4
-    for name, scores in (expected.probes or {}).items():
+    for name, scores in (getattr(expected, "probes", None) or {}).items():
         torch.testing.assert_close(found.probes[name], scores, rtol=1e-3, atol=1e-3)
 
 
@@ -147,7 +148,7 @@ def test_many_requests_leave_nothing_behind_and_all_are_right(llm: Any, oracle: 
         if name in asked:
             assert_same(output, alone[asked[name]])
         else:
-            assert output.receipt is None
+            assert getattr(output, "receipt", None) is None
     assert_nothing_is_left(llm)
     for one, expected in zip(wanted[::10], alone[::10], strict=True):
         found = ask(llm, one.prompt, one.params())

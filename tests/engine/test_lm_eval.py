@@ -1,7 +1,5 @@
 """lm-eval's model `vllm`, unchanged, is steered by the environment, as its own steered one is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,9 +69,7 @@ def scores(lm: Any, folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.nightly
-def test_the_score_is_that_of_lm_evals_own_steered_model(
-    mine: Any, talking_llama: Path, steered: tuple[str, str], folder: Path
-) -> None:
+def test_the_score_is_that_of_lm_evals_own_steered_model(mine, talking_llama, steered, folder):
     from lm_eval.models.hf_steered import SteeredModel
     from lm_eval.models.huggingface import HFLM
 

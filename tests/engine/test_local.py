@@ -1,7 +1,5 @@
 """Edits by Python functions, against the same functions as hooks in transformers in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,9 @@ from support.engines import engine, generated, greedy
 from support.oracle_edits import EVERY_SITE, At, EditOracle, row_error
 from support.updating import Stepped
 
-from midstream import Capture, Local, Plan, ReceiptError, Scale, SpecError, Steer
+from midstream import Capture, Local, Scale, Steer
+from midstream.errors import ReceiptError, SpecError
+from midstream.plan import Plan
 from midstream.runtime.vllm.attributes import ENDPOINT
 
 TOLERANCE = 1e-4
@@ -58,7 +58,7 @@ def assert_as(oracle: EditOracle, prompt: list[int], out: Any, edits: list[At]) 
 
 
 @pytest.mark.parametrize("site", EVERY_SITE)
-def test_a_function_at_any_site_is_a_hook_there(local: Any, oracle: EditOracle, site: str) -> None:
+def test_a_function_at_any_site_is_a_hook_there(local, oracle, site):
     prompt = fresh(100)
     edit = Local(bend, 1, site)
     out = ask(local, prompt, edits=edit, capture=Capture("all", list(EVERY_SITE)))
@@ -70,9 +70,7 @@ def test_a_function_at_any_site_is_a_hook_there(local: Any, oracle: EditOracle, 
     assert out.receipt.edited.applied == 103
 
 
-def test_it_comes_before_the_other_edits_at_its_site_and_captures_see_all(
-    local: Any, oracle: EditOracle
-) -> None:
+def test_it_comes_before_the_other_edits_at_its_site_and_captures_see_all(local, oracle):
     prompt = fresh(40)
     vector = torch.randn(64, generator=torch.Generator().manual_seed(3))
     edits = [Steer(vector, 1, 2.0), Local(bend, 1), Scale(0.5, 1)]
@@ -81,7 +79,7 @@ def test_it_comes_before_the_other_edits_at_its_site_and_captures_see_all(
     assert_as(oracle, prompt, out, [At(edits[1]), At(edits[0]), At(edits[2])])
 
 
-def test_others_in_the_batch_are_not_touched(local: Any, oracle: EditOracle) -> None:
+def test_others_in_the_batch_are_not_touched(local, oracle):
     seen: dict[str, list[int]] = {}
 
     def watch(h: torch.Tensor, info: Any) -> None:
@@ -116,9 +114,7 @@ def test_others_in_the_batch_are_not_touched(local: Any, oracle: EditOracle) -> 
     assert [sorted(each) for each in seen.values()] == [list(range(3, 70))]
 
 
-def test_kv_is_shared_by_requests_with_the_same_function_alone(
-    local: Any, oracle: EditOracle
-) -> None:
+def test_kv_is_shared_by_requests_with_the_same_function_alone(local, oracle):
     prompt = fresh(100)
     capture = Capture(2, positions=slice(97, None))
 
@@ -147,7 +143,7 @@ def test_kv_is_shared_by_requests_with_the_same_function_alone(
         assert_as(oracle, prompt, out, [At(Local(fn, 1))])
 
 
-def test_a_preempted_request_calls_its_function_again(local: Any, oracle: EditOracle) -> None:
+def test_a_preempted_request_calls_its_function_again(local, oracle):
     prompt, edit, run = fresh(90), Local(bend, 1), Stepped(local)
     run.add("a", prompt, greedy(8, detokenize=False), edits=edit, capture=Capture("all"))
     for steps in (2, 4):
@@ -176,9 +172,7 @@ def _raises(h: torch.Tensor, info: Any) -> torch.Tensor:
         (lambda h: h, "raised TypeError"),
     ],
 )
-def test_a_function_that_fails_ends_its_request_alone(
-    local: Any, oracle: EditOracle, fn: Any, reason: str
-) -> None:
+def test_a_function_that_fails_ends_its_request_alone(local, oracle, fn, reason):
     prompt, beside = fresh(100), fresh(40)
     with pytest.raises(ReceiptError, match=reason) as caught:
         local.generate(
@@ -198,7 +192,7 @@ def test_a_function_that_fails_ends_its_request_alone(
     assert not inspect(local).leftovers()
 
 
-def test_rows_and_kv_of_a_failed_request_are_not_kept(local: Any, oracle: EditOracle) -> None:
+def test_rows_and_kv_of_a_failed_request_are_not_kept(local, oracle):
     prompt = fresh(100)
     fails = [True]
 
@@ -218,7 +212,7 @@ def test_rows_and_kv_of_a_failed_request_are_not_kept(local: Any, oracle: EditOr
     assert_as(oracle, prompt, out, [At(edit)])
 
 
-def test_a_function_that_was_not_called_is_noticed(local: Any) -> None:
+def test_a_function_that_was_not_called_is_noticed(local):
     core = local.llm_engine.engine_core.engine_core
     buffers = ENDPOINT.get(core.model_executor.driver_worker.worker)._rank.buffers
     before, buffers.before = buffers.before, None
@@ -230,7 +224,7 @@ def test_a_function_that_was_not_called_is_noticed(local: Any) -> None:
 
 
 @pytest.mark.parametrize("hooks", ["off", "local"])
-def test_an_engine_with_functions_runs_eagerly(local: Any, tiny_llama: Path, hooks: str) -> None:
+def test_an_engine_with_functions_runs_eagerly(local, tiny_llama, hooks):
     from vllm import EngineArgs
 
     settings = {"midstream": {"hooks": hooks}}
@@ -242,7 +236,7 @@ def test_an_engine_with_functions_runs_eagerly(local: Any, tiny_llama: Path, hoo
     assert not args.enforce_eager
 
 
-def test_functions_are_rejected_where_they_could_not_run(local: Any, llm: Any) -> None:
+def test_functions_are_rejected_where_they_could_not_run(local, llm):
     prompt = fresh(10)
     with pytest.raises(SpecError, match=r'edits.*hooks": "local"'):
         ask(llm, prompt, edits=Local(bend, 1))

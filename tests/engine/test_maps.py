@@ -1,7 +1,5 @@
 """Affine maps by a whole matrix: beside each other and other edits, by name, and with a cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ from support import tiny
 from support.cached_pair import SIZE, WHOLE, Pair, fresh
 from support.edit_cases import Case, Maker, all_problems
 from support.engines import generated, greedy
-from support.oracle_edits import At, EditOracle
+from support.oracle_edits import At
 
 from midstream import Affine, Capture, Gate, Scale, Steer, TokenIds
 
@@ -28,9 +26,7 @@ def vector(seed: int, size: float = 1.0) -> torch.Tensor:
     return size * torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def test_maps_apply_at_their_tokens_beside_each_other_and_other_edits(
-    wide: Any, oracle: EditOracle
-) -> None:
+def test_maps_apply_at_their_tokens_beside_each_other_and_other_edits(wide, oracle):
     given = []
     for nth, prompt in enumerate(PROMPTS):
         size = len(prompt)
@@ -72,7 +68,7 @@ def rows(llm: Any, edits: Any) -> dict[Any, torch.Tensor]:
     return dict(output.activations.items())
 
 
-def test_a_name_stands_for_the_matrices_of_its_layers(uncached: Any) -> None:
+def test_a_name_stands_for_the_matrices_of_its_layers(uncached):
     by_value = [Affine(matrix=matrix(layer), bias=vector(layer), layer=layer) for layer in (0, 2)]
     uncached.vectors.register("act", {layer: matrix(layer) for layer in (0, 2)})
     uncached.vectors.register("shift", {layer: vector(layer) for layer in (0, 2)})
@@ -89,9 +85,7 @@ def test_a_name_stands_for_the_matrices_of_its_layers(uncached: Any) -> None:
     assert torch.equal(rows(uncached, by_value[1])["resid_post", 2], wanted["resid_post", 2])
 
 
-def test_kv_is_shared_by_requests_with_the_same_matrix_and_by_no_others(
-    wide: Any, uncached: Any
-) -> None:
+def test_kv_is_shared_by_requests_with_the_same_matrix_and_by_no_others(wide, uncached):
     pair, prompt = Pair(wide, uncached), fresh(SIZE)
     one, other = matrix(1), matrix(1)
     other[3, 5] += 0.5

@@ -1,7 +1,5 @@
 """Texts and roles where mistral_common makes the tokens of a chat, on a tiny random Mistral."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,25 +1,21 @@
 """The front end tells the engine core of models whose image tokens attend both ways."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support import tiny
 from vllm import SamplingParams
 from vllm.config import ModelConfig
 
-from midstream import Plan, Steer
+from midstream import Steer
+from midstream.plan import Plan
 from midstream.runtime.frontend.base import BaseFrontEnd
 from midstream.runtime.install import front_end
 from midstream.runtime.protocol.request_payload import payload_of
 
 
 @pytest.mark.parametrize("is_mm_prefix", [False, True])
-def test_a_payload_says_whether_image_tokens_attend_both_ways(
-    llm: Any, monkeypatch: pytest.MonkeyPatch, is_mm_prefix: bool
-) -> None:
+def test_a_payload_says_whether_image_tokens_attend_both_ways(llm, monkeypatch, is_mm_prefix):
     monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", property(lambda self: is_mm_prefix))
     front = BaseFrontEnd(front_end(llm.llm_engine).info, llm.llm_engine, deltas=False)
     request = SimpleNamespace(

@@ -6,7 +6,8 @@ import torch
 from engine.asking import ask_all
 from support.engines import engine, generated
 
-from midstream import Capture, Probe, ReceiptError, Steer
+from midstream import Capture, Probe, Steer
+from midstream.errors import ReceiptError
 from midstream.ops import layout
 from midstream.runtime.worker.session import WorkerSession
 

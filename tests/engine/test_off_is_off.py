@@ -1,7 +1,5 @@
 """An engine with midstream enabled, of which nothing is asked, is plain vLLM to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import Driver, assert_idle_and_clean, rewinding
 from support.engines import engine, greedy
-from support.oracle_edits import EVERY_SITE, EditOracle
+from support.oracle_edits import EVERY_SITE
 
 from midstream import Capture, Probe, Scale, Steer
 
@@ -94,15 +92,13 @@ def results(llm: Any, seed: int) -> list[Any]:
     return found
 
 
-def test_with_nothing_asked_it_is_plain_vllm_to_the_bit(llm: Any, plain: Any) -> None:
+def test_with_nothing_asked_it_is_plain_vllm_to_the_bit(llm, plain):
     expected = results(plain, 1)
     assert any(hit for hit, *_ in expected[::2] if isinstance(hit, int))
     assert results(llm, 1) == expected
 
 
-def test_after_any_mix_it_is_plain_vllm_to_the_bit(
-    llm: Any, plain: Any, oracle: EditOracle
-) -> None:
+def test_after_any_mix_it_is_plain_vllm_to_the_bit(llm, plain, oracle):
     draw = torch.Generator().manual_seed(4)
     families = tuple(
         tuple(torch.randint(3, tiny.VOCAB, (140,), generator=draw).tolist()) for _ in range(3)
@@ -140,7 +136,7 @@ def test_beside_requests_that_are_read_and_edited_plain_ones_are_as_without_them
         assert same == (nth % 2 == 0)
 
 
-def test_when_everything_is_cleared_it_is_plain_vllm_to_the_bit(llm: Any, plain: Any) -> None:
+def test_when_everything_is_cleared_it_is_plain_vllm_to_the_bit(llm, plain):
     llm.vectors.register("left", [1.0] * tiny.HIDDEN)
     llm.steering.set(base={"resid_post": {1: [0.5] * tiny.HIDDEN}}, generated=Scale(1.5, layer=0))
     try:

@@ -1,7 +1,5 @@
 """Every operation at every site against the same formula by hook in transformers, in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +79,7 @@ def served(request: pytest.FixtureRequest, tiny_models: Path, pool: Pool) -> Ite
         yield Served(request.param, oracle, given, llm)
 
 
-def test_every_operation_at_every_site_does_what_its_formula_says(served: Served) -> None:
+def test_every_operation_at_every_site_does_what_its_formula_says(served):
     assert len({case.name for case in served.given}) == len(served.given) > 200
     # Of all models but one a third, of which each has another.
     first = list(PLACES).index(served.name)
@@ -90,7 +88,7 @@ def test_every_operation_at_every_site_does_what_its_formula_says(served: Served
 
 @pytest.mark.model
 @pytest.mark.nightly
-def test_each_operation_on_smollm2(smollm2: Path) -> None:
+def test_each_operation_on_smollm2(smollm2):
     from transformers import AutoTokenizer
 
     texts = ("The capital of France is the city of", "She said that two and two", "Water boils")
@@ -139,9 +137,7 @@ def pairs(maker: Maker) -> dict[str, tuple[Any, Any, bool]]:
     }  # fmt: skip
 
 
-def test_edits_of_one_site_apply_in_the_order_given_and_it_matters_where_it_should(
-    served: Served,
-) -> None:
+def test_edits_of_one_site_apply_in_the_order_given_and_it_matters_where_it_should(served):
     draw = torch.Generator().manual_seed(3)
     plain = served.oracle.run(PROMPTS[0])
     given = []

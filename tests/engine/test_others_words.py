@@ -1,7 +1,5 @@
 """Requests in other tools' words give the rows and tokens of the same requests in ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """All sites of every layer against transformers with plain hooks: read, and edited by addition."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,8 @@ from support.oracle import Branches, HookEdit, Oracle, relative_error
 from support.pool import Pool
 from torch import Tensor
 
-from midstream import Capture, SpecError, Steer
+from midstream import Capture, Steer
+from midstream.errors import SpecError
 from midstream.sites import OUTER
 
 TOLERANCE = 1e-4
@@ -53,7 +52,7 @@ def scenarios(oracle: Oracle, prompt: list[int]) -> list[Scenario]:
     """The plain request, and edits at each site, as long as the stream is there: on every token
     at one layer, and in each of the other ways in turn at another.
     """
-    size, last = len(prompt), len(oracle.layers) - 1
+    size, last = len(prompt), oracle.num_layers - 1
     places = [1, size - 1, size + 1]
     ways: list[tuple[str, dict[str, Any], Callable[[int], bool]]] = [
         ("prompt", {"phase": "prompt"}, lambda p: p < size),

@@ -4,8 +4,6 @@ Every answer is held against the same request on an engine without a prefix cach
 tokens the cache served is asserted to the token. A block is 32 tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -37,7 +35,7 @@ def steer(seed: int = 1, **where: Any) -> Steer:
     return Steer(vector(seed), **{"layer": 1, **where})
 
 
-def test_steered_first_then_plain(pair: Pair, prompt: list[int]) -> None:
+def test_steered_first_then_plain(pair, prompt):
     first = pair.ask(prompt, 0, edits=steer())
     plain = pair.ask(prompt, 0)
     assert generated(first) != generated(plain)
@@ -45,7 +43,7 @@ def test_steered_first_then_plain(pair: Pair, prompt: list[int]) -> None:
     assert reused(pair.ask(prompt, WHOLE, edits=steer())) == WHOLE
 
 
-def test_two_vectors_on_one_prefix_and_then_each_again(pair: Pair, prompt: list[int]) -> None:
+def test_two_vectors_on_one_prefix_and_then_each_again(pair, prompt):
     one = pair.ask(prompt, 0, edits=steer(1))
     two = pair.ask(prompt, 0, edits=steer(2))
     assert generated(one) != generated(two)
@@ -91,9 +89,7 @@ def test_the_plain_prefix_of_an_edit_of_some_positions_is_shared_both_ways(
     pair.ask(other, WHOLE, edits=steer(**where))
 
 
-def test_a_conversation_steered_as_it_was_generated_goes_on_plain_and_steered(
-    pair: Pair,
-) -> None:
+def test_a_conversation_steered_as_it_was_generated_goes_on_plain_and_steered(pair):
     start = fresh(40)
     first = pair.ask(start, 0, count=61, edits=steer(phase="generated"))
     talk = [*start, *generated(first)]
@@ -110,9 +106,7 @@ def test_a_conversation_steered_as_it_was_generated_goes_on_plain_and_steered(
 
 
 @pytest.mark.parametrize(("position", "hit"), [(99, 96), (96, 96), (95, 64), (31, 0)])
-def test_a_hit_ends_at_the_block_below_the_first_position_that_is_read(
-    pair: Pair, prompt: list[int], position: int, hit: int
-) -> None:
+def test_a_hit_ends_at_the_block_below_the_first_position_that_is_read(pair, prompt, position, hit):
     pair.ask(prompt, 0)
     read = slice(position, None)
     out = pair.ask(
@@ -127,16 +121,16 @@ def test_a_hit_ends_at_the_block_below_the_first_position_that_is_read(
     pair.ask(prompt, WHOLE)
 
 
-def test_a_prompt_of_whole_blocks_that_is_read_at_its_end(pair: Pair, prompt: list[int]) -> None:
+def test_a_prompt_of_whole_blocks_that_is_read_at_its_end(pair, prompt):
     whole = prompt[:WHOLE]
     pair.ask(whole, 0)
     pair.ask(whole, 64)
     pair.ask(whole, 64, capture=Capture(1, positions="last_prompt"))
-    pair.ask(whole, 64, count=1, capture=Capture(1, positions="last"))
-    pair.ask(whole, 64, count=4, capture=Capture(1, positions="last"))
+    pair.ask(whole, 64, count=1, capture=Capture(1, positions="last_row"))
+    pair.ask(whole, 64, count=4, capture=Capture(1, positions="last_row"))
 
 
-def test_server_wide_edits_are_set_and_cleared(pair: Pair, prompt: list[int]) -> None:
+def test_server_wide_edits_are_set_and_cleared(pair, prompt):
     steering = pair.cached.steering
     edit = steer()
     pair.ask(prompt, 0)
@@ -160,9 +154,7 @@ def test_server_wide_edits_are_set_and_cleared(pair: Pair, prompt: list[int]) ->
         steering.clear()
 
 
-def test_a_name_that_is_registered_anew_stands_for_its_new_vector(
-    pair: Pair, prompt: list[int]
-) -> None:
+def test_a_name_that_is_registered_anew_stands_for_its_new_vector(pair, prompt):
     by_name = Steer("mood", layer=1)
     for seed, hit in ((1, 0), (1, WHOLE), (2, 0), (2, WHOLE), (1, WHOLE)):
         pair.cached.vectors.register("mood", vector(seed))
@@ -173,7 +165,7 @@ def test_a_name_that_is_registered_anew_stands_for_its_new_vector(
     pair.ask(prompt, 0)
 
 
-def test_whole_edits_of_a_name_share_kv_by_their_content(pair: Pair, prompt: list[int]) -> None:
+def test_whole_edits_of_a_name_share_kv_by_their_content(pair, prompt):
     for seed, hit in ((1, 0), (1, WHOLE), (2, 0), (2, WHOLE), (1, WHOLE)):
         pair.cached.vectors.register("calm", {"prompt": steer(seed)})
         alone = steer(seed, phase="prompt")
@@ -182,7 +174,7 @@ def test_whole_edits_of_a_name_share_kv_by_their_content(pair: Pair, prompt: lis
     pair.ask(prompt, 0)
 
 
-def test_the_callers_own_salt_still_keeps_apart(pair: Pair, prompt: list[int]) -> None:
+def test_the_callers_own_salt_still_keeps_apart(pair, prompt):
     for edits in (None, steer()):
         for salt in ("a", "b", None):
             pair.ask(prompt, 0, salt=salt, edits=edits)

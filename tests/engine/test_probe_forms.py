@@ -1,7 +1,5 @@
 """Probes of several layers, and small MLPs as probes, against transformers' rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,9 @@ from support.engines import generated, greedy, tokens
 from support.oracle import HookEdit, Oracle
 from support.updating import Stepped, check_replay, everything, held, steer, steps_ahead
 
-from midstream import MLP, Flag, Gate, Plan, Probe, SpecError, Steer, Stop, Switch
+from midstream import Gate, Probe, Steer
+from midstream.errors import SpecError
+from midstream.plan import MLP, Flag, Plan, Stop, Switch
 
 WIDTH = 64
 # The second comes in chunks.
@@ -40,9 +40,7 @@ def ask(llm: Any, prompts: list[list[int]], count: int = 12, **asked: Any) -> An
     return llm.generate([tokens(one) for one in prompts], greedy(count), use_tqdm=False, **asked)
 
 
-def test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once(
-    llm: Any, reference: Oracle
-) -> None:
+def test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once(llm, reference):
     llm.vectors.register("both", {("resid_post", 0): ROWS[0], ("resid_post", 2): ROWS[1]})
     asked = [
         Probe(ROWS[:2], layers=[2, 0], bias=0.5, name="backwards"),
@@ -71,7 +69,7 @@ def test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once(
     inspect(llm).check_integrity()
 
 
-def test_a_probe_of_several_layers_shares_the_cache_with_requests_without_it(llm: Any) -> None:
+def test_a_probe_of_several_layers_shares_the_cache_with_requests_without_it(llm):
     prompt = PROMPTS[1]
     ask(llm, [prompt], count=1)
     probe = Probe(ROWS, layers=[0, 1, 2], positions="generated")
@@ -87,9 +85,7 @@ def test_a_probe_of_several_layers_shares_the_cache_with_requests_without_it(llm
     [torch.nn.ReLU(), torch.nn.GELU(), torch.nn.Tanh(), torch.nn.SiLU()],
     ids=lambda one: type(one).__name__,
 )
-def test_the_scores_of_an_mlp_are_those_of_torchs_module(
-    llm: Any, reference: Oracle, activation: torch.nn.Module
-) -> None:
+def test_the_scores_of_an_mlp_are_those_of_torchs_module(llm, reference, activation):
     module = network(activation)
     edit = Steer(ROWS[2], 1, 0.7)
     hook = HookEdit("resid_post", 1, ROWS[2], 0.7, lambda _at: True)
@@ -105,9 +101,7 @@ def test_the_scores_of_an_mlp_are_those_of_torchs_module(
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
-def test_the_scores_of_sklearns_mlp_are_its_log_odds(
-    llm: Any, reference: Oracle, activation: str
-) -> None:
+def test_the_scores_of_sklearns_mlp_are_its_log_odds(llm, reference, activation):
     (output,) = ask(llm, PROMPTS[1:], count=16)
     ids = [*PROMPTS[1], *generated(output)]
     rows = sites(reference, ids)["resid_post", 2].numpy()
@@ -123,7 +117,7 @@ def test_the_scores_of_sklearns_mlp_are_its_log_odds(
     assert found.probes["yes"].tolist() == pytest.approx(logs[:, 1] - logs[:, 0], abs=2e-3)
 
 
-def test_both_stop_and_switch_where_transformers_scores_say(llm: Any, reference: Oracle) -> None:
+def test_both_stop_and_switch_where_transformers_scores_say(llm, reference):
     module = network(torch.nn.GELU())
     prompt, size = PROMPTS[0], len(PROMPTS[0])
     (whole,) = ask(llm, [prompt], count=24)
@@ -161,9 +155,7 @@ def test_both_stop_and_switch_where_transformers_scores_say(llm: Any, reference:
 
 
 @pytest.mark.parametrize("at", [[2], [1], [1, 2]], ids=str)
-def test_a_gate_reads_the_sum_of_several_layers_at_the_last_of_them_or_later(
-    llm: Any, reference: Oracle, at: list[int]
-) -> None:
+def test_a_gate_reads_the_sum_of_several_layers_at_the_last_of_them_or_later(llm, reference, at):
     prompt = PROMPTS[0]
     seen = sites(reference, [*prompt, 0])
     scores = seen["resid_post", 0] @ ROWS[0] + seen["resid_post", 1] @ ROWS[1] + 0.25
@@ -182,7 +174,7 @@ def test_a_gate_reads_the_sum_of_several_layers_at_the_last_of_them_or_later(
     assert not output.receipt.problems
 
 
-def test_what_cannot_be_read_is_rejected_by_name(llm: Any) -> None:
+def test_what_cannot_be_read_is_rejected_by_name(llm):
     mlp = Probe.from_torch(network(torch.nn.ReLU()), 1).mlp
     wide = Probe.from_torch(network(torch.nn.ReLU(), 80), 1)
     two = {"direction": ROWS[:2].tolist(), "layer": [0, 2]}

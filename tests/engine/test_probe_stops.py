@@ -7,7 +7,9 @@ from support.engine_view import inspect
 from support.engines import generated, greedy, tokens
 from support.updating import Stepped
 
-from midstream import Capture, Flag, Probe, SpecError, Steer, Stop, TokenIds
+from midstream import Capture, Probe, Steer, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Flag, Stop
 
 HIDDEN, LAYER, COUNT = 64, 1, 24
 VECTOR = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -102,7 +104,7 @@ def test_captures_and_edits_reach_to_the_token_that_a_probe_stopped_at(llm):
     size, values = len(PROMPTS[0]), whole.probes["guard"].tolist()
     threshold = sorted(values[size:])[-4] - 1e-4
     where = first_met(values[size:], above=threshold)
-    asked = {"edits": steer, "capture": Capture(LAYER, positions=["generated", "last"])}
+    asked = {"edits": steer, "capture": Capture(LAYER, positions=["generated", "last_row"])}
     (output,) = ask(llm, PROMPTS[:1], probes=probe(Stop(above=threshold), "generated"), **asked)
     assert generated(output) == generated(whole)[: where + 1]
     rows = output.activations["resid_post", LAYER]

@@ -3,8 +3,6 @@
 `tests/gpu/test_quantised.py` has all methods.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

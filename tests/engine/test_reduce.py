@@ -1,7 +1,5 @@
 """Rows that are reduced on the device, against reductions in float64 of transformers' rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,7 +14,8 @@ from support.updating import Stepped
 from torch import Tensor
 from vllm import SamplingParams
 
-from midstream import Capture, Probe, SpecError, Steer
+from midstream import Capture, Probe, Steer
+from midstream.errors import SpecError
 
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
 SHORT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
@@ -65,7 +64,7 @@ def assert_reduced(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_of_several_steps(llm: Any, oracle: EditOracle, kind: str) -> None:
+def test_a_prompt_of_several_steps(llm, oracle, kind):
     inner = slice(70, 140, 3)
     for where, positions in [(range(150), "prompt"), (range(150)[inner], inner)] * 2:
         asked = Capture("all", reduce=kind, positions=positions)
@@ -74,7 +73,7 @@ def test_a_prompt_of_several_steps(llm: Any, oracle: EditOracle, kind: str) -> N
         assert output.activations.layers == (0, 1, 2)
 
 
-def test_sites_of_other_requests_and_whole_rows_beside_them(wide: Any, oracle: EditOracle) -> None:
+def test_sites_of_other_requests_and_whole_rows_beside_them(wide, oracle):
     mean = Capture("all", ["resid_pre", "mlp_out"], "prompt", reduce="mean")
     moments = Capture([0, 2], "attn_out", slice(1, 6), reduce="moments")
     whole = Capture([1], "resid_post")
@@ -105,7 +104,7 @@ def test_sites_of_other_requests_and_whole_rows_beside_them(wide: Any, oracle: E
     assert not inspect(wide).leftovers()
 
 
-def test_rows_that_are_computed_again_count_once(llm: Any, oracle: EditOracle) -> None:
+def test_rows_that_are_computed_again_count_once(llm, oracle):
     asked = [
         Capture(0, reduce="mean", positions="prompt"),
         Capture(1, reduce="moments", positions=slice(3, 120)),
@@ -134,9 +133,7 @@ def test_rows_that_are_computed_again_count_once(llm: Any, oracle: EditOracle) -
     assert_reduced(oracle, SHORT, outputs["b"].outputs[0], asked[0], list(range(len(SHORT))))
 
 
-def test_each_completion_has_its_own_and_an_aborted_request_leaves_nothing(
-    llm: Any, oracle: EditOracle
-) -> None:
+def test_each_completion_has_its_own_and_an_aborted_request_leaves_nothing(llm, oracle):
     asked = Capture("all", reduce="mean", positions="prompt")
     several = SamplingParams(n=3, max_tokens=4, seed=4, ignore_eos=True, detokenize=False)
     (output,) = ask_all(llm, [SHORT], several, capture=asked)
@@ -154,7 +151,7 @@ def test_each_completion_has_its_own_and_an_aborted_request_leaves_nothing(
     inspect(llm).check_integrity()
 
 
-def test_requests_wait_for_room_or_are_refused_by_its_setting(llm: Any, oracle: EditOracle) -> None:
+def test_requests_wait_for_room_or_are_refused_by_its_setting(llm, oracle):
     asked = Capture("all", reduce="moments", positions="prompt")
     prompts = [LONG[nth : nth + 5 + nth] for nth in range(40)]
     outputs = ask_all(llm, prompts, 2, capture=asked)
@@ -165,13 +162,17 @@ def test_requests_wait_for_room_or_are_refused_by_its_setting(llm: Any, oracle: 
         ask_all(llm, [SHORT], many, capture=asked)
 
 
-def test_what_cannot_be_reduced_is_refused_by_name(llm: Any) -> None:
+def test_what_cannot_be_reduced_is_refused_by_name(llm):
     more, coded = Capture([0, 1], reduce="norm"), Capture(0, codec="full8")
     assert_refused(
         lambda asked: ask_all(llm, [SHORT], 2, capture=[asked]),
         [
             ([Capture(0, reduce="mean")], "capture[0][0].positions", 'reduce="mean" is of tokens'),
-            ([Capture(0, reduce="max", positions="last")], "capture[0][0].positions", "9 here"),
+            (
+                [Capture(0, reduce="max", positions="last_row")],
+                "capture[0][0].positions",
+                "9 here",
+            ),
             ([Capture(0), more], "capture[0][1]", "selects resid_post of layer 0 too"),
             ([coded, Capture(1, reduce="norm")], "capture[0][1].reduce", "have the codec full8"),
         ],

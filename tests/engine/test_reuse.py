@@ -1,7 +1,5 @@
 """Rows of a prefix that the cache serves come from the requests that computed it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,7 +9,9 @@ from support.cached_pair import fresh
 from support.engines import greedy
 from support.updating import Stepped
 
-from midstream import Capture, Probe, SpecError, Steer, Switch
+from midstream import Capture, Probe, Steer
+from midstream.errors import SpecError
+from midstream.plan import Switch
 
 ALL = Capture("all", ["resid_pre", "resid_post"], reuse=True)
 

@@ -1,7 +1,5 @@
 """`Route` and captured logits where the experts' module calls the router itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from support.inner_served import END, PROMPTS, ROOM, TIE, TOLERANCE, Served, ref
 from support.oracle_edits import At, row_error
 from support.pool import Pool
 
-from midstream import Capture, Replace, Route, SpecError, Steer, TokenIds
+from midstream import Capture, Replace, Route, Steer, TokenIds
+from midstream.errors import SpecError
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def served(tiny_models: Path, tmp_path_factory: Any, pool: Pool) -> Iterator[Ser
         yield Served("qwen3_moe", oracle, llm)
 
 
-def test_experts_are_chosen_or_not_as_a_route_says(served: Served) -> None:
+def test_experts_are_chosen_or_not_as_a_route_says(served):
     prompt = PROMPTS[2]
     some = {"positions": TokenIds(prompt[3:8])}
     given = [
@@ -50,7 +49,7 @@ def test_experts_are_chosen_or_not_as_a_route_says(served: Served) -> None:
                     assert chosen.isdisjoint(at.edit.deactivate)
 
 
-def test_captured_logits_put_back_give_the_same_choice_of_experts(served: Served) -> None:
+def test_captured_logits_put_back_give_the_same_choice_of_experts(served):
     prompt = PROMPTS[2]
     route, count = Route(0, 3, layer="all"), len(prompt) + 4
     (given,) = served.ask([prompt], 5, edits=[route], capture=Capture("all", "router"))
@@ -109,16 +108,16 @@ def test_a_router_in_an_op_that_compilers_do_not_look_into_is_read_and_edited(
 
 @pytest.mark.nightly
 @pytest.mark.skipif(HAS_GPU, reason="latent attention has no kernel for float32 on a GPU")
-def test_logits_of_deepseek_are_its_routers_product_with_what_the_mlp_reads(
-    tiny_models: Path, pool: Pool
-) -> None:
+def test_logits_of_deepseek_are_its_routers_product_with_what_the_mlp_reads(tiny_models, pool):
     """By its own rows: vLLM's latent attention on a CPU is not transformers'."""
     pool.close()
     path = tiny.make("deepseek_v3", tiny_models, tiny.DEEPSEEK_V3)
     weights = load_file(path / "model.safetensors")
     taps = Capture([1, 2], ("mlp_in", "router"))
     bias = Route(bias={0: 3.0, 5: -2.0}, layer=[1, 2], positions=slice(4, None))
-    with engine(path, **ROOM, midstream={"sites": ["mlp_in", "router"]}) as llm:
+    # With AMX, vLLM takes kernels that have no float32.
+    kernels = {"attention_backend": "CPU_MLA"}
+    with engine(path, **ROOM, **kernels, midstream={"sites": ["mlp_in", "router"]}) as llm:
         outputs = ask_all(llm, [PROMPTS[2]] * 2, 5, capture=taps, edits=[[bias], None])
         for output, factor in zip(outputs, (1.0, 0.0), strict=True):
             assert output.receipt.status == "ok"

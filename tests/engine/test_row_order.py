@@ -1,7 +1,5 @@
 """Rows of an edit go to the positions as these are listed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +7,10 @@ import pytest
 import torch
 from engine.asking import ask_all
 from support.engines import greedy, tokens
-from support.oracle_edits import At, EditOracle, row_error
+from support.oracle_edits import At, row_error
 
-from midstream import Capture, Gate, Probe, Reading, Replace, Steer, Window, stack
+from midstream import Capture, Gate, Probe, Replace, Steer, Window, stack
+from midstream.plan import Reading
 
 WIDTH = 64
 PROMPT = [(17 * nth) % 180 + 5 for nth in range(11)]
@@ -43,9 +42,7 @@ def one_by_one(kind: Any, rows: torch.Tensor, listed: Sequence[int], layer: int)
     ],
 )
 @pytest.mark.parametrize("kind", [Replace, Steer])
-def test_the_kth_row_is_at_the_kth_listed_position(
-    llm: Any, oracle: EditOracle, kind: Any, prompt: list[int], positions: Any, listed: list[int]
-) -> None:
+def test_the_kth_row_is_at_the_kth_listed_position(llm, oracle, kind, prompt, positions, listed):
     rows = rows_of(len(listed), seed=len(prompt) + len(listed))
     edit = kind(layer=1, positions=positions, rows=rows)
     opened = Gate(edit, Reading(torch.ones(WIDTH)), threshold=-1e6)
@@ -60,7 +57,7 @@ def test_the_kth_row_is_at_the_kth_listed_position(
         assert row_error(found["resid_post", 1], other.values["resid_post", 1]) > 0.1
 
 
-def test_a_shuffled_call_has_shuffled_outputs(llm: Any) -> None:
+def test_a_shuffled_call_has_shuffled_outputs(llm):
     prompts = [PROMPT, PROMPT[:5], LONG, PROMPT[3:]]
     rows = rows_of(len(prompts), seed=9)
     asked = [
@@ -89,7 +86,7 @@ def test_a_shuffled_call_has_shuffled_outputs(llm: Any) -> None:
         torch.testing.assert_close(output.probes["p"], plain[nth].probes["p"])
 
 
-def test_scores_are_those_of_their_texts(llm: Any) -> None:
+def test_scores_are_those_of_their_texts(llm):
     texts, prompts = [[9, 4, 7], [8], [3, 3, 5, 6]], [[5, 17], [33, 101, 8], [77]]
     edits = [[Steer(row, 1)] for row in rows_of(3, seed=4)]
     plain = llm.score(texts, prompts, edits=edits)
@@ -101,7 +98,7 @@ def test_scores_are_those_of_their_texts(llm: Any) -> None:
         assert one.logprobs == pytest.approx(plain[nth].logprobs, abs=1e-5)
 
 
-def test_outputs_are_stacked_in_the_order_of_the_list(llm: Any) -> None:
+def test_outputs_are_stacked_in_the_order_of_the_list(llm):
     outputs = ask_all(
         llm, [PROMPT[nth:] for nth in range(3)], 1, capture=Capture([1], positions="last_prompt")
     )

@@ -1,7 +1,5 @@
 """Features and their edits, against `sae_lens` in float64 on vectors of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,8 @@ from support.updating import Stepped
 from torch import Tensor
 from vllm import SamplingParams
 
-from midstream import (
-    SAE,
-    BusyError,
-    Capture,
-    Feature,
-    Gate,
-    Reconstruct,
-    SpecError,
-    Steer,
-    TokenIds,
-)
+from midstream import SAE, Capture, Feature, Gate, Reconstruct, Steer, TokenIds
+from midstream.errors import BusyError, SpecError
 from midstream.ops.sae.layout import size
 from midstream.ops.sae.reference import reconstruct
 
@@ -75,7 +64,7 @@ def served(model: tuple[Path, Oracle], folders: Path) -> Iterator[Served]:
         yield Served("llama", model[1], llm)
 
 
-def test_features_are_those_of_sae_lens(folders: Path) -> None:
+def test_features_are_those_of_sae_lens(folders):
     """Of every architecture and normalisation, on the host; `test_features` has the device."""
     x = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(1))
     for name in KINDS:
@@ -88,7 +77,7 @@ def test_features_are_those_of_sae_lens(folders: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_edited_features_are_those_of_sae_lens(served: Served, folders: Path, name: str) -> None:
+def test_edited_features_are_those_of_sae_lens(served, folders, name):
     mine = SAE.load(folders / name)
     active = saelens.features(
         saelens.read(folders / name), served.oracle.run(LONG).values["resid_post", 1]
@@ -124,7 +113,7 @@ def test_edited_features_are_those_of_sae_lens(served: Served, folders: Path, na
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_a_reconstruction_is_that_of_sae_lens(folders: Path, name: str) -> None:
+def test_a_reconstruction_is_that_of_sae_lens(folders, name):
     registry, memory = stored({name: SAE.load(folders / name)}, WIDTH)
     sae = saelens.read(folders / name)
     x = 2 * torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(5)) + 0.3
@@ -151,7 +140,7 @@ def test_a_reconstruction_is_that_of_sae_lens(folders: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINE)
-def test_a_model_runs_on_reconstructions(served: Served, folders: Path, name: str) -> None:
+def test_a_model_runs_on_reconstructions(served, folders, name):
     asked: list[dict[str, Any]] = [
         {},
         {"index": CHANGED},
@@ -175,9 +164,7 @@ def test_a_model_runs_on_reconstructions(served: Served, folders: Path, name: st
         assert edited.expected == edited.applied == (1 + is_transcoder(name)) * len(chosen)
 
 
-def test_reconstructions_in_gates_tiers_names_and_several_completions(
-    served: Served, folders: Path
-) -> None:
+def test_reconstructions_in_gates_tiers_names_and_several_completions(served, folders):
     llm, size = served.llm, len(PROMPTS[0])
     capture = Capture([1, 2], ["resid_post", "mlp_out"])
     vector = served.vector("resid_post", 1, part=False)
@@ -243,9 +230,7 @@ def test_reconstructions_in_gates_tiers_names_and_several_completions(
         llm.saes.register("jumprelu", SAE.load(folders / "jumprelu"))
 
 
-def test_kv_of_reconstructed_tokens_is_shared_by_equal_requests_alone(
-    served: Served, folders: Path
-) -> None:
+def test_kv_of_reconstructed_tokens_is_shared_by_equal_requests_alone(served, folders):
     prompt = PROMPTS[2][::-1] * 4
     capture = Capture([1, 2], "resid_post", positions=["last_prompt", "generated"])
     asked: list[tuple[Any, int]] = [
@@ -275,7 +260,7 @@ def test_kv_of_reconstructed_tokens_is_shared_by_equal_requests_alone(
         llm.saes.register("topk", SAE.load(folders / "topk"))
 
 
-def test_what_cannot_be_edited_or_reconstructed_is_refused(served: Served, folders: Path) -> None:
+def test_what_cannot_be_edited_or_reconstructed_is_refused(served, folders):
     steer, first = Steer([1.0] * WIDTH, 1), "must be the first edit"
     one_by_one = "TopK .* depends on all of them; the mode"
     many = "192 features.* allows 120 at resid_post:0"
@@ -303,9 +288,7 @@ def test_what_cannot_be_edited_or_reconstructed_is_refused(served: Served, folde
             SAE.load(folders / name).feature(0, value=1.0)
 
 
-def test_a_running_request_keeps_its_sae_and_may_change_what_is_done_with_it(
-    served: Served, folders: Path
-) -> None:
+def test_a_running_request_keeps_its_sae_and_may_change_what_is_done_with_it(served, folders):
     run, llm, prompt = Stepped(served.llm), served.llm, PROMPTS[0]
     capture = Capture([1, 2], "resid_post")
     run.add("a", prompt, greedy(6, logprobs=2, detokenize=False), edits=Reconstruct("topk"),

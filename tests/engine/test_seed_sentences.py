@@ -1,7 +1,5 @@
 """Promises of the projects that midstream started from; `support/seed_rows.py` has them all."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +38,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 @shows("S1.1", "S1.3", "S1.11", "S1.12", "S1.19", "S1.21", "S1.22")
-def test_the_repository_has_what_the_readmes_name() -> None:
+def test_the_repository_has_what_the_readmes_name():
     project = (ROOT / "pyproject.toml").read_text()
     assert 'requires-python = ">=3.10"' in project
     assert 'license = "Apache-2.0"' in project
@@ -54,7 +52,7 @@ def test_the_repository_has_what_the_readmes_name() -> None:
 
 
 @shows("S3.3", "S3.8", "S3.11")
-def test_the_engines_are_vllms_with_arguments_added() -> None:
+def test_the_engines_are_vllms_with_arguments_added():
     import vllm
 
     assert issubclass(midstream.LLM, vllm.LLM)
@@ -67,7 +65,7 @@ def test_the_engines_are_vllms_with_arguments_added() -> None:
 
 
 @shows("S0.1", "S0.3", "S1.4", "S1.5", "S1.13", "S2.6", "S2.35", "S4.21", "S4.9", "S4.16")
-def test_rows_of_all_tokens_are_those_of_one_forward_pass(wide: Any, oracle: Oracle) -> None:
+def test_rows_of_all_tokens_are_those_of_one_forward_pass(wide, oracle):
     captures = [
         Capture("all", ["pre_attn", "post_attn"]),
         Capture(0, "post_block"),
@@ -106,9 +104,7 @@ def test_rows_of_all_tokens_are_those_of_one_forward_pass(wide: Any, oracle: Ora
 
 
 @shows("S2.40")
-def test_what_is_read_of_a_request_decides_how_later_ones_are_steered(
-    wide: Any, oracle: Oracle
-) -> None:
+def test_what_is_read_of_a_request_decides_how_later_ones_are_steered(wide, oracle):
     read, first, second = torch.randn(3, tiny.HIDDEN, generator=torch.Generator().manual_seed(5))
     scores = [
         float(ask(wide, prompt, probes=Probe(read, 1, name="p")).probes["p"][-1])

@@ -1,7 +1,5 @@
 """Rows of SmolLM2 that edits make much shorter than the stream; its first token is 22,696 long."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ def rows_of(llm: Any, site: str, layer: int, edits: list[Any]) -> list[Tensor]:
 
 
 @pytest.mark.model
-def test_short_rows_are_what_was_asked_for_at_every_position(served: tuple[Any, str]) -> None:
+def test_short_rows_are_what_was_asked_for_at_every_position(served):
     draw = torch.Generator().manual_seed(3)
     direction = torch.nn.functional.normalize(torch.randn(576, generator=draw), dim=0)
     llm, dtype = served
@@ -69,9 +67,7 @@ def test_short_rows_are_what_was_asked_for_at_every_position(served: tuple[Any, 
 
 
 @pytest.mark.model
-def test_what_is_ablated_to_zero_is_zero_for_the_layer_that_reads_it(
-    served: tuple[Any, str],
-) -> None:
+def test_what_is_ablated_to_zero_is_zero_for_the_layer_that_reads_it(served):
     """A norm would make large numbers of what rounding leaves."""
     place, zeros = {"layer": LAYER, "site": "resid_pre"}, [0.0] * 576
     edits = [[Scale(0, **place)], [Replace(zeros, **place)], [Scale(zeros, **place)]]

@@ -1,7 +1,5 @@
 """Which sites a model has, and what they are to each other; `test_parity` reads and edits them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,8 @@ from support import tiny
 from support.engines import engine, greedy, tokens
 from support.oracle import Branches, Oracle, relative_error
 
-from midstream import Capture, SpecError
+from midstream import Capture
+from midstream.errors import SpecError
 
 PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9, 150, 44]
 

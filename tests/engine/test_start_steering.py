@@ -1,7 +1,5 @@
 """Settings steer plain `vllm.LLM` as explicit edits steer `midstream.LLM`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,8 @@ from support import tiny
 from support.engines import engine, generated, greedy, tokens
 
 import midstream
-from midstream import ConfigError, Scale, Steer
+from midstream import Scale, Steer
+from midstream.errors import ConfigError
 
 PROMPTS = [[9, 41, 7, 150, 66, 12], [3, 5, 8], list(range(20, 120))]
 _DRAW = torch.Generator().manual_seed(12)

@@ -2,8 +2,6 @@
 vLLM's own modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ from support import tiny
 from support.engines import engine, generated, greedy, tokens
 from torch import Tensor
 
-from midstream import Ablate, Capture, Lens, Probe, Replace, SpecError, Steer
+from midstream import Ablate, Capture, Lens, Probe, Replace, Steer
+from midstream.errors import SpecError
 from midstream.sites import OUTER
 
 PROMPT = [1, 5, 9, 33, 77, 100, 12, 8]
@@ -79,7 +78,7 @@ def ask(llm: Any, **plan: Any) -> Any:
     return llm.generate(tokens(PROMPT), greedy(COUNT), use_tqdm=False, **plan)[0]
 
 
-def test_rows_are_those_of_all_streams(hooks: Hooks) -> None:
+def test_rows_are_those_of_all_streams(hooks):
     plain = hooks.run()
     output = ask(hooks.llm, capture=[EVERY])
     assert generated(output) == generated(plain)
@@ -92,7 +91,7 @@ def test_rows_are_those_of_all_streams(hooks: Hooks) -> None:
     assert hooks.llm.sites()["resid_post", 1].shape == "4 streams of 64"
 
 
-def test_halfway_a_layer_has_one_stream(hooks: Hooks) -> None:
+def test_halfway_a_layer_has_one_stream(hooks):
     seen: list[Tensor] = []
     norms = [layer.pre_feedforward_layernorm for layer in hooks.layers]
     handles = [
@@ -110,9 +109,7 @@ def test_halfway_a_layer_has_one_stream(hooks: Hooks) -> None:
 @pytest.mark.parametrize("site", ENDS)
 @pytest.mark.parametrize("layer", range(tiny.LAYERS))
 @pytest.mark.parametrize("stream", [0, 2])
-def test_an_edit_of_one_stream_is_a_hook_there(
-    hooks: Hooks, site: str, layer: int, stream: int
-) -> None:
+def test_an_edit_of_one_stream_is_a_hook_there(hooks, site, layer, stream):
     edits = {
         "steer": (Steer(VECTOR, layer=layer, site=site, head=stream), lambda rows: rows + VECTOR),
         "replace": (
@@ -131,7 +128,7 @@ def test_an_edit_of_one_stream_is_a_hook_there(
         assert float((last - plain).abs().max()) > 0.1
 
 
-def test_probes_read_one_stream_and_ablations_change_no_other(hooks: Hooks) -> None:
+def test_probes_read_one_stream_and_ablations_change_no_other(hooks):
     probe = Probe(VECTOR, layer=1, head=3)
     rows = ask(hooks.llm, capture=[EVERY]).activations["resid_post", 1]
     output = ask(hooks.llm, probes=[probe])
@@ -151,14 +148,12 @@ def test_probes_read_one_stream_and_ablations_change_no_other(hooks: Hooks) -> N
         ({"capture": [Lens([1])]}, "the stream cannot be decoded"),
     ],
 )
-def test_what_reads_one_stream_says_so(hooks: Hooks, plan: dict[str, Any], problem: str) -> None:
+def test_what_reads_one_stream_says_so(hooks, plan, problem):
     with pytest.raises(SpecError, match=problem):
         ask(hooks.llm, **plan)
 
 
-def test_compiled_layers_give_the_rows_and_the_edits_of_eager_ones(
-    model: Path, hooks: Hooks
-) -> None:
+def test_compiled_layers_give_the_rows_and_the_edits_of_eager_ones(model, hooks):
     plan = {"capture": [EVERY], "edits": [Steer(VECTOR, layer=0, site="resid_post", head=1)]}
     wanted = ask(hooks.llm, **plan)
     settings = {"midstream": {"sites": list(OUTER)}, "enable_prefix_caching": False}

@@ -1,30 +1,20 @@
 """Each cell of a sweep against a hook in transformers in float32, and what holds of any sweep."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from engine.patching import Patch, PatchOracle, put
 from support.engines import engine
+from support.inner_oracle import INNER, InnerOracle
 from support.sae_oracle import RandomSae
 from torch import Tensor
 
-from midstream import (
-    KL,
-    SAE,
-    Capture,
-    LogitDiff,
-    LogProb,
-    Recovered,
-    SpecError,
-    Text,
-)
+from midstream import KL, SAE, Capture, LogitDiff, LogProb, Recovered, Text
+from midstream.errors import SpecError
 
 SITES = ["resid_pre", "attn_out", "mlp_out", "z", "resid_post", "final_norm"]
 # 33, 33 and 34 tokens; the countries begin at token 14, and are of letters.
@@ -60,6 +50,41 @@ def sparse(llm: Any, tmp_path: Path) -> Iterator[str]:
         llm.saes.remove(name)
 
 
+class Patch(NamedTuple):
+    """One cell: its site and layer, and what changes [tokens, width] there in place."""
+
+    tap: tuple[str, int]
+    change: Callable[[Tensor], None]
+
+
+def put(
+    place: int, row: Tensor, columns: slice = slice(None), alpha: float = 1.0
+) -> Callable[[Tensor], None]:
+    """A change: h ← (1 − alpha) · h + alpha · row, in some columns of a position."""
+
+    def change(hidden: Tensor) -> None:
+        h = hidden[place, columns]
+        h += alpha * (row[columns] - h)
+
+    return change
+
+
+class PatchOracle(InnerOracle):
+    """Patches of one prompt, each cell a forward of its own."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, INNER["llama"])
+
+    def rows(self, tokens: Sequence[int]) -> dict[tuple[str, int], Tensor]:
+        """[tokens, width] of each tap, unpatched."""
+        return self.run(tokens).values
+
+    def logprobs(self, tokens: Sequence[int], patches: Sequence[Patch] = ()) -> Tensor:
+        """ln P of the token after the prompt, [patches, vocabulary]; [1, …] without patches."""
+        runs = [self.changed(tokens, *patch) for patch in patches] or [self.run(tokens)]
+        return torch.stack([one.logits[-1].log_softmax(-1) for one in runs])
+
+
 @pytest.fixture(scope="module")
 def oracle(talking_llama: Path) -> PatchOracle:
     return PatchOracle(talking_llama)
@@ -77,14 +102,12 @@ def expected(
     oracle: PatchOracle, corrupt: list[int], clean: list[int], taps: Any, positions: Any
 ) -> np.ndarray:
     """LogitDiff(A, B) of each tap and position, patched from the same position."""
-    rows = oracle.rows(clean, taps)
-    cells = [
-        Patch(tap, put([place], rows[tap][[place]])) for tap, place in product(taps, positions)
-    ]
+    rows = oracle.rows(clean)
+    cells = [Patch(tap, put(place, rows[tap][place])) for tap, place in product(taps, positions)]
     return difference(oracle.logprobs(corrupt, cells))
 
 
-def test_every_cell_is_what_a_hook_gives(llm: Any, oracle: PatchOracle) -> None:
+def test_every_cell_is_what_a_hook_gives(llm, oracle):
     sites, positions = ["resid_pre", "attn_out", "mlp_out", "z"], list(range(12, 33, 2))
     found = llm.sweep(CORRUPT, CLEAN, LogitDiff(A, B), sites=sites, positions=positions, **QUIET)
     corrupt, clean = ids(llm, CORRUPT), ids(llm, CLEAN)
@@ -106,15 +129,15 @@ def test_every_cell_is_what_a_hook_gives(llm: Any, oracle: PatchOracle) -> None:
     assert found.tokens[:4] == ("f", "J", "p", "n")
 
 
-def test_heads_are_patched_one_by_one(llm: Any, oracle: PatchOracle) -> None:
+def test_heads_are_patched_one_by_one(llm, oracle):
     positions = [15, 32]
     found = llm.sweep(
         CORRUPT, CLEAN, LogitDiff(A, B), sites="z", heads="all", positions=positions, **QUIET
     )
     taps = [("z", layer) for layer in range(3)]
-    rows = oracle.rows(ids(llm, CLEAN), taps)
+    rows = oracle.rows(ids(llm, CLEAN))
     cells = [
-        Patch(tap, put([place], rows[tap][[place]], slice(32 * head, 32 * head + 32)))
+        Patch(tap, put(place, rows[tap][place], slice(32 * head, 32 * head + 32)))
         for tap, place, head in product(taps, positions, range(2))
     ]
     wanted = difference(oracle.logprobs(ids(llm, CORRUPT), cells))
@@ -138,11 +161,9 @@ def of_feature(nth: int, values: dict[int, float], alpha: float = 1.0) -> Patch:
 @pytest.mark.parametrize(
     ("source", "alpha"), [(CLEAN, 1.0), (CLEAN, 0.25), (0, 1.0), (3.5, 1.0), ("mean:average", -0.5)]
 )
-def test_features_are_patched_one_by_one(
-    llm: Any, oracle: PatchOracle, sparse: str, source: Any, alpha: float
-) -> None:
+def test_features_are_patched_one_by_one(llm, oracle, sparse, source, alpha):
     positions = [15, 30, 32]
-    rows = oracle.rows(ids(llm, CLEAN), [PLACE])[PLACE]
+    rows = oracle.rows(ids(llm, CLEAN))[PLACE]
     features = SPARSE.encode(rows[positions]).amin(0).topk(4).indices.tolist()
     average = {PLACE: 4 * rows.mean(0), ("resid_pre", 1): rows[0]}
     llm.vectors.register("average", average)
@@ -166,11 +187,9 @@ def test_features_are_patched_one_by_one(
     assert found.receipts.status == "ok"
 
 
-def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(
-    llm: Any, oracle: PatchOracle, sparse: str
-) -> None:
+def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(llm, oracle, sparse):
     groups = {"country": list(range(14, 19)), "last": [32]}
-    active = SPARSE.encode(oracle.rows(ids(llm, CLEAN), [PLACE])[PLACE])
+    active = SPARSE.encode(oracle.rows(ids(llm, CLEAN))[PLACE])
     features = sorted(active[14:19].amin(0).topk(2).indices.tolist())
     found = llm.sweep(
         CORRUPT, CLEAN, LogitDiff(A, B), sae=sparse, features=features, groups=groups, **QUIET
@@ -184,15 +203,15 @@ def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(
     assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
 
 
-def test_alpha_interpolates_and_a_mask_chooses_components(llm: Any, oracle: PatchOracle) -> None:
-    tap, place = ("resid_pre", 1), 15
-    rows = oracle.rows(ids(llm, CLEAN), [tap])[tap][[place]]
+def test_alpha_interpolates_and_a_mask_chooses_components(llm, oracle):
+    tap, place = PLACE, 15
+    row = oracle.rows(ids(llm, CLEAN))[tap][place]
     chosen = list(range(5, 40))
 
     def masked(hidden: Tensor) -> None:
-        hidden[place, chosen] = rows[0, chosen]
+        hidden[place, chosen] = row[chosen]
 
-    changes = [Patch(tap, put([place], rows, alpha=0.5)), Patch(tap, masked)]
+    changes = [Patch(tap, put(place, row, alpha=0.5)), Patch(tap, masked)]
     wanted = difference(oracle.logprobs(ids(llm, CORRUPT), changes))
     asked: list[dict[str, Any]] = [{"alpha": 0.5}, {"mask": chosen}]
     assert np.ptp(wanted) > 0.01
@@ -211,30 +230,28 @@ def test_alpha_interpolates_and_a_mask_chooses_components(llm: Any, oracle: Patc
         ({16: 3, -1: -2}, {32: 32, 16: 3, 0: None}),
     ],
 )
-def test_prompts_of_different_lengths_are_aligned(
-    llm: Any, oracle: PatchOracle, align: Any, pairs: dict[int, int | None]
-) -> None:
+def test_prompts_of_different_lengths_are_aligned(llm, oracle, align, pairs):
     corrupt, clean = ids(llm, CORRUPT), ids(llm, LONGER)
     assert (len(corrupt), len(clean)) == (33, 34)
     found = llm.sweep(
         CORRUPT, LONGER, LogitDiff(A, B), layers=1, positions=sorted(pairs), align=align, **QUIET
     )
-    rows = oracle.rows(clean, [("resid_pre", 1)])["resid_pre", 1]
+    rows = oracle.rows(clean)[PLACE]
     for value, place in zip(found.values.ravel(), sorted(pairs), strict=True):
         source = pairs[place]
         if source is None:
             assert np.isnan(value)
             continue
-        patch = Patch(("resid_pre", 1), put([place], rows[[source]]))
+        patch = Patch(PLACE, put(place, rows[source]))
         wanted = difference(oracle.logprobs(corrupt, [patch]))[0]
         assert value == pytest.approx(wanted, abs=TOLERANCE)
 
 
-def test_rows_of_an_output_are_those_of_its_prompt(llm: Any) -> None:
+def test_rows_of_an_output_are_those_of_its_prompt(llm):
     asked = {"layers": [1, 2], "positions": [15, 32], **QUIET}
     metric = Recovered(LogitDiff(A, B))
     wanted = llm.sweep(CORRUPT, CLEAN, metric, **asked)
-    output = llm.generate(CLEAN, capture=Capture("all", "resid_pre", "prompt"), **QUIET)[0]
+    output = llm.generate(CLEAN, capture=Capture("all", positions="prompt"), **QUIET)[0]
     found = llm.sweep(CORRUPT, output, metric, **asked)
     assert np.abs(found.values - wanted.values).max() < TOLERANCE
     assert found.clean == pytest.approx(wanted.clean, abs=TOLERANCE)
@@ -246,7 +263,7 @@ def test_rows_of_an_output_are_those_of_its_prompt(llm: Any) -> None:
     assert np.abs(share - wanted.values).max() < TOLERANCE
 
 
-def test_the_prefix_cache_serves_what_comes_before_the_first_patched_position(llm: Any) -> None:
+def test_the_prefix_cache_serves_what_comes_before_the_first_patched_position(llm):
     llm.reset_prefix_cache()
     places = [10, 40, 100, 170]
     prompt = ids(llm, CORRUPT * 6)
@@ -259,7 +276,7 @@ def test_the_prefix_cache_serves_what_comes_before_the_first_patched_position(ll
     assert np.abs(found.values - again.values).max() < TOLERANCE
 
 
-def test_what_cannot_be_done_is_refused_by_its_argument(llm: Any, sparse: str) -> None:
+def test_what_cannot_be_done_is_refused_by_its_argument(llm, sparse):
     of_sae = {"sae": sparse, "features": 3, "layers": 1}
     for path, more in (
         ("align", {"source": LONGER}),
@@ -296,14 +313,14 @@ def smol(smollm2: Path) -> Iterator[Any]:
 
 @pytest.mark.model
 @pytest.mark.nightly
-def test_the_whole_grid_of_smollm2_is_what_hooks_give(smol: Any, smollm2: Path) -> None:
+def test_the_whole_grid_of_smollm2_is_what_hooks_give(smol, smollm2):
     oracle = PatchOracle(smollm2)
     corrupt, clean = (ids(smol, text) for text in QUESTION)
     assert len(corrupt) == len(clean) == 8
     rome, tokyo = (ids(smol, text)[0] for text in (" Rome", " Tokyo"))
     taps = list(product(STREAM, range(30)))
-    rows = oracle.rows(clean, taps)
-    cells = [Patch(tap, put([place], rows[tap][[place]])) for tap, place in product(taps, range(8))]
+    rows = oracle.rows(clean)
+    cells = [Patch(tap, put(place, rows[tap][place])) for tap, place in product(taps, range(8))]
     found = oracle.logprobs(corrupt, cells)
     own, other = oracle.logprobs(corrupt)[0], oracle.logprobs(clean)[0]
     asked = {"sites": STREAM, **QUIET}

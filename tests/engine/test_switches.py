@@ -1,7 +1,5 @@
 """Probes that switch edits, against transformers with the edits as the receipt says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from support.conditions import first_met
 from support.engine_view import inspect
 from support.engines import generated, greedy
-from support.oracle import Oracle
 from support.updating import (
     PROMPT,
     Stepped,
@@ -21,7 +18,9 @@ from support.updating import (
     vector,
 )
 
-from midstream import Capture, Local, Probe, SpecError, Steer, Stop, Switch
+from midstream import Capture, Local, Probe, Steer
+from midstream.errors import SpecError
+from midstream.plan import Stop, Switch
 
 READ = 1
 SIZE = len(PROMPT)
@@ -54,9 +53,7 @@ def actions(receipt: Any) -> list[tuple[str, str, int]]:
     return [(one.name, one.kind, one.position) for one in receipt.actions]
 
 
-def test_other_edits_hold_from_the_position_after_the_one_that_met_the_condition(
-    llm: Any, reference: Oracle
-) -> None:
+def test_other_edits_hold_from_the_position_after_the_one_that_met_the_condition(llm, reference):
     (free,) = scores_without(llm, PROMPT, "generated")
     threshold = above(free, 4)
     where = SIZE + first_met(free, above=threshold)
@@ -88,9 +85,7 @@ def test_other_edits_hold_from_the_position_after_the_one_that_met_the_condition
     inspect(llm).check_integrity()
 
 
-def test_several_probes_switch_one_after_the_other_and_a_stop_ends_it(
-    llm: Any, reference: Oracle
-) -> None:
+def test_several_probes_switch_one_after_the_other_and_a_stop_ends_it(llm, reference):
     late = Steer(vector(2), 0, 3.0, positions=slice(14, None))
     run = Stepped(llm)
     probes = [
@@ -123,9 +118,7 @@ def test_several_probes_switch_one_after_the_other_and_a_stop_ends_it(
         assert torch.allclose(completion.activations[tap], seen[tap], atol=1e-3)
 
 
-def test_a_condition_met_in_a_chunk_of_the_prompt_switches_from_the_next_chunk_on(
-    llm: Any, reference: Oracle
-) -> None:
+def test_a_condition_met_in_a_chunk_of_the_prompt_switches_from_the_next_chunk_on(llm, reference):
     prompt = [(7 * n) % 190 + 3 for n in range(150)]
     (free,) = scores_without(llm, prompt, "prompt")
     threshold = above(free[:64], 2)
@@ -141,9 +134,7 @@ def test_a_condition_met_in_a_chunk_of_the_prompt_switches_from_the_next_chunk_o
     check_replay(reference, prompt, completion, {0: [HOOK], 1: [LATER]})
 
 
-def test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had(
-    llm: Any, reference: Oracle
-) -> None:
+def test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had(llm, reference):
     (free,) = scores_without(llm, PROMPT, "generated")
     threshold = above(free, 4)
     where = SIZE + first_met(free, above=threshold)
@@ -166,9 +157,7 @@ def test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had(
     check_replay(reference, PROMPT, completion, {0: [HOOK], 1: [LATER]})
 
 
-def test_names_are_bound_and_blocks_of_other_edits_are_not_reused(
-    llm: Any, reference: Oracle
-) -> None:
+def test_names_are_bound_and_blocks_of_other_edits_are_not_reused(llm, reference):
     prompt = [(5 * n) % 180 + 4 for n in range(40)]
     llm.vectors.register("calm", {0: vector(2)})
     run = Stepped(llm)
@@ -186,9 +175,7 @@ def test_names_are_bound_and_blocks_of_other_edits_are_not_reused(
         assert run.finish()[name].num_cached_tokens == cached, name
 
 
-def test_vectors_that_the_workers_lack_are_sent_with_the_request(
-    llm: Any, reference: Oracle
-) -> None:
+def test_vectors_that_the_workers_lack_are_sent_with_the_request(llm, reference):
     """They are so many that the plans name them. Both of two requests switch to them."""
     pairs = [steer(vector(10 + nth), nth % 3, 0.4) for nth in range(18)]
     act = Switch([edit for edit, _ in pairs], above=-1e6, for_=3)
@@ -208,7 +195,7 @@ def function(rows: Any) -> Any:
     return rows
 
 
-def test_what_cannot_be_switched_is_rejected_by_its_name(llm: Any) -> None:
+def test_what_cannot_be_switched_is_rejected_by_its_name(llm):
     run = Stepped(llm)
     for act, path, words, more in (
         (Switch([Steer(vector(1), 99)], above=1), "probes[0].act.switch.edits[0].layer", "99", {}),

@@ -5,7 +5,8 @@ import threading
 import torch
 from vllm import SamplingParams
 
-from midstream import BusyError, Capture
+from midstream import Capture
+from midstream.errors import BusyError
 
 FOREVER = 120.0
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -1,7 +1,5 @@
 """Server-wide edits and named vectors: the same thing said in another way gives the same bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,8 @@ from support import tiny
 from support.engines import ALL_SITES, finish, generated, greedy, tokens
 from torch import Tensor
 
-from midstream import Ablate, Capture, Clamp, Replace, SamplingParams, Scale, SpecError, Steer
+from midstream import Ablate, Capture, Clamp, Replace, SamplingParams, Scale, Steer
+from midstream.errors import SpecError
 
 PROMPT = [9, 41, 7, 150, 66, 12]
 EVERYTHING = Capture("all", ALL_SITES)

@@ -1,7 +1,5 @@
 """Server-wide edits and captures at the messages of a chat."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,8 @@ import torch
 from support import tiny
 from support.engines import engine, greedy
 
-from midstream import Capture, Role, SpecError, Steer, Text
+from midstream import Capture, Role, Steer, Text
+from midstream.errors import SpecError
 
 TALK = [
     {"role": "user", "content": "hello"},
@@ -39,9 +38,7 @@ def ask(llm: Any, talk: Any = TALK, **asked: Any) -> Any:
 
 
 @pytest.mark.parametrize("capture", [None, Capture(0), Capture(0, positions=Text("yes"))])
-def test_an_edit_of_every_request_finds_the_message_whatever_the_call_asks_for(
-    llm: Any, capture: Capture | None
-) -> None:
+def test_an_edit_of_every_request_finds_the_message_whatever_the_call_asks_for(llm, capture):
     expected = ask(llm, edits=[EDIT]).receipt
     llm.steering.set(base=EDIT)
     found = ask(llm, capture=capture).receipt
@@ -51,7 +48,7 @@ def test_an_edit_of_every_request_finds_the_message_whatever_the_call_asks_for(
     assert places["steering[-1]"] == ((6, 10),)  # after "<|im_start|>user\n"
 
 
-def test_a_capture_of_every_request_finds_the_message(llm: Any) -> None:
+def test_a_capture_of_every_request_finds_the_message(llm):
     expected = ask(llm, capture=Capture(1, positions=Role("user"))).activations
     llm.captures.set("asked", Capture(1, positions=Role("user")), "memory")
     found = ask(llm).activations
@@ -59,7 +56,7 @@ def test_a_capture_of_every_request_finds_the_message(llm: Any) -> None:
     torch.testing.assert_close(found[1], expected[1])
 
 
-def test_a_prompt_that_is_no_chat_is_still_refused(llm: Any) -> None:
+def test_a_prompt_that_is_no_chat_is_still_refused(llm):
     llm.steering.set(base=EDIT)
     with pytest.raises(SpecError, match="chat messages"):
         llm.generate("hello", greedy(2), use_tqdm=False)

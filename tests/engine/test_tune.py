@@ -1,7 +1,5 @@
 """Scores of texts, and layers and strengths of a direction, against transformers in float32."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from engine.asking import ask_all
+from matplotlib.figure import Figure
 from support.engines import HAS_GPU, engine, greedy
 from support.oracle_edits import PLACES, At, EditOracle
+from unit.viz.drawn import read, same
 from vllm import SamplingParams
 
-from midstream import Directions, Logits, SpecError, Steer
+from midstream import Directions, Logits, Steer
+from midstream.errors import SpecError
 from midstream.lab.fit import MaxKL, MaxPerplexity, Tuning
 from midstream.lab.fit.tune import Tune, read_tune
 from midstream.plan.shape import ModelShape
@@ -61,7 +62,7 @@ def logprobs(oracle: EditOracle, ids: list[int], start: int, edits: Any = ()) ->
     return found.numpy()
 
 
-def test_scores_of_texts_are_transformers_log_softmax(talking: Any, oracle: EditOracle) -> None:
+def test_scores_of_texts_are_transformers_log_softmax(talking, oracle):
     texts = ["The cat", "A longer text, of many bytes." * 3, [4, 5, 6]]
     edit = Steer(torch.ones(64), 1, 2.0)
     for edits, theirs in ((None, ()), (edit, [At(edit)])):
@@ -78,7 +79,7 @@ def test_scores_of_texts_are_transformers_log_softmax(talking: Any, oracle: Edit
     assert plain.total != steered.total
 
 
-def test_a_text_after_a_prompt_is_scored_alone(talking: Any, oracle: EditOracle) -> None:
+def test_a_text_after_a_prompt_is_scored_alone(talking, oracle):
     tokenizer = talking.get_tokenizer()
     texts, prompts = [" yes", " no, never", [9]], ["Is it so?", [3, 4, 5], "x"]
     found = talking.score(texts, prompts)
@@ -93,7 +94,7 @@ def test_a_text_after_a_prompt_is_scored_alone(talking: Any, oracle: EditOracle)
     assert np.abs(score.logprobs - logprobs(oracle, before + after, len(before))).max() <= TOLERANCE
 
 
-def test_texts_that_cannot_be_scored_are_rejected(talking: Any) -> None:
+def test_texts_that_cannot_be_scored_are_rejected(talking):
     for given, match in (
         (("one",), "texts: expected a list of texts, got one"),
         (([],), "texts: expected at least one prompt"),
@@ -137,7 +138,7 @@ def one_cell(llm: Any, direction: Any, reading: Any, scale: float) -> tuple[floa
 PARAMS = greedy(5)
 
 
-def test_the_grid_is_that_of_single_requests(talking: Any, directions: Directions) -> None:
+def test_the_grid_is_that_of_single_requests(talking, directions):
     calls = []
     generate = talking.generate
     talking.generate = lambda *args, **kwargs: calls.append(1) or generate(*args, **kwargs)
@@ -165,9 +166,7 @@ def test_the_grid_is_that_of_single_requests(talking: Any, directions: Direction
     assert len({cell.answers for cell in found}) > 1
 
 
-def test_the_effect_and_perplexity_are_transformers(
-    talking: Any, directions: Directions, oracle: EditOracle
-) -> None:
+def test_the_effect_and_perplexity_are_transformers(talking, directions, oracle):
     found = talking.tune(directions[1], PROMPTS[:1], scales=[3.0], sampling_params=PARAMS)
     ids = encode(talking, PROMPTS[0])
     answer = oracle.generate(ids, 5, [At(directions[1].steer(3.0))])
@@ -180,9 +179,7 @@ def test_the_effect_and_perplexity_are_transformers(
     assert cell.perplexity == pytest.approx(math.exp(-likely), rel=1e-3)
 
 
-def test_the_best_cell_has_the_largest_effect_for_which_the_guard_holds(
-    talking: Any, directions: Directions
-) -> None:
+def test_the_best_cell_has_the_largest_effect_for_which_the_guard_holds(talking, directions):
     every = talking.tune(directions, PROMPTS, "all", SCALES, sampling_params=PARAMS)
     assert every.kl is None
     assert every.best.effect == max(cell.effect for cell in every)
@@ -198,10 +195,20 @@ def test_the_best_cell_has_the_largest_effect_for_which_the_guard_holds(
     assert table.holds.tolist() == [cell.holds for cell in few]
     np.testing.assert_array_equal(table.effect, few.effect.reshape(-1))
     assert "plain" in str(few)
-    assert "layer 1" in few._repr_html_()
+    axes = Figure().subplots(1, 2)
+    few.plot(axes)
+    effect, perplexity = map(read, axes)
+    same(effect.image, few.effect - few.plain_effect)
+    same(perplexity.image, few.perplexity / few.plain_perplexity)
+    assert effect.titles == ("scale", "layer")
+    assert (effect.x, effect.y) == (["0", "1.5", "−2"], list(map(str, few.layers)))
+    (place,) = (n for n, text in enumerate(effect.texts) if text.endswith("★"))
+    assert list(few)[place] == few.best
+    assert [text.endswith("×") for text in effect.texts] == (~few.holds).reshape(-1).tolist()
+    assert effect.bar == "effect, less that of plain answers"
 
 
-def test_an_effect_of_the_callers_own(talking: Any, directions: Directions) -> None:
+def test_an_effect_of_the_callers_own(talking, directions):
     found = talking.tune(
         directions, PROMPTS, 1, [2.0], effect=lambda output: len(output.outputs[0].text),
         sampling_params=PARAMS,
@@ -213,7 +220,7 @@ def test_an_effect_of_the_callers_own(talking: Any, directions: Directions) -> N
         found[1, 3.0]
 
 
-def test_what_cannot_be_tuned_is_rejected(talking: Any, directions: Directions) -> None:
+def test_what_cannot_be_tuned_is_rejected(talking, directions):
     outside = replace(directions, layers=(0, 1, 7))
     mlp = replace(directions, site="mlp_out")
     for given, match in (
@@ -239,10 +246,9 @@ def test_what_cannot_be_tuned_is_rejected(talking: Any, directions: Directions) 
     ):
         with pytest.raises(SpecError, match=match):
             talking.tune(**{"directions": directions, "prompts": PROMPTS, **given})
-    shape = talking.info.shape
-    taps = {tap for tap in shape.taps if tap[0] != "final_norm"}
-    bare = SimpleNamespace(info=SimpleNamespace(shape=ModelShape(3, 64, taps)))
-    with pytest.raises(SpecError, match="^guard: final_norm is not tapped"):
+    taps = [tap for tap in talking.info.shape.taps if tap[0] != "final_norm"]
+    bare = SimpleNamespace(info=SimpleNamespace(shape=ModelShape(4, 64, taps)))
+    with pytest.raises(SpecError, match="^guard: logits cannot be read: the engine taps neither"):
         read_tune(bare, Tune(directions, PROMPTS, None, [1.0], MaxKL(1)))
     for make, match in (
         (lambda: MaxPerplexity(0.9), "ratio: expected at least 1, got 0.9"),

@@ -1,7 +1,5 @@
 """Steps without work run vLLM's own model, the others the tapped one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_a_step_without_work_reaches_no_tap(llm: Any, fired: list[int]) -> None:
+def test_a_step_without_work_reaches_no_tap(llm, fired):
     taps_of_model = len(llm.info.shape.taps)
     ask_all(llm, [PROMPT, OTHER], 4)
     assert fired == []
@@ -44,7 +42,7 @@ def test_a_step_without_work_reaches_no_tap(llm: Any, fired: list[int]) -> None:
     assert fired == []
 
 
-def test_steps_beyond_the_last_position_with_work_reach_no_tap(llm: Any, fired: list[int]) -> None:
+def test_steps_beyond_the_last_position_with_work_reach_no_tap(llm, fired):
     vector = torch.ones(llm.info.shape.hidden_size)
     steer = Steer(vector, layer=1, positions=range(2))
     ask_all(llm, [PROMPT], 5, steer=[steer])
@@ -104,9 +102,7 @@ def test_two_models_return_what_one_tapped_model_does(
     torch.testing.assert_close(found["scores"], always["scores"], rtol=1e-4, atol=1e-4)
 
 
-def test_with_one_tapped_model_every_step_reaches_the_taps(
-    tiny_llama: Path, fired: list[int]
-) -> None:
+def test_with_one_tapped_model_every_step_reaches_the_taps(tiny_llama, fired):
     with engine(tiny_llama, midstream={"tapped_model": "always"}) as llm:
         fired.clear()
         ask_all(llm, [PROMPT], 2)

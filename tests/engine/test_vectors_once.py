@@ -1,7 +1,5 @@
 """Vectors go to the workers once, ahead of the requests that name them; plans name them."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -9,7 +7,9 @@ import pytest
 import torch
 from support.engines import generated, greedy, tokens
 
-from midstream import ReceiptError, Steer, Vector
+from midstream import Steer
+from midstream.errors import ReceiptError
+from midstream.plan import Vector
 from midstream.runtime.protocol.rpc import RPC, UpdateVectors, arguments_of, read_request
 from midstream.runtime.protocol.vector_update import VectorUpdate
 

@@ -1,7 +1,5 @@
 """Edits apply at the positions that are asked for and at no others, however the work is cut up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +12,8 @@ from support.oracle_edits import EVERY_SITE, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
 
-from midstream import (
-    Ablate,
-    Capture,
-    Clamp,
-    Positions,
-    Replace,
-    Scale,
-    Steer,
-    TokenIds,
-    Window,
-)
+from midstream import Ablate, Capture, Clamp, Replace, Scale, Steer, TokenIds, Window
+from midstream.plan import Positions
 
 TOLERANCE = 1e-4
 TIE = 1e-3
@@ -107,9 +96,7 @@ def cases_by_number(oracle: EditOracle) -> list[Case]:
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_edits_are_at_their_positions_and_nowhere_else(
-    llm: Any, oracle: EditOracle, size: int
-) -> None:
+def test_edits_are_at_their_positions_and_nowhere_else(llm, oracle, size):
     given = cases_by_number(oracle)
     with chunks(llm, size) as seen:
         found = all_problems(llm, oracle, given, TOLERANCE, TIE, count=COUNT)
@@ -117,9 +104,7 @@ def test_edits_are_at_their_positions_and_nowhere_else(
     assert not found, "\n".join(found[:30])
 
 
-def test_a_generated_token_that_is_computed_anew_is_still_a_generated_token(
-    llm: Any, oracle: EditOracle
-) -> None:
+def test_a_generated_token_that_is_computed_anew_is_still_a_generated_token(llm, oracle):
     """Phase belongs to the token: after preemption the generated tokens come in a prefill."""
     draw = torch.Generator().manual_seed(21)
     end = len(LONG)

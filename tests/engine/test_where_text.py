@@ -1,7 +1,5 @@
 """Edits at the tokens of a text or of a message, by SmolLM2's tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ from support.marks import between
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
 from transformers import AutoTokenizer
 
-from midstream import Between, Capture, Role, SpecError, Steer, Text
+from midstream import Between, Capture, Role, Steer, Text
+from midstream.errors import SpecError
 
 pytestmark = pytest.mark.model
 
@@ -75,9 +74,7 @@ def check(oracle: EditOracle, output: Any, edit: Steer, places: set[int]) -> Non
         ("caf\u00e9", "all", [" caf", "\u00e9"]),
     ],
 )
-def test_a_text_is_where_its_tokens_spell_it(
-    llm: Any, oracle: EditOracle, text: str, occurrence: Any, spelling: list[str]
-) -> None:
+def test_a_text_is_where_its_tokens_spell_it(llm, oracle, text, occurrence, spelling):
     edit = steer(Text(text, occurrence))
     output = llm.generate(
         PROMPT, greedy(3, logprobs=3), capture=SITES, edits=[edit], use_tqdm=False
@@ -99,7 +96,7 @@ TALK = [
 ]
 
 
-def test_texts_and_roles_in_one_batch_of_chats(llm: Any, oracle: EditOracle) -> None:
+def test_texts_and_roles_in_one_batch_of_chats(llm, oracle):
     talks = [TALK, TALK[:2], [{"role": "user", "content": "The sky is what? The sky!"}]]
     edit = steer([Role("user"), Text("sky", 0)])
     outputs = llm.chat(talks, greedy(2, logprobs=3), capture=SITES, edits=[edit], use_tqdm=False)
@@ -135,7 +132,7 @@ ANSWERED = [
 ]
 
 
-def test_parts_of_messages_are_where_the_template_writes_them(llm: Any, oracle: EditOracle) -> None:
+def test_parts_of_messages_are_where_the_template_writes_them(llm, oracle):
     """As vLLM renders them: fields of a message are given other names on the way."""
     call = 'look", "arguments": {"at": "sky"}'
     for part, wanted in (
@@ -161,7 +158,7 @@ def test_parts_of_messages_are_where_the_template_writes_them(llm: Any, oracle: 
         )  # fmt: skip
 
 
-def test_marks_may_be_the_texts_of_special_tokens(llm: Any, oracle: EditOracle) -> None:
+def test_marks_may_be_the_texts_of_special_tokens(llm, oracle):
     edit = steer(Between("<|im_start|>", "<|im_end|>"))
     output = llm.chat(TALK, greedy(3, logprobs=3), capture=SITES, edits=[edit], use_tqdm=False)[0]
     ids = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]

@@ -178,7 +178,7 @@ def test_in_one_mixed_batch_every_request_gets_what_it_gets_alone(
         # what was computed from the same tokens is compared.
         assert same == 20 or not is_exact(gpu_llm)
         if captures[nth] is None:
-            assert output.activations is None
+            assert not hasattr(output, "activations")
             continue
         rows = len(asked[nth]["prompt_token_ids"]) + same - (same == 20)
         for tap, value in output.activations.items():

@@ -3,8 +3,6 @@
 python -m nightly.local_async MODEL OUT
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -23,7 +21,8 @@ async def last(stream: Any) -> Any:
 
 
 async def run(model: Path) -> dict[str, Any]:
-    from midstream import AsyncLLM, Capture, Local, ReceiptError, SpecError
+    from midstream import AsyncLLM, Capture, Local
+    from midstream.errors import ReceiptError, SpecError
 
     llm = AsyncLLM(
         str(model),

@@ -1,7 +1,5 @@
 """Requests without a plan, and a server's complete responses to them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,9 +1,5 @@
 """LoRA adapters over two tensor-parallel ranks: rows, and logits of an adapted head."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from support import adapters
 from support.alongside import check_rows, hooked, push, rows_of
 from support.engines import GPU_MEMORY, generated, greedy, tokens
@@ -16,9 +12,7 @@ PLACES = ("model.layers", "post_attention_layernorm")
 SITES = ["resid_pre", "resid_mid", "resid_post"]
 
 
-def test_logits_of_each_request_are_those_of_its_adapters_head(
-    tiny_llama: Path, tiny_models: Path
-) -> None:
+def test_logits_of_each_request_are_those_of_its_adapters_head(tiny_llama, tiny_models):
     """Each rank has a part of the head and of its adapter; prompts come in chunks."""
     from vllm.lora.request import LoRARequest
 

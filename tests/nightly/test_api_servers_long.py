@@ -1,7 +1,5 @@
 """Two API server processes before two replicas, under a long load; metrics of both."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,7 +15,6 @@ from support.api_servers import (
     set_and_ask,
     totals,
 )
-from support.oracle import Oracle
 from support.serving import Running
 
 ROUNDS = 24
@@ -32,9 +29,7 @@ def server(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield found
 
 
-def test_a_long_load_is_right_and_counted_once(
-    server: Running, talking_oracle: Oracle, talking_llama: Path
-) -> None:
+def test_a_long_load_is_right_and_counted_once(server, talking_oracle, talking_llama):
     judge = Judge(talking_oracle, talking_llama)
     with ExitStack() as stack:
         both = Both(server, stack)

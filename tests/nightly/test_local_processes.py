@@ -1,16 +1,10 @@
 """Functions that workers import, where the engine is a process of its own."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 from support.own_process import python
 
 
-def test_a_function_runs_in_the_process_of_the_worker_which_imports_it(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_a_function_runs_in_the_process_of_the_worker_which_imports_it(tiny_llama, tmp_path):
     python("-m", "nightly.local_async", tiny_llama, tmp_path / "found.pt", timeout=580)
     found = torch.load(tmp_path / "found.pt")
     torch.testing.assert_close(found["local"], 0.5 * found["plain"], rtol=1e-5, atol=1e-5)

@@ -1,7 +1,5 @@
 """SmolLM2 on Ray, with engines and jobs killed: the store is that of a single engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A job with a cluster of its own, in a process of its own, and what it leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

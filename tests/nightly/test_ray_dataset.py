@@ -1,7 +1,5 @@
 """`jobs.ray.capture_dataset`: a step of a pipeline, with engines that compute nothing."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Iterator
@@ -15,7 +13,8 @@ from support.on_ray import start_ray
 from support.pages import blocks
 
 import midstream.lab.jobs.ray
-from midstream import Capture, SpecError
+from midstream import Capture
+from midstream.errors import SpecError
 from midstream.lab.jobs.engine import Reply
 from midstream.lab.jobs.ray import Placement, RayCaptureRun, capture_dataset
 from midstream.lab.jobs.ray.engine_thread import EngineThread

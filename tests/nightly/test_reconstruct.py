@@ -1,8 +1,5 @@
 """Reconstructions in compiled models, and with several ranks, against `sae_lens`."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +24,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("how", ["compiled", "tensor parallel", "pipeline parallel"])
-def test_reconstructions_are_those_of_sae_lens(
-    how: str, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reconstructions_are_those_of_sae_lens(how, tiny_models, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
     path = tiny.make("llama-bias", tiny_models, tiny.MODELS["llama"])
     oracle = Oracle(path, "llama")

@@ -1,7 +1,5 @@
 """Random requests with kept rows in little room, against an engine without a prefix cache."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server with midstream beside one without: the same plain answers, and memory."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

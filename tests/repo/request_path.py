@@ -3,8 +3,6 @@
 python -m repo.request_path            prints the table
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +16,8 @@ from support.resolving_engine import front_end
 from support.tokenizers import byte_level
 
 import midstream
-from midstream import Capture, Plan, Probe, Steer
+from midstream import Capture, Probe, Steer
+from midstream.plan import Plan
 from midstream.runtime.frontend.request.call_plan import CallPlan
 
 PACKAGE = str(Path(midstream.__file__).parent) + "/"

@@ -56,7 +56,7 @@ def test_stored_outputs_are_of_the_stored_code(path):
     )
     numbers = [cell.execution_count for cell in notebooks.code_cells(found)]
     assert numbers == sorted(set(numbers)), "cells were executed in another order"
-    shown = [data for data in outputs(found) if "text/html" in data]
+    shown = [data for data in outputs(found) if {"text/html", "image/svg+xml"} & set(data)]
     assert len(shown) >= 2
 
 

@@ -1,7 +1,5 @@
 """A plain plan enters few files: what it does not ask for has no part in its way."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

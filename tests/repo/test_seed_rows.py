@@ -49,7 +49,7 @@ def test_every_promise_is_shown_by_a_test_or_named_as_open():
 def test_what_is_open_has_no_result_yet(run):
     (row,) = [
         line
-        for line in (ROOT / "docs/versions.md").read_text().splitlines()
+        for line in (ROOT / "docs/internal/gpu-runs.md").read_text().splitlines()
         if f"| {run} |" in line
     ]
     assert row == f"| {run} | – | – |", "it was run: name its test in ROWS"
@@ -113,15 +113,7 @@ def test_what_other_projects_ask_is_shown_by_a_test_or_named_as_lacking():
     assert reasons == set(rival_rows.LACKING), "each reason has a row"
 
 
-def test_the_page_has_their_numbers():
+def test_the_page_says_what_is_lacking():
     page = " ".join((ROOT / "docs/coming-from.md").read_text().split())
-    counts = rival_rows.counts()
-    said = (
-        f"Of {sum(counts.values())} test functions of EasySteer, interp-engine and vllm-lens about "
-        f"sites inside layers, {counts['pass']} ask what midstream's own tests show, "
-        f"{counts['lacking']} ask for something that cannot be said, and {counts['nothing']} are "
-        "about the other project's own parts."
-    )
-    assert said in page
     for reason in rival_rows.LACKING.values():
         assert reason in page

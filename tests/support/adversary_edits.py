@@ -1,7 +1,5 @@
 """Edits and probes of one model for random requests: every operation, at many taps and heads."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from midstream import Feature, Gate, Probe, Replace, Scale, Vector
+from midstream import Feature, Gate, Probe, Replace, Scale
+from midstream.plan import Vector
 from support.edit_cases import Maker, earlier_taps
 from support.inner_cases import InnerMaker, earlier, head_choices
 from support.inner_oracle import InnerOracle

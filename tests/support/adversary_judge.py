@@ -1,7 +1,5 @@
 """Comparison of a request's results with the same request alone, or with hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +72,7 @@ def against_hooks(ask: Ask, output: Any, oracle: EditOracle, measure: Measure) -
         ids = computed(ask, completion)
         edits = [At(edit, frozenset(place.chosen(ids)).__contains__) for edit, place in ask.parts]
         seen = oracle.run(ids, edits)
-        for tap, value in (holder.activations or {}).items():
+        for tap, value in (getattr(holder, "activations", None) or {}).items():
             where = holder.activations.positions_of(*tap)
             expected = _of_heads(ask, oracle, tap, seen.values[tap][where])
             said += _rows_apart(tap, value, expected, measure)
@@ -160,9 +158,11 @@ def _results(
     ids = computed(ask, mine)
     # Rows of tokens up to where two runs parted; the token that differs is itself a later row.
     rows = len(ids) if split is None else len(ask.prompt) + split
-    said = _activations(holder.activations, reference.activations, ids, rows, measure)
-    said += _scores(holder.probes, reference.probes, rows, measure)
-    receipt, told = holder.receipt, reference.receipt
+    names = ("activations", "probes", "receipt")
+    given, wanted = ([getattr(one, name, None) for name in names] for one in (holder, reference))
+    said = _activations(given[0], wanted[0], ids, rows, measure)
+    said += _scores(given[1], wanted[1], rows, measure)
+    receipt, told = given[2], wanted[2]
     if (receipt is None) != (told is None):
         return [*said, f"the receipt is {receipt}, expected {told}"]
     if receipt is None:
@@ -272,7 +272,7 @@ def _apart(name: str, found: Any, expected: Any, measure: Measure) -> list[str]:
 
 def _placed(ask: Ask, holder: Any, ids: Sequence[int]) -> list[str]:
     """The receipt's selections against the positions by hand; of the request's own edits."""
-    if holder.receipt is None:
+    if getattr(holder, "receipt", None) is None:
         return []
     told = {one.what: one.positions for one in holder.receipt.selected}
     own = ask.parts[len([what for what in told if what.startswith("steering")]) :]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from midstream import Capture, Plan
+from midstream import Capture
+from midstream.plan import Plan
 from support.adversary_edits import Catalogue, placed, vector_of
 from support.adversary_where import Place, Places
 

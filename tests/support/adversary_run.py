@@ -1,7 +1,5 @@
 """Runs of requests on one engine, by its step loop or one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

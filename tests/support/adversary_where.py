@@ -1,7 +1,5 @@
 """Position selections of every form, and independent lists of the selected positions."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ class Places:
         self.generates = max_tokens > 1
 
     def any(self, *, for_edit: bool) -> Place:
-        """Of any form; an edit cannot be at "last"."""
+        """Of any form; an edit cannot be at "last_row"."""
         forms = [self._all, self._prompt, self._last_prompt, self._one, self._from_the_end]
         forms += [
             partial(self._some, for_edit),
@@ -86,7 +84,7 @@ class Places:
         return Place({"positions": "last_prompt"}, lambda p, _: p == last)
 
     def _last(self) -> Place:
-        return Place({"positions": "last"}, lambda p, _: False, last_only=True)
+        return Place({"positions": "last_row"}, lambda p, _: False, last_only=True)
 
     def _one(self) -> Place:
         at = self.draw.randrange(self.rows)

@@ -1,7 +1,5 @@
 """One completion against transformers with hooks: its rows, its edits and its receipt."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

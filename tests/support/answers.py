@@ -1,7 +1,5 @@
 """Workers' answers for a finished request, and the front end's results from them."""
 
-from __future__ import annotations
-
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np

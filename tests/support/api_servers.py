@@ -1,7 +1,5 @@
 """Several API server processes of one server, asked one by one and compared with the reference."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Calls of an async engine, and all that they give."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests of an async engine that change or end while they run; see `async_run`."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any
@@ -98,7 +96,8 @@ async def updates(llm: Any, found: dict[str, Any]) -> None:
 
 async def stops(llm: Any, found: dict[str, Any]) -> None:
     """Streams that a probe stops, beside ones that go on; `shown` has the sizes of all outputs."""
-    from midstream import Probe, Stop
+    from midstream import Probe
+    from midstream.plan import Stop
 
     read = vector(3)
     free = Probe(read, 1, name="guard", positions="generated")

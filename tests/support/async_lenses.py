@@ -1,26 +1,14 @@
 """Lenses and SAEs of an asynchronous engine: what its outputs have of them while a request runs."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
 import pytest
 import torch
 
-from midstream import (
-    SAE,
-    BusyError,
-    Capture,
-    Controller,
-    Features,
-    JacobianLens,
-    Lens,
-    Probe,
-    SamplingParams,
-    SpecError,
-    Steer,
-)
+from midstream import SAE, Capture, Controller, Features, Lens, Probe, SamplingParams, Steer
+from midstream.errors import BusyError, SpecError
+from midstream.lenses import JacobianLens
 
 
 async def stream_of_lenses(llm: Any, prompt: Any, sampling: Any) -> list[Any]:

@@ -1,7 +1,5 @@
 """The same requests on an async and on an offline engine, in a separate process:"""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading
@@ -37,7 +35,8 @@ SETTINGS: dict[str, Any] = {
 
 def plan(nth: int) -> dict[str, Any]:
     """What request `nth` asks for; five kinds, each met with every output kind."""
-    from midstream import Ablate, Capture, Gate, Mass, Probe, Steer
+    from midstream import Ablate, Capture, Gate, Probe, Steer
+    from midstream.plan import Mass
 
     read, push = vector(nth % 4), vector(4 + nth % 4)
     gate = Gate(Steer(push, 2, 3.0), {"direction": read, "layer": 0})
@@ -47,7 +46,7 @@ def plan(nth: int) -> dict[str, Any]:
         {
             "probes": [
                 Probe(read, 0, name="a", positions="generated"),
-                Probe(push, 2, name="b", positions=[0, -1, "last"]),
+                Probe(push, 2, name="b", positions=[0, -1, "last_row"]),
                 Probe(push, 1, name="c", positions="prompt"),
                 Probe(attention=Mass(slice(0, 5)), layer=1, heads=[1, 0], name="d"),
             ]
@@ -133,7 +132,7 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
 
     captures = [
         Capture([0, 2], ALL_SITES, stream=True),
-        Capture(2, positions=["last_prompt", "last"], stream=True),
+        Capture(2, positions=["last_prompt", "last_row"], stream=True),
         Capture(1, ALL_SITES),
     ]
 

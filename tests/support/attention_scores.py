@@ -1,7 +1,5 @@
 """Cases of the kernel of attention scores, and the comparison with PyTorch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

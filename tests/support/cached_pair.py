@@ -1,7 +1,5 @@
 """An engine with a prefix cache and one without: the same requests give the same on both."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cancels the tasks of a scenario at each of their awaits, one run for each."""
 
-from __future__ import annotations
-
 import asyncio
 import types
 from collections.abc import Callable, Coroutine, Iterator

@@ -1,7 +1,5 @@
 """Chat templates that treat thinking, channels and tool calls as those of popular models do."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedTokenizerFast
 
 from support.tokenizers import byte_level

@@ -1,6 +1,4 @@
-"""Codecs implemented from docs/codecs.md in numpy and plain Python, without the package's code."""
-
-from __future__ import annotations
+"""Codecs as specified, implemented in numpy and plain Python, without the package's code."""
 
 import math
 import struct

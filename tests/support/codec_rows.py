@@ -1,11 +1,10 @@
 """Rows to encode: every finite float of a dtype, the extreme ones often."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 
-from midstream.codecs import Codec, parse_codec
+from midstream.codecs import Codec, Raw, parse_codec
+from midstream.results.encoded_rows import Rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Codecs that mark a row that is not finite.
@@ -19,6 +18,13 @@ _INTEGERS = {32: torch.int32, 16: torch.int16}
 
 def codec(spec: str) -> Codec:
     return parse_codec(spec)
+
+
+def encoded(codec: Codec, values: torch.Tensor) -> torch.Tensor | Rows:
+    """Rows as they come from the device."""
+    if isinstance(codec, Raw):
+        return values
+    return Rows(codec, values.shape[1], values.dtype, (codec.encode(values)[:, None],), (0,))
 
 
 def from_bits(bits: list[list[int]], dtype: torch.dtype) -> torch.Tensor:

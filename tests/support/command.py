@@ -1,7 +1,5 @@
 """typer's runner of the command `midstream`, which is put together once in a process of tests."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest import mock

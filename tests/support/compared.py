@@ -1,7 +1,5 @@
 """Differences between two engines' results for the same requests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -79,6 +77,6 @@ def _cut(result: dict[str, Any], shared: int, stop: int) -> dict[str, Any]:
         short[what] = {
             key: (values[positions < stop], positions[positions < stop])
             for key, (values, positions, *_) in (result.get(what) or {}).items()
-            if key != "last"
+            if key != "last_row"
         }
     return short

@@ -1,7 +1,5 @@
 """Conditions of probes by their definition, over all scores at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

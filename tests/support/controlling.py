@@ -1,7 +1,5 @@
 """Controllers that engines of tests have by the setting `controllers`."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

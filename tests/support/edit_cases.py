@@ -1,7 +1,5 @@
 """One request for each operation at each site, with the expected results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -52,6 +50,12 @@ class Maker:
         self.h = plain.values[tap]
         self.size = float(self.h.norm(dim=-1).median())
         self.place = {"layer": self.layer, "site": self.site}
+        self.where = f"{self.site} of layer {self.layer}"
+        self.takes_maps = True  # whether they fit its vectors
+
+    def leaves_some(self, edit: Any) -> bool:
+        """Whether an edit that depends on what is there leaves some tokens alone altogether."""
+        return True
 
     def vector(self, size: float = 1.0) -> Tensor:
         """Of a random direction, and of the length of what is there."""
@@ -270,14 +274,17 @@ def cases(
     for number, tap in enumerate(taps):
         for nth, (prompt, seen) in enumerate(zip(prompts, plain, strict=True)):
             phase = ("all", "prompt", "generated")[(number + nth) % 3]
-            mine = _of_one_tap(Maker(tap, seen, draw), prompt, phase)
+            mine = of_one_tap(Maker(tap, seen, draw), prompt, phase, earlier_taps(tap))
             # The prompts share the operations out among themselves.
             found += list(mine)[nth :: len(prompts)]
     return [made.case() for made in found[::every]]
 
 
-def _of_one_tap(maker: Maker, prompt: list[int], phase: str) -> Iterator[Made]:
-    size, tap = len(prompt), (maker.site, maker.layer)
+def of_one_tap(
+    maker: Maker, prompt: list[int], phase: str, before: Sequence[Tap]
+) -> Iterator[Made]:
+    """Each operation of a maker; those with gates on other taps read the taps `before`."""
+    size = len(prompt)
     wheres: dict[str, Callable[[int], bool]] = {
         "all": lambda position: True,
         "prompt": lambda position: position < size,
@@ -285,33 +292,39 @@ def _of_one_tap(maker: Maker, prompt: list[int], phase: str) -> Iterator[Made]:
     }
 
     def case(name: str, at: At, partial: bool = False) -> Made:
-        return Made(maker, f"{name} at {tap[0]} of layer {tap[1]}", prompt, at, partial)
+        partial = partial and maker.leaves_some(at.edit)
+        return Made(maker, f"{name} at {maker.where}", prompt, at, partial)
 
     for name, edit in maker.plain_edits(phase):
         yield case(f"{name} ({phase})", At(edit, wheres[phase]))
-    for name, edit, partial in maker.conditional_edits(earlier_taps(tap)):
+    for name, edit, partial in maker.conditional_edits(before):
         yield case(name, At(edit), partial)
     for name, edit, places in maker.placed_edits(size):
         yield case(name, At(edit, frozenset(places).__contains__))
-    for name, edit, partial in maker.maps(phase, earlier_taps(tap)):
+    for name, edit, partial in maker.maps(phase, before) if maker.takes_maps else ():
         where = At(edit) if isinstance(edit, Gate) else At(edit, wheres[phase])
         yield case(name, where, partial)
 
 
 def ask(
-    llm: Any, given: Sequence[Case], *, layers: Any = "all", count: int = MAX_TOKENS
+    llm: Any,
+    given: Sequence[Case],
+    *,
+    layers: Any = "all",
+    count: int = MAX_TOKENS,
+    captured: Callable[[Case], Any] | None = None,
 ) -> list[Any]:
-    """All the cases as one batch, with captures of all sites."""
+    """All the cases as one batch, with captures of all sites, or those that `captured` returns."""
     last = llm.info.shape.num_layers - 1
+
+    def every_site(case: Case) -> Capture:
+        own = sorted({last} if case.tap is None else {case.tap[1], last})
+        return Capture(layers or own, EVERY_SITE)
+
     return llm.generate(
         [tokens(case.prompt) for case in given],
         greedy(count, logprobs=3, detokenize=False),
-        capture=[
-            Capture(
-                layers or sorted({last} if case.tap is None else {case.tap[1], last}), EVERY_SITE
-            )
-            for case in given
-        ],
+        capture=[(captured or every_site)(case) for case in given],
         edits=[[at.edit for at in case.edits] or None for case in given],
         probes=[case.probes or None for case in given],
         use_tqdm=False,

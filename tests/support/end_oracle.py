@@ -1,7 +1,5 @@
 """The reference for the sites without a layer: transformers in float32, plain hooks."""
 
-from __future__ import annotations
-
 from functools import reduce
 from pathlib import Path
 from typing import Any

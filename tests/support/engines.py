@@ -1,7 +1,5 @@
 """Engines for tests: in this process, small, float32."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

@@ -9,8 +9,6 @@ the files of `planted/`, where each is a few lines:
     + what makes the fault of it
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple

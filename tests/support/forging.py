@@ -1,7 +1,5 @@
 """Plans that the workers receive as invalid bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

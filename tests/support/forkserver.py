@@ -1,7 +1,5 @@
 """Engine cores and workers of an engine in the tests' own process, forked instead of spawned."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Iterator

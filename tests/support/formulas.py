@@ -4,8 +4,6 @@
 independent readings of one intention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

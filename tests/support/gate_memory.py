@@ -1,7 +1,5 @@
 """What gates with memory are, told twice: a plain loop over tokens, and random steps of the op."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Writer of GGUF files for tests."""
 
-from __future__ import annotations
-
 import struct
 
 ALIGN = 32

@@ -1,7 +1,5 @@
 """Gradients in transformers by `retain_grad` alone: the reference for those of a twin."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans that must be rejected: valid plans, each with one defect of a known kind."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random
@@ -187,7 +185,8 @@ def _empty(draw: random.Random, plan: Json) -> Json:
         return draw.choice([{}, [], "", b"", 0, 1.5, True, [plan], (1, 2), set(), "all", object()])
     # `"edits": []` is a plan: such a request can be updated.
     nothing = [] if which == "edits" else [[]]
-    plan[which] = draw.choice([*nothing, {}, None, "", 0, "all"])
+    # A layer, and "all" of them, are short forms of a capture.
+    plan[which] = draw.choice([*nothing, {}, None, "", 0.5, "alle"])
     return plan
 
 

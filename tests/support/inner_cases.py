@@ -1,19 +1,16 @@
 """One request for each operation at sites inside attention and the MLP: whole vectors and heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import transformers as hf
 
-from midstream import Capture, Gate, Probe, Reading, Route
+from midstream import Capture, Gate, Probe, Route
+from midstream.plan import Reading
 from midstream.sites import BY_NAME, Tap
 from support import tiny
-from support.edit_cases import MAX_TOKENS, Case, Made, Maker, problems
-from support.engines import greedy, tokens
+from support.edit_cases import Case, Made, Maker, of_one_tap
 from support.inner_oracle import InnerOracle
 from support.oracle_edits import At, Seen
 
@@ -39,6 +36,12 @@ class InnerMaker(Maker):
             self.h = self.h[:, heads[0] * head_dim : (heads[0] + 1) * head_dim]
             self.size = float(self.h.norm(dim=-1).median())
             self.place |= {"head": heads[0] if len(heads) == 1 else list(heads)}
+        self.where = f"{self.site} {list(heads)} of layer {self.layer}"
+        self.takes_maps = not heads and self.h.shape[1] <= plain.values[END, 0].shape[1]
+
+    def leaves_some(self, edit: Any) -> bool:
+        # Each of several heads may leave other tokens alone.
+        return len(self.heads) < 2 or isinstance(edit, Gate)
 
     def gate(self, edit: Any, tap: Tap | None = None, soft: bool = False) -> Gate:
         """Around edits of one head it reads that head's vector, else whole ones."""
@@ -117,40 +120,12 @@ def cases(
             for nth, (prompt, seen) in enumerate(zip(prompts, plain, strict=True)):
                 phase = ("all", "prompt", "generated")[(number + nth) % 3]
                 maker = InnerMaker(tap, heads, oracle.head_dim, seen, draw)
-                mine = _of_one_tap(maker, prompt, phase, earlier(oracle, tap))
+                mine = of_one_tap(maker, prompt, phase, earlier(oracle, tap))
                 found += list(mine)[nth :: len(prompts)]
                 if site == "router":
                     routes += list(_of_experts(maker, prompt))[nth :: len(prompts)]
             number += 1
     return [made.case() for made in found[::every]] + routes
-
-
-def _of_one_tap(
-    maker: InnerMaker, prompt: list[int], phase: str, before: Sequence[Tap]
-) -> Iterator[Made]:
-    size, tap = len(prompt), (maker.site, maker.layer)
-    wheres: dict[str, Callable[[int], bool]] = {
-        "all": lambda position: True,
-        "prompt": lambda position: position < size,
-        "generated": lambda position: position >= size,
-    }
-
-    def case(name: str, at: At, partial: bool = False) -> Made:
-        # Each of several heads may leave other tokens alone.
-        partial = partial and (len(maker.heads) < 2 or isinstance(at.edit, Gate))
-        whole = f"{name} at {tap[0]} {list(maker.heads)} of layer {tap[1]}"
-        return Made(maker, whole, prompt, at, partial)
-
-    for name, edit in maker.plain_edits(phase):
-        yield case(f"{name} ({phase})", At(edit, wheres[phase]))
-    for name, edit, some in maker.conditional_edits(before):
-        yield case(name, At(edit), some)
-    for name, edit, places in maker.placed_edits(size):
-        yield case(name, At(edit, frozenset(places).__contains__))
-    if not maker.heads and maker.h.shape[1] <= maker.plain.values[END, 0].shape[1]:
-        for name, edit, some in maker.maps(phase, before):
-            where = At(edit) if isinstance(edit, Gate) else At(edit, wheres[phase])
-            yield case(name, where, some)
 
 
 def _of_experts(maker: InnerMaker, prompt: list[int]) -> Iterator[Case]:
@@ -170,40 +145,10 @@ def with_neighbours(given: Sequence[Case], prompts: Sequence[list[int]]) -> list
     return found
 
 
-def ask(llm: Any, oracle: InnerOracle, given: Sequence[Case], count: int = MAX_TOKENS) -> list[Any]:
-    """All the cases as one batch. Captured are the edited layer's inner sites, and the ends of all
-    layers: what is downstream of the edit.
-    """
-    return llm.generate(
-        [tokens(case.prompt) for case in given],
-        greedy(count, logprobs=3, detokenize=False),
-        capture=[
-            [
-                Capture(oracle.num_layers - 1 if case.tap is None else case.tap[1], oracle.sites),
-                Capture("all", END),
-            ]
-            for case in given
-        ],
-        edits=[[at.edit for at in case.edits] or None for case in given],
-        probes=[case.probes or None for case in given],
-        use_tqdm=False,
-    )
-
-
-def all_problems(
-    llm: Any,
-    oracle: InnerOracle,
-    given: Sequence[Case],
-    tolerance: float,
-    tie: float,
-    count: int = MAX_TOKENS,
-) -> list[str]:
-    """Asks the cases in one batch, and says in what they differ from the reference's."""
-    judge = partial(problems, oracle, tolerance=tolerance, tie=tie)
-    outputs = ask(llm, oracle, given, count)
-    return [
-        each for case, output in zip(given, outputs, strict=True) for each in judge(case, output)
-    ]
+def captured(oracle: InnerOracle, case: Case) -> list[Capture]:
+    """The edited layer's inner sites, and the ends of all layers: what is downstream."""
+    layer = oracle.num_layers - 1 if case.tap is None else case.tap[1]
+    return [Capture(layer, oracle.sites), Capture("all", END)]
 
 
 def fresh(seed: int, count: int) -> list[int]:

@@ -4,8 +4,6 @@ Nothing is asked of midstream: what an edit does is `support.formulas.apply`, on
 heads.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

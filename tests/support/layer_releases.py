@@ -1,7 +1,5 @@
 """Releases of vLLM that have a class of `midstream.runtime.models.vllm_layers`."""
 
-from __future__ import annotations
-
 # Classes that not all of 0.26, 0.28, 0.30, 0.32 and 0.33 have: the first release of these in
 # which one is found, and the last.
 SINCE: dict[str, tuple[str, ...]] = {

@@ -1,7 +1,5 @@
 """What servers leave when they have ended: nothing."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Functions that workers of other processes import."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every list that a client can send: how to make it of any length, and what it costs."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tokens between two marks, found by a scan of the whole request, and requests that have marks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

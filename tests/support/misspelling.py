@@ -1,7 +1,5 @@
 """Names at a small edit distance, and values that ask for something."""
 
-from __future__ import annotations
-
 import string
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Number of rounds of open-ended tests: few in the suite, more with `scripts/nightly.sh`."""
 
-from __future__ import annotations
-
 import os
 
 NIGHTLY = os.environ.get("MIDSTREAM_NIGHTLY", "0") not in ("", "0")

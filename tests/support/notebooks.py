@@ -1,7 +1,5 @@
 """The notebooks in examples/notebooks: their lines, and how they are executed and stored."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Object stores on this machine: one that speaks S3's protocol over HTTP, Google's, Azure's."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Fake engines for jobs on Ray, imported by the processes of actors."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

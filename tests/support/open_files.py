@@ -1,7 +1,5 @@
 """Files that this process has open, of the kinds that a test is about."""
 
-from __future__ import annotations
-
 import os
 
 MEMORY = "/memfd:midstream"  # memory of arenas, and rows that a server holds

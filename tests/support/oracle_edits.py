@@ -1,7 +1,5 @@
 """The reference for edits: transformers in float32 with plain hooks, formulas in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -13,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from midstream import Gate, Local, LocalInfo
+from midstream import Gate, Local
+from midstream.results.local_info import LocalInfo
 from midstream.sites import Tap
 from support.formulas import apply, read_score
 from support.gate_memory import amounts
@@ -26,14 +25,14 @@ BRANCHES = ("attn_in", "attn_out", "mlp_in", "mlp_out")
 
 @dataclass(frozen=True)
 class Places:
-    """Where transformers has a layer's sites: a module's input is named "> module"."""
+    """Where transformers has a layer's sites, if it has: a module's input is named "> module"."""
 
     layers: str
-    attn_out: str
-    resid_mid: str
-    mlp_in: str
-    mlp_out: str
-    attn_in: str = ">self_attn"
+    attn_out: str | None
+    resid_mid: str | None
+    mlp_in: str | None
+    mlp_out: str | None
+    attn_in: str | None = ">self_attn"
     resid_pre: str = ">"
     resid_post: str = ""
 
@@ -77,10 +76,10 @@ class Seen:
 class EditOracle:
     """Any edits, at any of the sites, without a KV cache."""
 
-    def __init__(self, path: Path, places: Places, device: str = "cpu"):
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        )
+    def __init__(
+        self, path: Path, places: Places, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
         self.model = model.eval().to(device)
         layers = reduce(getattr, places.layers.split("."), self.model)
         self.num_layers = len(layers)
@@ -90,7 +89,8 @@ class EditOracle:
         self._seen = Seen(torch.empty(0), {}, {})
         for index, layer in enumerate(layers):
             for site in EVERY_SITE:
-                self._hook(layer, getattr(places, site), (site, index))
+                if (place := getattr(places, site)) is not None:
+                    self._hook(layer, place, (site, index))
 
     @torch.no_grad()
     def run(self, tokens: Sequence[int], edits: Sequence[At] = ()) -> Seen:
@@ -100,6 +100,7 @@ class EditOracle:
         self._seen = Seen(torch.empty(0), {}, {})
         ids = torch.tensor([list(tokens)], device=self.model.device)
         logits = self.model(ids, use_cache=False).logits[0]
+        self._edits = ()
         return Seen(logits.float().cpu(), self._seen.values, self._seen.before)
 
     def generate(self, prompt: Sequence[int], count: int, edits: Sequence[At] = ()) -> list[int]:
@@ -110,23 +111,35 @@ class EditOracle:
         return found[len(prompt) :]
 
     def _hook(self, layer: nn.Module, place: str, tap: Tap) -> None:
-        name = place.removeprefix(">")
-        module = getattr(layer, name) if name else layer
+        module = layer.get_submodule(place.removeprefix(">"))
         if place.startswith(">"):
 
-            def before(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-                self._reach(tap, args[0] if args else kwargs["hidden_states"])
+            def before(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+                if args:
+                    return (self._edited(tap, args[0]), *args[1:]), kwargs
+                return args, {**kwargs, "hidden_states": self._edited(tap, kwargs["hidden_states"])}
 
             module.register_forward_pre_hook(before, with_kwargs=True)
         else:
 
-            def after(_module: nn.Module, _args: tuple, out: Any) -> None:
-                self._reach(tap, out[0] if isinstance(out, tuple) else out)
+            def after(_module: nn.Module, _args: tuple, out: Any) -> Any:
+                if isinstance(out, tuple):
+                    return (self._edited(tap, out[0]), *out[1:])
+                return self._edited(tap, out)
 
             module.register_forward_hook(after)
 
+    def _edited(self, tap: Tap, hidden: Tensor) -> Tensor:
+        """A copy of a branch, which other modules may read as well; the stream itself, as what the
+        layer keeps for its skip connection is the same tensor.
+        """
+        if tap[0] in BRANCHES:
+            hidden = hidden.clone(memory_format=torch.contiguous_format)
+        self._reach(tap, hidden)
+        return hidden
+
     def _reach(self, tap: Tap, hidden: Tensor) -> None:
-        """Edits in place: what the layer keeps for its skip connection is the same tensor."""
+        """Edits in place."""
         rows = hidden.view(-1, hidden.shape[-1])
         mine = [one for one in self._edits if tap in self.taps(one.edit)]
         if mine:

@@ -1,7 +1,5 @@
 """Requests in the words of other tools, written for these tests."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

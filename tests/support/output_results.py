@@ -1,7 +1,5 @@
 """Results of an output or a completion as plain values, which can be saved and compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,9 +8,7 @@ import torch
 def results(holder: Any) -> dict[str, Any]:
     """An output's or a completion's results, as plain values."""
     found: dict[str, Any] = {"activations": None, "probes": scores(holder), "receipt": None}
-    if not hasattr(holder, "receipt"):
-        return found  # of several completions, which each have their own
-    if holder.activations is not None:
+    if getattr(holder, "activations", None) is not None:
         found["activations"] = {
             tap: (rows, holder.activations.positions_of(*tap))
             for tap, rows in holder.activations.items()
@@ -27,7 +23,7 @@ def results(holder: Any) -> dict[str, Any]:
             "values": (logits.values, logits.positions),
             "logsumexp": (logits.logsumexp, logits.positions),
         }
-    if holder.receipt is not None:
+    if getattr(holder, "receipt", None) is not None:
         found["receipt"] = {**holder.receipt.to_dict(), "request_id": ""}
     return found
 

@@ -4,8 +4,6 @@ Such a process is forked from one that has imported vLLM (`zygote`), which saves
 Where a GPU is, and where how a process starts is what is tested, it is a fresh interpreter.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

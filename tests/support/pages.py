@@ -1,7 +1,5 @@
 """Code blocks of the documents."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

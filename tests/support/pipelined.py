@@ -299,7 +299,7 @@ KINDS: dict[str, tuple[str, str, Callable[[random.Random], Any]]] = {
         lambda rng: {"prompt": "a", "stream": True, KEY: _capture(rng, "inline", stream=True)},
     ),
     "probed": ("POST", COMPLETIONS, lambda _: {"prompt": "abc", KEY: _PROBE}),
-    "rejected field": ("POST", COMPLETIONS, lambda _: {"prompt": "abc", KEY: {"capture": 3}}),
+    "rejected field": ("POST", COMPLETIONS, lambda _: {"prompt": "abc", KEY: {"capture": 3.5}}),
     "rejected beams": (
         "POST", COMPLETIONS,
         lambda rng: {"prompt": "abc", "use_beam_search": True, KEY: _steer(rng)},

@@ -1,7 +1,5 @@
 """Resolved plans by hand and at random, of every kind of instruction."""
 
-from __future__ import annotations
-
 import random
 
 from midstream.ops.layout import Flags, Op

@@ -3,8 +3,6 @@
 A place does not depend on files, line breaks, indentation, comments, quotes or parentheses.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

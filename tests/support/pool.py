@@ -1,7 +1,5 @@
 """Engines that tests share: each is started on first use, and cleared after each test."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack

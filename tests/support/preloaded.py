@@ -1,7 +1,5 @@
 """Imports of a process before it forks engines and servers; importing this module runs them."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import multiprocessing

@@ -4,8 +4,6 @@ A fresh interpreter takes eight seconds of a core for it. No thread may exist wh
 process with threads must not fork.
 """
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

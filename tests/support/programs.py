@@ -1,7 +1,5 @@
 """Programs of the device's tables, read back like the `site` op reads them."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from midstream.ops import layout

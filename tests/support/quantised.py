@@ -1,7 +1,5 @@
 """Small random checkpoints with quantised weights, as the tools that quantise write them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

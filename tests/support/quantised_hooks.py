@@ -4,8 +4,6 @@ the same quantised weights: vLLM's model without taps, which it runs for request
 `python -m support.quantised_hooks METHOD FOLDER` makes a checkpoint, compares, and prints JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """pytest and Python with less work for each test and at the end, in a process of many imports."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import logging

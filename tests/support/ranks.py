@@ -1,7 +1,5 @@
 """Engines over several ranks, on two cores or GPUs, and their tolerances."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

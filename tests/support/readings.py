@@ -1,7 +1,5 @@
 """What a made-up engine of 40 tokens has for read-outs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

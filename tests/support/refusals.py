@@ -1,7 +1,5 @@
 """Tables of what is refused: each value with the path and the words of its error."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ is not in the cache is fetched by name (scripts/vllm_releases.py), and a fetch t
 failure. MIDSTREAM_OFFLINE=1 skips a release that is not in the cache; the installed one always is.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """A fake engine whose front end is real: plans are resolved for tokens, as before vLLM's engine."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any

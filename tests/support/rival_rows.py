@@ -7,8 +7,6 @@ example of induction circuits.
 
 # ruff: noqa: E501
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 # What cannot be said, by what is lacking.
@@ -109,12 +107,3 @@ ROWS: tuple[Asked, ...] = (
     Asked("EasySteer tests/moe/test_steermoe", 3, "experts forced out are never chosen, were chosen before, and the output changes", "tests/engine/test_routing.py::experts_are_chosen_or_not_as_a_route_says"),
     Asked("EasySteer tests/moe/test_steermoe", 2, "findings about OLMoE: experts of digits, published rankings", "nothing"),
 )  # fmt: skip
-
-
-def counts() -> dict[str, int]:
-    """Return the number of test functions that pass here, cannot be said, and mean nothing."""
-    found = {"pass": 0, "lacking": 0, "nothing": 0}
-    for row in ROWS:
-        kind = row.shown.partition(":")[0]
-        found[kind if kind in found else "pass"] += row.count
-    return found

@@ -1,7 +1,5 @@
 """SAEs in a worker's memory, and inputs of the `site` op with programs that reconstruct."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -2,8 +2,6 @@
 tests, and independent of `midstream.sae`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -130,3 +128,10 @@ class RandomSae:
         if "threshold" in w:
             return torch.where(before > w["threshold"], before, 0).clamp(min=0)
         return before.clamp(min=0)
+
+    def decode(self, active: Tensor) -> Tensor:
+        """What the activations of an SAE stand for, float64 [n, width]."""
+        rows = self.tensors["W_dec"].double()
+        if self.config.get("rescale_acts_by_decoder_norm"):
+            rows = rows / rows.norm(dim=-1, keepdim=True)
+        return active.double() @ rows + self.tensors["b_dec"].double()

@@ -3,8 +3,6 @@
 Importing it takes seconds, so one file of tests does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

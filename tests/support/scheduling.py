@@ -1,7 +1,5 @@
 """How the scheduler of an engine in this process cuts up the work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Drafts with a chosen number of right tokens, and a host that gets the counts a step late."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -6,13 +6,11 @@ states of `LLM(layers=…)`; S4: the fork's port to vLLM's second model runner.
 
 # ruff: noqa: E501
 
-from __future__ import annotations
-
 HERE = "here"  # a test of test_seed_sentences.py
 DESIGN = "a statement about the other project's means or scope; nothing to show"
 _UNIT, _LAB, _ENGINE = "tests/unit/", "tests/lab/", "tests/engine/"
 _SYSTEM, _GPU = "tests/system/", "tests/gpu/"
-# What is not shown, by the row of docs/versions.md's table of runs on GPUs that has no result yet.
+# What is not shown, by the row of docs/internal/gpu-runs.md that has no result yet.
 OPEN = {
     "size": "real weights of 4B parameters and more",
     "hosts": "ranks on two machines",
@@ -45,7 +43,7 @@ _GRAPHS = (
 _GPU_MIX = _GPU + "test_adversarial.py::every_request_of_a_random_mix_gets_what_it_gets_alone"
 _MIX = _ENGINE + "test_adversarial.py::every_request_of_a_random_mix_gets_what_it_gets_alone"
 _REPO = "tests/repo/"
-# On a GPU too, with the second runner: docs/versions.md.
+# On a GPU too, with the second runner: docs/internal/gpu-runs.md.
 _SESSIONS = (
     _SYSTEM
     + "test_alongside_async.py::a_session_has_every_row_of_all_its_turns_once_and_each_edit_where_asked"

@@ -1,7 +1,5 @@
 """A server in separate processes, started by `midstream serve`, and ended by its id."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

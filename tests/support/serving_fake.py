@@ -1,7 +1,5 @@
 """A fake engine, and an app like vLLM's around it, with midstream's endpoints."""
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence

@@ -1,7 +1,5 @@
 """The offline engine's results for the requests that tests send to a server."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,16 +20,13 @@ from midstream import (
     Lens,
     LogitDiff,
     Logits,
-    Mass,
     Norms,
     Probe,
-    Reading,
     Reconstruct,
     Steer,
-    Stop,
-    TopKeys,
 )
 from midstream.client import ServedOutput
+from midstream.plan import Mass, Reading, Stop, TopKeys
 from midstream.results.readouts import RESULTS
 from support import controlling
 from support.sae_oracle import RandomSae
@@ -88,7 +83,7 @@ CASES = {
         },
     ),
     "codec": Case("Water boils at", {"capture": Capture([4], codec="full8")}),
-    "last": Case("Water boils at", {"capture": Capture("all", positions="last_prompt")}),
+    "last_row": Case("Water boils at", {"capture": Capture("all", positions="last_prompt")}),
     "reduced": Case(
         PARIS,
         {
@@ -202,8 +197,9 @@ def ask(client: Client, case: Case, **more: Any) -> ServedOutput:
 
 def plain(completion: Any) -> dict[str, Any]:
     """What came of a completion, be it offline or served, as values that can be compared."""
-    rows, probes, receipt = completion.activations, completion.probes, completion.receipt
-    readouts = {name: getattr(completion, name) for name in RESULTS}
+    names = ("activations", "probes", "receipt")
+    rows, probes, receipt = (getattr(completion, name, None) for name in names)
+    readouts = {name: getattr(completion, name, None) for name in RESULTS}
     told = None if receipt is None else receipt.to_dict()
     if told is not None:
         del told["request_id"]

@@ -1,7 +1,5 @@
 """Shared memory that processes map, by the names and inodes of its anonymous files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -2,8 +2,6 @@
 result must be, in double precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Made-up deliveries to sinks, and sinks that record their calls."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import replace

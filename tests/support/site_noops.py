@@ -1,7 +1,5 @@
 """Programs without a net effect, which must leave every bit unchanged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

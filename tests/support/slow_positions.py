@@ -1,7 +1,5 @@
 """Texts and messages located one after the other: slow, and independent of the fast ways."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The sources of vLLM and transformers, parsed and not imported, for checks of the tables."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

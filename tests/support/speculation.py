@@ -8,8 +8,6 @@ from), `streamed` (on an async engine). What came of it is saved to OUT: per way
 cases' results, and how many drafted tokens were accepted and rejected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -85,14 +83,13 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
         Capture,
         Gate,
         Logits,
-        Mass,
         Probe,
-        Reading,
         Replace,
         Scale,
         Steer,
         TokenIds,
     )
+    from midstream.plan import Mass, Reading
 
     def vector(seed: int) -> torch.Tensor:
         return torch.randn(width, generator=torch.Generator().manual_seed(seed))
@@ -109,7 +106,10 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
     asked: dict[str, dict[str, Any]] = {
         "everything": {"capture": everything},
         "generated": {"capture": Capture("all", SITES, positions="generated")},
-        "last": {"capture": Capture("all", positions="last"), "probes": _last(vector(1), last)},
+        "last_row": {
+            "capture": Capture("all", positions="last_row"),
+            "probes": _last(vector(1), last),
+        },
         "bounded": {"capture": Capture([0, last], SITES, **bounded)},
         "ids": {"capture": Capture(last, positions=even, phase="generated")},
         "steered": {"edits": [Steer(vector(2), 1, 1.5)], "capture": everything},
@@ -215,7 +215,7 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
 def _last(direction: torch.Tensor, layer: int) -> list[Any]:
     from midstream import Probe
 
-    return [Probe(direction, layer, name="last", positions="last")]
+    return [Probe(direction, layer, name="last_row", positions="last_row")]
 
 
 def of_model(info: Any) -> list[Case]:

@@ -3,8 +3,6 @@
 python -m support.stale MODEL plain|SETTINGS
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

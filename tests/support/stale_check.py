@@ -1,7 +1,5 @@
 """Check that no stale graph is loaded, for tests on the CPU and on a GPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Captured rows in an arena, as the captured row index returns them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

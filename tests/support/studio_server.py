@@ -1,7 +1,5 @@
 """A server with Studio in a thread: midstream's routes on a fake engine, scripted completions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Sweeps of a fake engine: its tokens are characters, and its log-probabilities are formulas."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass

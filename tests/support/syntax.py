@@ -1,7 +1,5 @@
 """Syntax trees of sources, of which a process parses each text once."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import gc

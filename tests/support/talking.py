@@ -1,7 +1,5 @@
 """A tiny random Llama with a tokenizer, for vLLM's features of text, such as grammars and stops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

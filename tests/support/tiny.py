@@ -1,7 +1,5 @@
 """Tiny random models, built with transformers and saved for both sides to load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers created in the test, without a download."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers

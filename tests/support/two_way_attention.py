@@ -2,8 +2,6 @@
 kernel for the CPU lacks: there it is computed here, for the rows of images, in PyTorch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests whose edits change while they run: an engine stepped by hand, and a replay by hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +102,7 @@ def _compare(
         best = mine.max(-1).values
         chosen = mine.gather(1, torch.tensor(list(completion.token_ids))[:, None])[:, 0]
         assert (best - chosen < TIE).all(), "a token is not the likeliest of the replay"
-    for tap in completion.activations or ():
+    for tap in getattr(completion, "activations", None) or ():
         rows = completion.activations[tap]
         positions = completion.activations.positions_of(*tap)
         assert relative_error(rows.float(), seen[tap][positions]) < TOLERANCE, tap

@@ -1,7 +1,7 @@
 """Tiny random vision-language models, and what transformers computes of their prompts."""
 
-from __future__ import annotations
-
+import base64
+import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,6 +188,14 @@ def _published(name: str) -> str:
 def picture(seed: int, width: int = 70, height: int = 84) -> Pictures.Image:
     numbers = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Pictures.fromarray(numbers)
+
+
+def url_part(seed: int) -> dict[str, Any]:
+    """The part of a message that is a picture."""
+    data = io.BytesIO()
+    picture(seed).save(data, "PNG")
+    text = base64.b64encode(data.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
 
 
 class VisionOracle:

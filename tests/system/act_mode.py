@@ -1,7 +1,5 @@
 """Plain vLLM with midstream's worker class by name, in a separate process."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

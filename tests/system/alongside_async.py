@@ -6,8 +6,6 @@ own:
 What came of it is saved to OUT, for tests to look at.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Sequence
@@ -21,7 +19,8 @@ from support.engine_view import inspect
 from support.engines import ALL_SITES, greedy, tokens
 from support.output_results import results
 
-from midstream import Between, Capture, Positions, Probe, Steer, TokenIds
+from midstream import Between, Capture, Probe, Steer, TokenIds
+from midstream.plan import Positions
 
 LETTERS = list(range(64, 90))
 SETTINGS: dict[str, Any] = {
@@ -172,9 +171,13 @@ async def sessions(llm: Any, found: dict[str, Any]) -> None:
     found["between"] = done[12]
     await inspect(llm).check_integrity()
     kept = await ask(
-        llm, "kept", inputs(parts_of(3), {}), params(4), capture=Capture([1], positions="last")
+        llm,
+        "kept",
+        inputs(parts_of(3), {}),
+        params(4),
+        capture=Capture([1], positions="last_row"),
     )
-    found["last"] = kept
+    found["last_row"] = kept
     await inspect(llm).check_integrity()
 
 

@@ -1,7 +1,5 @@
 """`AsyncLLM(layers=…)` in a separate process."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import warnings

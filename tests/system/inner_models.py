@@ -1,7 +1,5 @@
 """Sites inside attention and the MLP of the models that `support.inner_oracle` has not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

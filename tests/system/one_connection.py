@@ -1,7 +1,5 @@
 """Requests of one connection, sent before the first is answered, as a proxy may send them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same requests on two replicas and on a single engine, in a separate process."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncGenerator
@@ -53,7 +51,7 @@ def plan(nth: int) -> dict[str, Any]:
         {
             "probes": [
                 Probe(one, 0, name="a", positions="generated"),
-                Probe(two, 2, name="b", positions=[0, -1, "last"]),
+                Probe(two, 2, name="b", positions=[0, -1, "last_row"]),
             ]
         },
         {},

@@ -1,7 +1,5 @@
 """Sweeps of a running server, against those of the offline engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
@@ -11,8 +9,9 @@ from support.engines import HAS_GPU
 from support.serving import NAME, Running
 from support.serving_offline import ASKED, CASES, FIT, SWEEP, ask, assert_equal, plain
 
-from midstream import Capture, Client, Sweep
+from midstream import Capture, Client
 from midstream.client import ServerError
+from midstream.lab.sweep import Sweep
 
 # Batches of other sizes round otherwise, on a GPU by what its products of matrices choose.
 TOLERANCE = 1e-3 if HAS_GPU else 1e-5

@@ -1,7 +1,5 @@
 """An async engine whose rows go to sinks, in a separate process."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """Receiver of the spans of a server under test."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`vllm.LLM(worker_cls="midstream.worker.CaptureWorker")`: every request's rows, in files."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,9 +111,7 @@ def test_a_wrong_variable_keeps_the_engine_from_starting(found):
     assert found["refused"].startswith("VLLM_ACT_MODE: expected one of `rp8`")
 
 
-def test_with_settings_of_midstreams_own_there_is_one_place_too_many(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_settings_of_midstreams_own_there_is_one_place_too_many(tiny_llama, monkeypatch):
     monkeypatch.setenv("VLLM_ACT_CAPTURE", "1")
     with (
         pytest.raises(

@@ -1,7 +1,5 @@
 """The async engine beside vLLM's own features, and sessions of streaming input."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +119,7 @@ def test_a_request_beside_sessions_is_right(found, talking_oracle):
 
 
 def test_the_last_row_of_a_session_is_that_of_its_last_turn(found, talking_oracle):
-    one = found["last"]
+    one = found["last_row"]
     rows = session_rows(parts_of(3), turns_of(one["generated"], [params(4)] * 4))
     _, seen = talking_oracle.run(rows)
     [(tap, (values, positions))] = one["activations"].items()

@@ -1,7 +1,5 @@
 """Two API server processes of one server in front of one engine: each answers for both."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -54,21 +52,17 @@ def judge(talking_oracle: Oracle, talking_llama: Path) -> Judge:
     return Judge(talking_oracle, talking_llama)
 
 
-def test_vectors_and_steering_hold_in_both_before_the_call_returns(
-    both: Both, judge: Judge
-) -> None:
+def test_vectors_and_steering_hold_in_both_before_the_call_returns(both, judge):
     set_and_ask(both, judge)
 
 
-def test_rows_of_requests_of_both_are_right_and_not_mixed(
-    both: Both, server: Running, judge: Judge
-) -> None:
+def test_rows_of_requests_of_both_are_right_and_not_mixed(both, server, judge):
     load(both, judge, 4)
     status = server.wait_until_idle()
     assert all(worker["arena"]["leases"] == 0 for worker in status["workers"])
 
 
-def test_a_running_request_is_updated_from_the_other_process(both: Both) -> None:
+def test_a_running_request_is_updated_from_the_other_process(both):
     here, there = both.clients[0], both.clients[1]
     steer = Steer(V, layer=1, scale=0.5)
     updates: list[Any] = []
@@ -84,7 +78,7 @@ def test_a_running_request_is_updated_from_the_other_process(both: Both) -> None
 
 
 # The last test of this file: it ends the server.
-def test_a_killed_process_ends_the_server_and_leaves_nothing(server: Running) -> None:
+def test_a_killed_process_ends_the_server_and_leaves_nothing(server):
     names = {one.pid: one.name() for one in server.tree}
     [killed] = [pid for pid, name in names.items() if name.endswith("APIServer_1")]
     folder = folder_of(server)

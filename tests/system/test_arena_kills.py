@@ -1,7 +1,5 @@
 """An engine in a process of its own: too little shared memory, and whose end leaves none behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

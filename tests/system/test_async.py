@@ -1,7 +1,5 @@
 """The async engine: as the offline one, with scores that come with the tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +169,7 @@ def test_streamed_lenses_and_features_come_with_their_tokens_through_registered_
             assert torch.equal(part, values[: len(some)])
 
 
-def test_edits_of_running_requests_change_where_their_receipts_say(
-    found: dict[str, Any], tiny_llama: Path
-) -> None:
+def test_edits_of_running_requests_change_where_their_receipts_say(found, tiny_llama):
     oracle = Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
     known = found["updates"]
     whole = prompt(2)["prompt_token_ids"]
@@ -200,9 +196,7 @@ def test_edits_of_running_requests_change_where_their_receipts_say(
         assert each["receipt"]["versions"][1]["positions"][0] == positions[nth]
 
 
-def test_controllers_change_their_requests_and_leave_the_others(
-    found: dict[str, Any], tiny_llama: Path
-) -> None:
+def test_controllers_change_their_requests_and_leave_the_others(found, tiny_llama):
     oracle = Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
     known = found["updates"]["controlled"]
     edit = (vector(4), 1, 2.0)

@@ -1,13 +1,8 @@
 """How often the processes of an engine make room for the frames of calls."""
 
-from __future__ import annotations
-
 import json
 import threading
-from pathlib import Path
-from typing import Any
 
-import pytest
 from support.engines import finish, greedy, tokens
 from support.own_process import python
 
@@ -39,9 +34,7 @@ if __name__ == "__main__":
 """
 
 
-def test_an_offline_call_makes_room_once_and_so_does_each_step_that_a_caller_runs(
-    llm: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_offline_call_makes_room_once_and_so_does_each_step_that_a_caller_runs(llm, monkeypatch):
     made: list[str] = []
 
     class Counted(threading.local):
@@ -58,9 +51,7 @@ def test_an_offline_call_makes_room_once_and_so_does_each_step_that_a_caller_run
     assert len(made) == 1 + 6
 
 
-def test_the_engine_core_and_each_worker_make_room_once_and_not_for_each_step(
-    tiny_llama: Path, tmp_path: Path
-):
+def test_the_engine_core_and_each_worker_make_room_once_and_not_for_each_step(tiny_llama, tmp_path):
     script, made = tmp_path / "program.py", tmp_path / "made"
     script.write_text(SCRIPT)
     made.mkdir()

@@ -1,7 +1,5 @@
 """A data set through a real engine has the rows of the same prompts in memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -19,10 +17,11 @@ from support import engines, own_process
 from support.forging import forged
 from support.nightly import NIGHTLY, rounds
 
-from midstream import Capture, Positions, Role, SamplingParams, Text, open_store
+from midstream import Capture, Role, SamplingParams, Text, open_store
 from midstream.lab.jobs import Job, Summary, capture_dataset
 from midstream.lab.jobs.engine import VllmEngine
 from midstream.lab.jobs.estimate import estimate_job
+from midstream.plan import Positions
 from midstream.store import verify
 
 LINES = 300

@@ -1,7 +1,5 @@
 """`AsyncLLM(layers=…)`: hidden states that grow with the tokens, compared with transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

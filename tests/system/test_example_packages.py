@@ -1,7 +1,5 @@
 """The sink and the decoder layer in packages of their own: installed, found, used by an engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -19,7 +17,8 @@ SINK = """
 import sys, torch
 from pathlib import Path
 from support.engines import engine, greedy, tokens
-from midstream import Capture, ConfigError
+from midstream import Capture
+from midstream.errors import ConfigError
 
 if __name__ == "__main__":
     model, out = Path(sys.argv[1]), Path(sys.argv[2])

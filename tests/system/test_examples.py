@@ -1,7 +1,5 @@
 """Each example runs and shows what it says, measured on what its direction was not made from."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

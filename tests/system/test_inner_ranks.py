@@ -1,7 +1,5 @@
 """Sites inside attention and the MLP over several ranks give what one rank gives."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,25 +24,20 @@ from midstream import (
     Bias,
     Capture,
     Clamp,
-    Entropy,
     Features,
     Gate,
-    JacobianLens,
     Lens,
     Logits,
-    Mass,
     Probe,
-    Reading,
     Replace,
     Route,
     Scale,
-    SpecError,
     Steer,
-    Stop,
-    Switch,
     Threshold,
-    TopKeys,
 )
+from midstream.errors import SpecError
+from midstream.lenses import JacobianLens
+from midstream.plan import Entropy, Mass, Reading, Stop, Switch, TopKeys
 from midstream.results.readouts import RESULTS
 from midstream.results.readouts.base import KeyedRows
 from midstream.sites import INNER, NAMES
@@ -148,14 +141,14 @@ def assert_alike(found: list[Any], wanted: list[Any]) -> None:
     """Tokens, receipts, rows, scores and read-outs of two engines' outputs."""
     for nth, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert generated(one) == generated(other), nth
-        assert (one.receipt is None) == (other.receipt is None), nth
-        if other.receipt is None:
+        assert hasattr(one, "receipt") == hasattr(other, "receipt"), nth
+        if not hasattr(other, "receipt"):
             continue
         assert one.receipt.status == other.receipt.status == "ok"
         assert one.receipt.captured == other.receipt.captured
-        if other.activations is not None:
+        if hasattr(other, "activations"):
             assert_same([one], [other])
-        for name, scores in (other.probes or {}).items():
+        for name, scores in getattr(other, "probes", {}).items():
             torch.testing.assert_close(one.probes[name], scores, rtol=1e-3, atol=1e-4)
             assert torch.equal(one.probes.positions_of(name), other.probes.positions_of(name))
         for kind in RESULTS:
@@ -191,7 +184,7 @@ def test_rows_of_every_site_are_those_of_one_rank(alone, several, how):
 
 
 def test_edits_of_every_rank_do_what_they_do_on_one(alone, several):
-    capture = Capture("all", [*INSIDE, "resid_post", "final_norm"], positions=[0, 3, "last"])
+    capture = Capture("all", [*INSIDE, "resid_post", "final_norm"], positions=[0, 3, "last_row"])
     plain, edited = run(alone, capture), run(alone, capture, EDITS)
     assert_same(run(several, capture, EDITS), edited)
     for nth, one in enumerate(edited[3:], 3):
@@ -425,7 +418,7 @@ def test_attention_of_every_head_is_that_of_one_rank(alone, several):
         Attention("all", reduce="full"),
         Attention([0, 2], heads=[1], queries="generated", reduce=TopKeys(5), name="top"),
         Attention(1, heads=0, reduce=Mass(slice(1, 4)), name="mass"),
-        Attention("all", queries=[0, 3, "last"], reduce=Entropy(), name="entropy"),
+        Attention("all", queries=[0, 3, "last_row"], reduce=Entropy(), name="entropy"),
         Capture("all", ["resid_post", "rot_q"], return_="sharded"),
     ]
     probes = [

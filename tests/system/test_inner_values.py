@@ -1,7 +1,5 @@
 """Sites inside attention and the MLP of more models, against transformers; see what it runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

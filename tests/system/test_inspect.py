@@ -1,7 +1,5 @@
 """Evaluations by Inspect: its models `midstream/MODEL` send plans, and logs have what came back."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,8 @@ from support import serving, tiny
 from support.serving import NAME, Running
 
 import midstream.lab.harness.inspect_entry  # noqa: F401  (an installed package has an entry point)
-from midstream import Client, Named, Probe, Steer
+from midstream import Client, Probe, Steer
+from midstream.plan import Named
 from midstream.results.serialization import unpack
 
 U = torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(3)) * 4
@@ -79,9 +78,7 @@ def direct(server: Running, **given: Any) -> list[Any]:
         ]  # fmt: skip
 
 
-def test_an_evaluation_is_steered_and_its_log_has_scores_receipts_and_handles(
-    server: Running, tmp_path: Path
-) -> None:
+def test_an_evaluation_is_steered_and_its_log_has_scores_receipts_and_handles(server, tmp_path):
     log = run(server, tmp_path, edits=[EDIT], probes=[PROBE], capture={"layers": [1]})
     assert log.status == "success", log.error
     expected = direct(
@@ -104,9 +101,7 @@ def test_an_evaluation_is_steered_and_its_log_has_scores_receipts_and_handles(
     assert len(text) < 100_000
 
 
-def test_the_configuration_of_a_call_replaces_the_plan_of_the_model(
-    server: Running, tmp_path: Path
-) -> None:
+def test_the_configuration_of_a_call_replaces_the_plan_of_the_model(server, tmp_path):
     other = {**EDIT, "scale": -3.0}
     config = {"extra_body": {"midstream": {"edits": [other]}}}
     log = run(server, tmp_path, config, edits=[EDIT], probes=[PROBE])
@@ -116,7 +111,7 @@ def test_the_configuration_of_a_call_replaces_the_plan_of_the_model(
     assert "mood" in log.samples[0].output.metadata["midstream"]["probes"]
 
 
-def test_a_wrong_argument_is_an_error_of_the_model() -> None:
+def test_a_wrong_argument_is_an_error_of_the_model():
     from inspect_ai._util.error import PrerequisiteError
 
     for given, message in (
@@ -130,9 +125,7 @@ def test_a_wrong_argument_is_an_error_of_the_model() -> None:
             get_model("midstream/x", base_url=NOWHERE, memoize=False, **given)
 
 
-def test_a_plan_that_the_server_rejects_fails_the_evaluation_with_its_words(
-    server: Running, tmp_path: Path
-) -> None:
+def test_a_plan_that_the_server_rejects_fails_the_evaluation_with_its_words(server, tmp_path):
     log = run(server, tmp_path, edits=[{**EDIT, "layer": 99}])
     assert log.status == "error"
     assert log.error is not None
@@ -157,7 +150,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_a_server_without_midstream_fails_the_evaluation(sent: list[Any], tmp_path: Path) -> None:
+def test_a_server_without_midstream_fails_the_evaluation(sent, tmp_path):
     model = get_model("midstream/x", base_url=NOWHERE, memoize=False, edits=[EDIT])
     task = Task(dataset=[Sample(input="x")])
     [log] = eval(task, model=model, log_dir=str(tmp_path), display="none")
@@ -166,7 +159,7 @@ def test_a_server_without_midstream_fails_the_evaluation(sent: list[Any], tmp_pa
     assert "the server has ignored the plan" in log.error.message
 
 
-def test_a_call_whose_arguments_ask_for_nothing_has_no_plan(sent: list[Any]) -> None:
+def test_a_call_whose_arguments_ask_for_nothing_has_no_plan(sent):
     for given, body in (
         ({"edits": None}, None),
         ({}, {"midstream": None}),
@@ -181,7 +174,7 @@ def test_a_call_whose_arguments_ask_for_nothing_has_no_plan(sent: list[Any]) -> 
 
 
 @pytest.mark.nightly
-def test_a_model_without_a_server_starts_its_own(talking_llama: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_server_starts_its_own(talking_llama, tmp_path):
     from safetensors.torch import save_file
 
     save_file({"1": U}, tmp_path / "happy.safetensors")

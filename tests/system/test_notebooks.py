@@ -1,7 +1,5 @@
 """The notebooks run as they stand, by nbclient, and show what their texts say."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Iterator

@@ -1,9 +1,5 @@
 """The engine core in a process of its own, as vLLM runs by default."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from support.own_process import python
 from support.stale_check import check_no_stale_graph
@@ -12,7 +8,8 @@ SCRIPT = """
 import sys, torch
 from support.engines import ALL_SITES, engine, greedy, tokens, generated
 from support.forging import forged
-from midstream import Capture, ReceiptError, Steer
+from midstream import Capture, Steer
+from midstream.errors import ReceiptError
 from midstream.runtime.frontend.results import row_streamer
 from midstream.sinks import registry
 from importlib.metadata import EntryPoint
@@ -88,9 +85,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_separate_engine_process_gives_what_the_same_process_gives(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_a_separate_engine_process_gives_what_the_same_process_gives(tiny_llama, tmp_path):
     import torch
 
     script = tmp_path / "program.py"
@@ -124,7 +119,5 @@ def test_a_separate_engine_process_gives_what_the_same_process_gives(
 
 
 @pytest.mark.nightly
-def test_a_graph_compiled_under_other_settings_is_never_used(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_a_graph_compiled_under_other_settings_is_never_used(tiny_llama, tmp_path):
     check_no_stale_graph(tmp_path, tiny_llama, {})

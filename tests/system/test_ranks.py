@@ -1,7 +1,5 @@
 """One engine over several ranks gives what one rank gives."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -27,15 +25,8 @@ from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 from support.updating import check_versions, steer, vector
 
-from midstream import (
-    Capture,
-    Controller,
-    Gate,
-    Probe,
-    SpecError,
-    Steer,
-    Threshold,
-)
+from midstream import Capture, Controller, Gate, Probe, Steer, Threshold
+from midstream.errors import SpecError
 from midstream.plan.operations import KINDS_BY_OP
 from midstream.sites import INNER as INSIDE
 
@@ -159,7 +150,10 @@ def run_the_mix(model: Model, llm: Any, folder: Path, count: int = REQUESTS) -> 
     # How many of the mix's requests find their prompt cached depends on timing. This one does.
     ids = model.families[1][:70]
     llm.generate(tokens(ids), greedy(1, detokenize=False), use_tqdm=False)
-    asked = {"capture": Capture("all", list(EVERY_SITE), positions="last"), "use_tqdm": False}
+    asked = {
+        "capture": Capture("all", list(EVERY_SITE), positions="last_row"),
+        "use_tqdm": False,
+    }
     cached, alone = (
         found.generate(tokens(ids), greedy(4, detokenize=False), **asked)[0]
         for found in (llm, model.single)
@@ -178,9 +172,7 @@ def tensor(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         yield llm
 
 
-def test_two_tensor_ranks_give_what_one_rank_gives(
-    model: Model, tensor: Any, tmp_path: Path
-) -> None:
+def test_two_tensor_ranks_give_what_one_rank_gives(model, tensor, tmp_path):
     assert [(w.stage, w.tensor_rank) for w in tensor.info.workers] == [(0, 0), (0, 1)]
     run_the_mix(model, tensor, tmp_path)
 
@@ -197,7 +189,7 @@ def one(llm: Any, model: Model, prompt: int, **asked: Any) -> Any:
     ["raw", "full8"]
     + [pytest.param(name, marks=pytest.mark.nightly) for name in ("topk8:k=8", "rp8:k=16")],
 )
-def test_shards_make_up_what_the_first_rank_gathers(model: Model, tensor: Any, codec: str) -> None:
+def test_shards_make_up_what_the_first_rank_gathers(model, tensor, codec):
     steer = [Steer(torch.full((tiny.HIDDEN,), 0.5), layer=1)]
     found = {}
     for nth, way in enumerate(("gathered", "sharded")):
@@ -224,7 +216,7 @@ def test_shards_make_up_what_the_first_rank_gathers(model: Model, tensor: Any, c
             assert torch.equal(mine, theirs)
 
 
-def test_each_file_of_sharded_rows_is_of_one_rank(model: Model, tensor: Any) -> None:
+def test_each_file_of_sharded_rows_is_of_one_rank(model, tensor):
     written = {}
     for way in ("gathered", "sharded"):
         assert tensor.reset_prefix_cache()
@@ -240,9 +232,7 @@ def test_each_file_of_sharded_rows_is_of_one_rank(model: Model, tensor: Any) -> 
             np.testing.assert_array_equal(gathered[name], sharded[name])
 
 
-def test_shards_of_captures_that_differ_by_position_come_together(
-    model: Model, tensor: Any
-) -> None:
+def test_shards_of_captures_that_differ_by_position_come_together(model, tensor):
     captures = [
         Capture([0, 2], ["resid_post", "mlp_out"], "prompt"),
         Capture(1, "resid_mid", [0, 5, -1]),
@@ -258,9 +248,7 @@ def test_shards_of_captures_that_differ_by_position_come_together(
         assert MEASURE.error(here.activations[tap], rows) < MEASURE.rows
 
 
-def test_controllers_change_edits_on_both_ranks_before_the_same_step(
-    model: Model, tensor: Any
-) -> None:
+def test_controllers_change_edits_on_both_ranks_before_the_same_step(model, tensor):
     check_controllers(tensor, model)
 
 
@@ -302,12 +290,12 @@ def check_controllers(llm: Any, model: Model) -> None:
     assert plain.token_ids == free.outputs[0].token_ids or GPUS
 
 
-def test_parameters_are_put_together_from_those_of_the_ranks(tensor: Any, model: Model) -> None:
+def test_parameters_are_put_together_from_those_of_the_ranks(tensor, model):
     for name in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"):
         assert torch.equal(tensor.parameter(name), model.single.parameter(name))
 
 
-def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> None:
+def test_captures_of_one_request_leave_in_one_way(tensor, model):
     both = [Capture(0, return_="gathered"), Capture(1, return_="sharded")]
     with pytest.raises(SpecError, match=r"\[1\]\.return: sharded, and that of .* is gathered"):
         one(tensor, model, 0, capture=[both])
@@ -350,13 +338,7 @@ def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> 
         ),
     ],
 )
-def test_ranks_give_what_one_rank_gives(
-    alone: Callable[[str], Model],
-    name: str,
-    args: dict[str, Any],
-    places: list[tuple[int, int]],
-    tmp_path: Path,
-) -> None:
+def test_ranks_give_what_one_rank_gives(alone, name, args, places, tmp_path):
     model = alone(name)
     with ranks(model.path, **mixed(**{"midstream": settings(), **args})) as llm:
         assert [(w.stage, w.tensor_rank) for w in llm.info.workers] == places

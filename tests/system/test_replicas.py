@@ -1,7 +1,5 @@
 """Data-parallel replicas: each request has what one engine alone gives it, wherever it ran."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server on SmolLM2 in processes of its own: over HTTP comes what the offline engine gives."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -38,8 +36,9 @@ from support.serving_offline import (
 from system import one_connection, served_sweeps
 from system.spans import collecting, wait_for
 
-from midstream import Capture, Client, Feature, Features, Lens, Probe, Steer, Switch, extra_body
+from midstream import Capture, Client, Feature, Features, Lens, Probe, Steer, extra_body
 from midstream.client import ServerError
+from midstream.plan import Switch
 from midstream.store import open_store
 
 

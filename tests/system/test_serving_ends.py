@@ -1,7 +1,5 @@
 """How a server ends, and how it does not start: nothing of it is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

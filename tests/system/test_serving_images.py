@@ -1,9 +1,5 @@
 """Images in requests to a server: `data:` URLs, selected by number, and in messages by role."""
 
-from __future__ import annotations
-
-import base64
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,26 +32,20 @@ def server(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         yield running
 
 
-def url(seed: int) -> dict[str, Any]:
-    data = io.BytesIO()
-    vision.picture(seed).save(data, "PNG")
-    text = base64.b64encode(data.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
-
-
 def chat(system: str) -> list[dict[str, Any]]:
     return [
         {"role": "system", "content": system},
-        {"role": "user", "content": [{"type": "text", "text": "what is "}, url(1)]},
+        {"role": "user", "content": [{"type": "text", "text": "what is "}, vision.url_part(1)]},
         {"role": "assistant", "content": "an owl"},
-        {"role": "user", "content": [url(2), {"type": "text", "text": "and there?"}]},
+        {
+            "role": "user",
+            "content": [vision.url_part(2), {"type": "text", "text": "and there?"}],
+        },
     ]
 
 
 @pytest.mark.parametrize("system", ["be terse", LONG])
-def test_images_and_messages_with_images_are_selected(
-    server: Running, path: Path, system: str
-) -> None:
+def test_images_and_messages_with_images_are_selected(server, path, system):
     selected = {
         "first": {"image": 0},
         "every": {"image": "all"},
@@ -102,7 +92,7 @@ def test_images_and_messages_with_images_are_selected(
     assert first.first + first.length < second.first
 
 
-def test_an_image_that_the_request_lacks_is_refused(server: Running) -> None:
+def test_an_image_that_the_request_lacks_is_refused(server):
     with Client(server.url) as client:
         for where, problem in (
             ({"image": 2}, "image 2 is out of range: the prompt has 2 of this kind"),

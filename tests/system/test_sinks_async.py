@@ -1,7 +1,5 @@
 """Captured rows in sinks of the async engine: each request waits for its own, and for no other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

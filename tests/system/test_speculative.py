@@ -1,7 +1,5 @@
 """With drafts, rejected rows never appear and accepted ones exactly once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +41,7 @@ def draft(tiny_llama: Path, folder: Path) -> dict[str, Any]:
     return speculation.run(tiny_llama, folder / "draft.pt", "draft", {"streamed": True})
 
 
-def test_the_cases_are_what_they_are_meant_to_be(expected: dict[str, Any]) -> None:
+def test_the_cases_are_what_they_are_meant_to_be(expected):
     lengths = {name: len(one["generated"]) for name, one in expected.items()}
     assert lengths["one token"] == 1
     assert 2 < lengths["stopped"] < 30
@@ -58,9 +56,7 @@ def test_the_cases_are_what_they_are_meant_to_be(expected: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("way", ["ngram", *SCRIPTED])
-def test_with_ngrams_all_is_as_without_drafts(
-    ngram: dict[str, Any], expected: dict[str, Any], way: str
-) -> None:
+def test_with_ngrams_all_is_as_without_drafts(ngram, expected, way):
     accepted, rejected = ngram[way]["drafts"]
     assert accepted > 0 or "all wrong" in way
     assert rejected > 0
@@ -70,9 +66,7 @@ def test_with_ngrams_all_is_as_without_drafts(
     assert differences(ngram[way]["results"], expected, 1e-4) == []
 
 
-def test_biased_logits_are_those_of_transformers_for_every_draft(
-    ngram: dict[str, Any], tiny_llama: Path
-) -> None:
+def test_biased_logits_are_those_of_transformers_for_every_draft(ngram, tiny_llama):
     oracle = EndOracle(tiny_llama, "llama")
     changes: dict[str, Any] = {
         "biased": lambda token, is_generated: speculation.FAVOURED,
@@ -101,20 +95,16 @@ def test_biased_logits_are_those_of_transformers_for_every_draft(
         torch.testing.assert_close(values, logits[positions].topk(5).values, atol=1e-4, rtol=0)
 
 
-def test_with_a_draft_model_all_is_as_without_drafts(
-    draft: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_with_a_draft_model_all_is_as_without_drafts(draft, expected):
     accepted, rejected = draft["draft"]["drafts"]
     assert accepted > 20, "where nothing is edited the model drafts what it says itself"
     assert rejected > 5, "where something is, it does not"
     assert differences(draft["draft"]["results"], expected, 1e-4) == []
 
 
-def test_scores_that_are_shown_meanwhile_are_never_those_of_a_rejected_draft(
-    draft: dict[str, Any],
-) -> None:
+def test_scores_that_are_shown_meanwhile_are_never_those_of_a_rejected_draft(draft):
     shown = 0
-    for name in ("probed", "last"):
+    for name in ("probed", "last_row"):
         one = draft["draft"]["results"][name]
         for count, scores, _, _ in one["partial"]:
             known = len(one["prompt"]) + count - 1
@@ -129,9 +119,7 @@ def test_scores_that_are_shown_meanwhile_are_never_those_of_a_rejected_draft(
 
 
 @pytest.mark.parametrize("way", SCRIPTED)
-def test_rows_that_come_on_the_way_are_of_no_rejected_draft(
-    ngram: dict[str, Any], expected: dict[str, Any], way: str
-) -> None:
+def test_rows_that_come_on_the_way_are_of_no_rejected_draft(ngram, expected, way):
     found = ngram[way]["pieces"]
     assert set(found) == set(expected)
     compared = 0

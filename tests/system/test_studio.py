@@ -1,7 +1,5 @@
 """Studio on a real server: a fit, an answer coloured by it, a steered answer, a lens, a sweep."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 head moves that head alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,9 +76,7 @@ def edits(queries: int, keys: int) -> list[Any]:
     ]
 
 
-def test_rows_and_edits_of_three_ranks_are_those_of_one(
-    both: Engines,
-) -> None:
+def test_rows_and_edits_of_three_ranks_are_those_of_one(both):
     alone, three, heads = both
     assert [worker.tensor_rank for worker in three.info.workers] == [0, 1, 2]
     assert three.info.shape.num_heads(("z", 1)) == heads[0]

@@ -1,7 +1,5 @@
 """Updates of requests with draft tokens, in a process of its own: see what it runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

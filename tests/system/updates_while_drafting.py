@@ -3,8 +3,6 @@
 with which no second engine starts on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,9 +40,7 @@ def drafting(tiny_llama: Path) -> Iterator[Any]:
         yield found
 
 
-def test_with_drafts_a_position_has_the_version_that_held_when_it_was_scheduled(
-    drafting: Any, oracle: Oracle
-) -> None:
+def test_with_drafts_a_position_has_the_version_that_held_when_it_was_scheduled(drafting, oracle):
     """Rejected drafts are computed again, under the version that their positions had."""
     prompt = [5, 17, 33, 5, 17, 33, 5, 17]
     (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)

@@ -5,8 +5,6 @@
 One import of vLLM serves all scenarios: each that may change something runs in a fork.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

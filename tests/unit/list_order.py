@@ -1,7 +1,5 @@
 """Rules of lists that requests take: what a list in another order gives, and how that is seen."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +12,6 @@ import pytest
 import torch
 
 from midstream import (
-    MLP,
     SAE,
     Ablate,
     Affine,
@@ -27,15 +24,13 @@ from midstream import (
     Logits,
     LogProb,
     LoReFT,
-    Mass,
-    Plan,
     Probe,
-    SpecError,
     Steer,
 )
+from midstream.errors import SpecError
 from midstream.lab.sweep.cells import plan_grid
 from midstream.lab.sweep.request import SweepRequest
-from midstream.plan import ModelShape, Prompt
+from midstream.plan import MLP, Mass, ModelShape, Plan, Prompt
 from midstream.plan.operation import Operation
 from midstream.plan.readouts import ReadOut
 from midstream.plan.resolve.resolve import resolve

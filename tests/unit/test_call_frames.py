@@ -1,7 +1,5 @@
 """Calls at the end of one of CPython's chunks of frames."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable
 
@@ -55,7 +53,6 @@ def test_a_wrapped_function_makes_no_room_inside_another_and_makes_it_again_afte
 
 
 def test_a_wrapped_function_returns_and_raises_what_the_function_does():
-    @with_room_for_calls
     def divide(one: float, *, by: float) -> float:
         """Doc."""
         return one / by

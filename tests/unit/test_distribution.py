@@ -1,7 +1,5 @@
 """The built wheel and sdist: what they contain, and an environment that has the wheel alone."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -36,7 +34,9 @@ TOP = {
 SCRIPT = """
 import http.server, json, sys, threading
 import midstream
-from midstream import AsyncClient, Capture, Client, Plan, Probe, Receipt, Steer, Vector, extra_body
+from midstream import AsyncClient, Capture, Client, Probe, Steer, extra_body
+from midstream.plan import Plan, Vector
+from midstream.results.receipt import Receipt
 
 body = open(sys.argv[1], "rb").read()
 
@@ -214,7 +214,7 @@ import midstream
 try:
     midstream.{name}
 except ImportError as error:
-    print(isinstance(error, midstream.MissingExtraError), error)
+    print(isinstance(error, midstream.errors.MissingExtraError), error)
 """
     shown = run(python, "-c", code)
     assert shown.startswith(f"True midstream.{name} needs the package ")

@@ -22,12 +22,13 @@ import pytest
 from support.cancelling import bounded
 from support.sinking import ORIGIN, Noting
 
-from midstream import Sweep, plugin
+from midstream import plugin
 from midstream.config.sinks import plain_sinks, read_sinks
 from midstream.errors import BusyError, HttpError, MidstreamError, StoreError
 from midstream.lab.fit import Directions
 from midstream.lab.jobs import directory_lock
 from midstream.lab.report.pairs import read_pairs
+from midstream.lab.sweep import Sweep
 from midstream.lenses import JacobianLens, TunedLens
 from midstream.plan import Capture, Plan
 from midstream.results.activations import Activations

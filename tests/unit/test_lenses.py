@@ -1,7 +1,5 @@
 """Files of tuned and Jacobian lenses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from support.refusals import refused
 
-from midstream import JacobianLens, TunedLens
+from midstream.lenses import JacobianLens, TunedLens
 
 WIDTH = 4
 CONFIG = {"base_model_name_or_path": "m", "d_model": WIDTH, "num_hidden_layers": 2, "bias": True}
@@ -88,7 +86,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path, capsys: Any) -> Non
         ((whole, {"num_hidden_layers": None}), "config.json.num_hidden_layers: expected"),
         ((whole | {"0.bias": torch.ones(3)}, {}), r"expected \[4\], got \[3\] at depth 0"),
         ((whole | {"0.bias": torch.full((4,), torch.nan)}, {}), "not finite"),
-        (({"0.weight": Evil()}, {}), "is no file of tensors"),
+        (({"0.weight": Evil()}, {}), "expected a file of tensors alone, which runs no code"),
     )
     assert "executed" not in capsys.readouterr().out
 

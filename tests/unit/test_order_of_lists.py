@@ -4,8 +4,6 @@
 for an argument without one. A rule is checked with the list in random orders.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 import re
@@ -68,11 +66,9 @@ from midstream import (
     Attention,
     Bias,
     Capture,
-    CapturedRows,
     Clamp,
     Client,
     Controller,
-    Direction,
     Directions,
     Feature,
     Features,
@@ -82,30 +78,26 @@ from midstream import (
     Logits,
     LogProb,
     LoReFT,
-    Mass,
     Norms,
-    Plan,
-    Positions,
     Probe,
-    Reading,
     Reconstruct,
     Replace,
     Route,
     Scale,
-    Sites,
     Steer,
-    Switch,
     TokenIds,
-    TopKeys,
+    entries,
     extra_body,
     stack,
 )
 from midstream.lab.attribution import Twin, attribution_patching
+from midstream.lab.fit import Direction
 from midstream.lab.fit.batches import encode_prompts
 from midstream.lab.fit.tune import _read_scales
 from midstream.lab.sweep.alignment import align_positions, read_align
 from midstream.lab.sweep.request import SweepRequest
 from midstream.lab.sweep.source import read_source
+from midstream.plan import CapturedRows, Mass, Plan, Positions, Reading, Sites, Switch, TopKeys
 
 ENGINE = "tests/engine/test_row_order.py::"
 MASK = [4, 1, 6]
@@ -423,6 +415,7 @@ def arguments(function: Any) -> list[str]:
 def classes() -> dict[str, type]:
     """What requests are made of."""
     public = {name: getattr(midstream, name) for name in midstream.__all__}
+    public |= {name: entries.public(name) for name in entries.MOVED}
     found = {
         name: one
         for name, one in public.items()

@@ -1,7 +1,5 @@
 """The strict readers that plans and settings share."""
 
-from __future__ import annotations
-
 import functools
 import re
 import time
@@ -12,7 +10,7 @@ import pytest
 from msgspec import Meta, Struct
 from support.refusals import refused
 
-from midstream import ConfigError
+from midstream.errors import ConfigError
 from midstream.validation import closest, hint, read_count, read_mapping, read_struct, setting
 
 
@@ -26,14 +24,14 @@ class Knobs(Struct, frozen=True, rename={"from_": "from"}):
     names: tuple[str, ...] = ()
 
 
-def test_a_dict_is_read_as_a_struct() -> None:
+def test_a_dict_is_read_as_a_struct():
     assert read_struct(Knobs, {}) == Knobs()
     given = {"count": 1, "most": 2**70, "mode": "off", "from": True, "names": ["a"]}
     assert read_struct(Knobs, given) == Knobs(1, 2**70, "off", True, ("a",))
     assert given["names"] == ["a"]
 
 
-def test_a_field_that_is_wrong_is_named_with_its_value_and_what_would_be_right() -> None:
+def test_a_field_that_is_wrong_is_named_with_its_value_and_what_would_be_right():
     cases = (
         ({"cuont": 1}, "unknown field 'cuont' (did you mean `count`?); known: `count`, `most`, "),
         ({"from_": True}, "unknown field 'from_' (did you mean `from`?); known: "),
@@ -54,7 +52,7 @@ def test_a_field_that_is_wrong_is_named_with_its_value_and_what_would_be_right()
     refused(read, *((given, f"^{re.escape(message)}") for given, message in cases))
 
 
-def test_what_is_no_count_is_rejected() -> None:
+def test_what_is_no_count_is_rejected():
     refused(
         lambda value: read_count(value, 2),
         (True, "expected `int`, got `bool`$"),
@@ -69,8 +67,7 @@ def test_what_is_no_count_is_rejected() -> None:
         assert type(read_count(value)) is int
 
 
-def test_an_error_of_a_setting_has_the_settings_path() -> None:
-    @setting("midstream.http")
+def test_an_error_of_a_setting_has_the_settings_path():
     def read(value: object) -> None:
         with setting("midstream.inner"):
             read_mapping({}, "a dict")
@@ -85,7 +82,7 @@ def test_an_error_of_a_setting_has_the_settings_path() -> None:
         read_mapping(3, "a dict")
 
 
-def test_the_closest_name_is_looked_for_only_where_that_is_fast() -> None:
+def test_the_closest_name_is_looked_for_only_where_that_is_fast():
     assert closest("bank_row", ["bank_rows", "probes"]) == "bank_rows"
     assert closest("zzz", ["bank_rows", "probes"]) == ""
     assert hint("zzz", ["bank_rows"]) == ""

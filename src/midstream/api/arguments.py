@@ -7,20 +7,24 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, SupportsIndex, TypeGuard
 
 from midstream.compat.foreign_fields import OWN
+from midstream.config.config import Config
 from midstream.errors import SpecError
 from midstream.plan import Controller, Edit, Plan, Probe
 from midstream.plan.control.control_laws import Threshold
-from midstream.plan.readouts import ReadOut
-from midstream.plan.readouts.capture import bad_capture
-from midstream.validation import closest, is_int
+from midstream.plan.forms import PlacedVector, SupportsArray, SupportsEdit
+from midstream.plan.operations import is_placed_vector
+from midstream.plan.readouts import Capture, ReadOut
+from midstream.plan.readouts.capture import read_short_capture
+from midstream.validation import at, closest
 
 # One part of a plan or its dict, for all prompts; or a list of parts, or one entry per prompt.
-_CapturePart = ReadOut | Mapping[str, Any] | None
+# Of captures also short forms: True, layers, names of sites with their layers.
+_CapturePart = ReadOut | Mapping[str, Any] | bool | str | SupportsIndex | SupportsArray | None
 CaptureArgument = _CapturePart | Sequence[_CapturePart | Sequence[_CapturePart]]
-_EditPart = Edit | Mapping[str, Any] | None
+_EditPart = Edit | Mapping[str, Any] | SupportsEdit | PlacedVector | None
 EditArgument = _EditPart | Sequence[_EditPart | Sequence[_EditPart]]
 _ProbePart = Probe | Mapping[str, Any] | None
 ProbeArgument = _ProbePart | Sequence[_ProbePart | Sequence[_ProbePart]]
@@ -83,12 +87,10 @@ class CallArguments:
         if value is None:
             return None
         mine, begin = value, name
-        if prompt_index is not None and (
-            isinstance(value, (list, tuple)) and (name not in _SEVERAL or _is_per_prompt(value))
-        ):
+        if prompt_index is not None and _has_entries(name, value):
             mine, begin = value[prompt_index], f"{name}[{prompt_index}]"
         # A plan numbers its parts even if the caller gave a single one.
-        if not isinstance(mine, (list, tuple)):
+        if not _is_list(mine) or (name == "capture" and _is_short(mine)):
             rest = rest.removeprefix("[0]")
         return begin + rest, prompt_index is not None and begin == name
 
@@ -97,7 +99,7 @@ class CallArguments:
         if head != "edits" or self.steer is None:
             return head, rest
         mine = self.steer
-        if prompt_index is not None and isinstance(mine, (list, tuple)) and _is_per_prompt(mine):
+        if prompt_index is not None and _has_entries("steer", mine):
             mine = mine[prompt_index]
         count = len(_as_list(mine))
         index, tail = re.match(r"\[(\d+)\](.*)|", rest, re.DOTALL).groups()  # type: ignore[union-attr]
@@ -113,7 +115,7 @@ class CallArguments:
 
 
 # Arguments of these types are immutable; a list or a dict may change from call to call.
-_IMMUTABLE = (type(None), ReadOut, Edit, Probe, Controller, str)
+_IMMUTABLE = (type(None), ReadOut, Edit, Probe, Controller, str, int)
 _CACHED_PLANS = 64
 _PLANS: dict[tuple[int, ...], tuple[PromptArguments, Plan | None]] = {}  # by `key`
 
@@ -194,13 +196,21 @@ _INSTEAD = {
 }
 
 
-def check_names(function: str, others: Iterable[str], theirs: Callable[..., Any]) -> None:
-    """Check that no argument for vLLM is a misspelt one of midstream, or one of another tool."""
+def check_names(function: str, others: Iterable[str], *known: Callable[..., Any]) -> None:
+    """Check that arguments are those of some functions, vLLM's or midstream's, none misspelt.
+
+    Others that resemble nothing are left to vLLM, which may know more.
+    """
+    named = frozenset[str]().union(*map(_parameters, known))
+    is_engine = any(one.__name__ == "__init__" for one in known)
     for name in others:
-        if name in _parameters(theirs):
+        if name in named:
             continue
-        instead = _INSTEAD.get(name)
-        close = closest(name, OWN)
+        settings = Config.__struct_encode_fields__ if is_engine else ()
+        instead = None if is_engine else _INSTEAD.get(name)
+        if name in settings:
+            instead = f'midstream={{"{name}": …}}'
+        close = closest(name, named if is_engine else {*OWN, *named})
         if instead or close:
             shown = instead or f"{close}=…"
             raise SpecError(name, f"{function}() has no such argument; did you mean {shown}?")
@@ -215,8 +225,12 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     """Return an argument's value for each prompt: of several, a list has one entry each, and a flat
     list of several edits or probes, which can mean two things, is rejected.
     """
-    if not isinstance(value, (list, tuple)):
+    if not _is_list(value):
         return [value] * count
+    if name == "capture":
+        with at(name):
+            if read_short_capture(value) is not None:
+                return [value] * count
     if name in _SEVERAL and not _is_per_prompt(value):
         if count > 1 and len(value) > 1:
             what = _WHAT[name]
@@ -229,10 +243,9 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
         return [value] * count
     if name == "capture":
         for index, entry in enumerate(value):
-            if not (entry is None or isinstance(entry, (ReadOut, Mapping, list, tuple))):
-                raise bad_capture(value if is_int(entry) else entry).under(
-                    name if is_int(entry) else f"{name}[{index}]"
-                )
+            if not isinstance(entry, (type(None), bool, ReadOut, Mapping, list, tuple)):
+                with at(f"{name}[{index}]"):
+                    Capture.parse(entry)
     if len(value) != count:
         prompts = "1 prompt" if count == 1 else f"{count} prompts"
         raise SpecError(name, f"{len(value)} entries for {prompts}; give one, or one each")
@@ -242,8 +255,30 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    return list(value) if _is_list(value) else [value]
+
+
+def _has_entries(name: str, value: Any) -> TypeGuard[Sequence[Any]]:
+    """Return whether an argument of several prompts is a list with one entry each."""
+    if not _is_list(value):
+        return False
+    if name == "capture":
+        return not _is_short(value)
+    return name not in _SEVERAL or _is_per_prompt(value)
+
+
+def _is_short(value: Any) -> bool:
+    """Return whether a value is a short form of a capture, which may be malformed."""
+    try:
+        return read_short_capture(value) is not None
+    except SpecError:
+        return True
 
 
 def _is_per_prompt(value: Sequence[Any]) -> bool:
-    return any(entry is None or isinstance(entry, (list, tuple)) for entry in value)
+    return any(entry is None or _is_list(entry) for entry in value)
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Return whether a value is a list, rather than the single edit (vector, layer)."""
+    return isinstance(value, (list, tuple)) and not is_placed_vector(value)

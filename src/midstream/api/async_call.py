@@ -23,6 +23,7 @@ from midstream.api.last_token import (
     check_prompts,
     requests_of,
 )
+from midstream.api.sampling_params import check_params
 from midstream.deadlines import all_of
 from midstream.errors import MidstreamError, SpecError
 from midstream.plan import Plan
@@ -70,6 +71,7 @@ class AsyncEngineCall:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of the call with their results; see `AsyncLLM.generate`."""
         check_names("generate", vllm_args, VllmAsyncLLM.generate)
+        check_params(sampling_params)
         self._front, self._default = await self._started()
         if request_id is None:
             request_id = uuid.uuid4().hex

@@ -8,7 +8,7 @@ import functools
 import sys
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from vllm import AsyncEngineArgs, SamplingParams
@@ -22,10 +22,11 @@ from midstream.api.arguments import (
     ControllerArgument,
     EditArgument,
     ProbeArgument,
+    check_names,
 )
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.default_capture import DefaultCapture
-from midstream.api.outputs import GenerateOutput
+from midstream.api.outputs import StreamedOutput
 from midstream.api.registered import AsyncLenses, AsyncSaes
 from midstream.api.updates import AsyncUpdates
 from midstream.config.config import KEY, Config, from_additional_config
@@ -42,10 +43,15 @@ from midstream.runtime.frontend.rpc.replicas import call_all, check_loop
 from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
-from midstream.runtime.vllm.engine_rules import check_script
+from midstream.runtime.vllm.engine_rules import check_model, check_script
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from midstream.api.vllm_arguments import AsyncEngineArguments, AsyncGenerateArguments
 
 Engine = TypeVar("Engine", bound="AsyncLLM")
 
@@ -102,7 +108,7 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
         last_decode_token: bool = False,
         last_token_row: bool = False,
         enable_steering: bool = False,
-        **engine_args: Any,
+        **engine_args: Unpack[AsyncEngineArguments],
     ) -> None:
         """Start an engine. `from_engine_args` starts one from vLLM's own `AsyncEngineArgs`.
 
@@ -123,9 +129,14 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
                 of vLLM's class: `vllm_config`, `executor_class`, `log_stats`, …
 
         Raises:
-            ConfigError: a setting is invalid.
+            ConfigError: a setting is invalid, or there is no such folder.
+            SpecError: there is no such argument.
             UnsupportedError: this vLLM, the model or an engine setting is unsupported.
         """
+        if model is not None:
+            check_model(model)
+        theirs = (VllmAsyncLLM.__init__, AsyncLLM.__init__, AsyncEngineArgs)
+        check_names("AsyncLLM", engine_args, *theirs)
         self._default_capture: DefaultCapture | None = None
         if layers is not None:
             self._default_capture = DefaultCapture.parse(
@@ -136,19 +147,18 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
         check_script()
         seams.check("async")
         if "vllm_config" in engine_args:
-            made = engine_args
+            made = dict[str, Any](engine_args)
             if model is not None or midstream is not None or enable_steering:
                 raise ConfigError(
                     f"{KEY}: model, midstream and enable_steering must be omitted with a "
                     "vllm_config, which has all settings"
                 )
         else:
-            if model is not None:
-                engine_args["model"] = model
-            config = engine_args.pop("additional_config", None)
-            args = AsyncEngineArgs(
-                **engine_args, additional_config=with_midstream(config, midstream, enable_steering)
+            given = dict[str, Any](engine_args) | ({} if model is None else {"model": model})
+            config = with_midstream(
+                given.pop("additional_config", None), midstream, enable_steering
             )
+            args = AsyncEngineArgs(**given, additional_config=config)
             made = _of_engine_args(args)
         if from_additional_config(made["vllm_config"].additional_config) is None:
             raise ConfigError(
@@ -242,8 +252,8 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
         edits: EditArgument = None,
         probes: ProbeArgument = None,
         controller: ControllerArgument = None,
-        **vllm_args: Any,
-    ) -> AsyncGenerator[GenerateOutput, None]:
+        **vllm_args: Unpack[AsyncGenerateArguments],
+    ) -> AsyncGenerator[StreamedOutput, None]:
         """Generate, with captures, edits and probes.
 
         Args:
@@ -267,13 +277,13 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
             vLLM's outputs, each with `activations`, `probes` and `receipt`. `probes` has all known
             scores: in an output that shows n generated tokens, those of the first P + n − 1
             positions, where n counts from the beginning with any `output_kind`. The score of the
-            request's last row, if a probe selects `"last"`, is in the last output only. Before the
-            last, an output has `activations` of the captures with `stream`, at the same positions
-            (without the last of these if a capture of the request selects `"last"`): with
-            `CUMULATIVE` all so far, with `DELTA` those that no earlier output had. The last output
-            has all `activations`, `capture_results` and `receipt`, as `LLM.generate` returns them,
-            once the sinks have their rows; on the others these are None. The last output of an
-            aborted request has the known scores, the rows as an output before the last, and
+            request's last row, if a probe selects `"last_row"`, is in the last output only. Before
+            the last, an output has `activations` of the captures with `stream`, at the same
+            positions (without the last of these if a capture of the request selects `"last_row"`):
+            with `CUMULATIVE` all so far, with `DELTA` those that no earlier output had. The last
+            output has all `activations`, `capture_results` and `receipt`, as `LLM.generate` returns
+            them, once the sinks have their rows; on the others these are None. The last output of
+            an aborted request has the known scores, the rows as an output before the last, and
             nothing else. With `AsyncLLM(layers=…)` each output also has `hidden_states` and
             `prefill_hidden_states`: the rows of `activations` of the default capture, by layer.
 

@@ -74,7 +74,7 @@ class DefaultCapture:
         return Plan(captures=(capture,), edits=tuple(edits))
 
     def _capture(self, positions: Positions, stream: bool) -> Capture:
-        return Capture(layers=self.layers, sites=_SITE, positions=positions, stream=stream)
+        return Capture(layers=self.layers, sites=Sites(_SITE), positions=positions, stream=stream)
 
     def attach(self, output: Any, num_layers: int, prompt_len: int = 0) -> None:
         """Set `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on completions,

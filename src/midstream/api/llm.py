@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from vllm import LLM as VllmLLM
-from vllm import SamplingParams
+from vllm import EngineArgs, SamplingParams
 
 from midstream.api.arguments import (
     CallArguments,
@@ -36,10 +36,15 @@ from midstream.runtime.frontend.request.prompt.inputs import conversations, list
 from midstream.runtime.frontend.request.prompt.message_spans import template_arguments
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
-from midstream.runtime.vllm.engine_rules import check_offline, check_script
+from midstream.runtime.vllm.engine_rules import check_model, check_offline, check_script
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from midstream.api.vllm_arguments import ChatArguments, EngineArguments, GenerateArguments
 
 
 class LLM(Updates, VllmLLM):
@@ -57,7 +62,7 @@ class LLM(Updates, VllmLLM):
         last_decode_token: bool = False,
         last_token_row: bool = False,
         enable_steering: bool = False,
-        **vllm_args: Any,
+        **vllm_args: Unpack[EngineArguments],
     ) -> None:
         """Start an engine. Takes the arguments of `vllm.LLM`, and:
 
@@ -75,16 +80,19 @@ class LLM(Updates, VllmLLM):
             last_decode_token: only the last row of the generated tokens.
             last_token_row: with `layers`: `hidden_states` also has the row of the last generated
                 token, so there are as many rows as tokens. It takes a second request per
-                completion, of one step; see `docs/guide.md` for what it excludes.
+                completion. Rejected then: edits that select positions or a phase, names of vectors
+                in the request, captures of every request, prompts of embeddings.
             enable_steering: tap all three residual sites, so that
                 `SamplingParams(steering_vectors=…)` can use any of its hook points. Settings in
                 `midstream` take precedence.
 
         Raises:
-            ConfigError: a setting is invalid.
-            SpecError: `layers` has a layer that the model lacks, or that is not tapped.
+            ConfigError: a setting is invalid, or there is no such folder.
+            SpecError: there is no such argument, or `layers` has a layer that is not tapped.
             UnsupportedError: this vLLM, the model or an engine setting is unsupported.
         """
+        check_model(model)
+        check_names("LLM", vllm_args, VllmLLM.__init__, LLM.__init__, EngineArgs)
         extra = with_midstream(vllm_args.pop("additional_config", None), midstream, enable_steering)
         self._default_capture: DefaultCapture | None = None
         if layers is not None:
@@ -170,7 +178,7 @@ class LLM(Updates, VllmLLM):
         edits: EditArgument = None,
         probes: ProbeArgument = None,
         controller: ControllerArgument = None,
-        **vllm_args: Any,
+        **vllm_args: Unpack[GenerateArguments],
     ) -> list[GenerateOutput]:
         """Generate, with captures, edits and probes.
 
@@ -181,22 +189,21 @@ class LLM(Updates, VllmLLM):
         Args:
             prompts: one prompt or a list.
             sampling_params: for all, or one per prompt. Never changed.
-            capture: a `Capture` or its dict; per prompt one or a list of them; or by sink, as
+            capture: a `Capture` or its dict; True or "all", layers as `[10, 20]`, or sites as
+                `"blocks.10.hook_resid_post"`; per prompt one or a list of captures; or by sink, as
                 `{"filesystem": FilesystemCaptureRequest(…)}`.
-            steer: a `Steer` or its dict, or a list of them.
-            edits: an operation or its dict with `op`, or a list of them; applied in order, after
-                those of `steer`.
+            steer, edits: an operation or its dict with `op`; a `Direction` or `Directions`, also
+                times a number; `(vector, layer)`; or a list of these, those of `steer` first.
             probes: a `Probe` or its dict, or a list of them.
             controller: changes the edits by the probes' scores: a `Controller`, a `Threshold`, a
                 dict, or a name of the setting `controllers`. With `mode="async"` it needs n = 1.
             **vllm_args: other arguments of `vllm.LLM.generate`.
 
         Returns:
-            One output per prompt, in order, once the sinks have their rows. Each has
-            `activations` (`Activations` or None), `probes` (`Probes` or None) and `receipt`
-            (`Receipt` or None); with n > 1 these are on each of its `outputs` instead, and reading
-            them on the output raises AttributeError. If something was captured,
-            `capture_results` has a `CaptureResult` for each sink.
+            One output per prompt, in order, once the sinks have their rows. Each has what was
+            asked for, which `print` names: `activations`, `probes`, `receipt`, `capture_results`
+            by sink. Reading what was not asked for raises `NotAskedError`, an AttributeError that
+            says how to ask. With n > 1 results are on each of the `outputs`.
 
         Raises:
             SpecError: an argument is malformed, or the plan cannot be carried out. Prompts of the
@@ -208,7 +215,7 @@ class LLM(Updates, VllmLLM):
         arguments = CallArguments(capture, steer, edits, probes, controller)
         call = self._call(arguments, list_prompts(prompts))
         params = call.with_plans(sampling_params)
-        return call.run(
+        return call.results(
             lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args), params
         )
 
@@ -222,23 +229,24 @@ class LLM(Updates, VllmLLM):
         edits: EditArgument = None,
         probes: ProbeArgument = None,
         controller: ControllerArgument = None,
-        **vllm_args: Any,
+        **vllm_args: Unpack[ChatArguments],
     ) -> list[GenerateOutput]:
         """Answer conversations; see `generate`, and `vllm.LLM.chat` for its other arguments.
 
         Positions may select messages: see `Role`.
         """
         check_names("chat", vllm_args, VllmLLM.chat)
-        arguments = CallArguments(capture, steer, edits, probes, controller)
         talks = conversations(messages)
         template = template_arguments(VllmLLM.chat, args, vllm_args)
         # vLLM's default is the template that the engine was created with.
         if template.get("chat_template") is None:
             template["chat_template"] = getattr(self, "chat_template", None)
-        call = self._call(arguments, talks)
+        call = self._call(CallArguments(capture, steer, edits, probes, controller), talks)
         is_read = read_prompts(self.steering.plan_edits(), self.captures.current)
         params = call.with_plans(sampling_params, _plans_of_chats(talks, template, is_read))
-        return call.run(lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), params)
+        return call.results(
+            lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), params
+        )
 
     def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
         """Run beam search; see `vllm.LLM.beam_search`.

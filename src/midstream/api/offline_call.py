@@ -19,11 +19,13 @@ from midstream.api.last_token import (
     check_prompts,
     requests_of,
 )
+from midstream.api.sampling_params import check_params
 from midstream.errors import ReceiptError, SpecError
 from midstream.plan import Plan
 from midstream.plan.control.controller import Controller
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
 from midstream.runtime.frontend.request.controller_run import check_beside
+from midstream.runtime.frontend.results.outputs import without_nothing
 
 
 class OfflineCall:
@@ -51,6 +53,7 @@ class OfflineCall:
         call_plan: Callable[[int, Plan | None], Plan | CallPlan | None] = lambda _, plan: plan,
     ) -> list[SamplingParams]:
         """Return a copy of the sampling parameters for each prompt, with its plan attached."""
+        check_params(sampling_params)
         arguments, count = self._arguments, len(self._prompts)
         if sampling_params is None:
             sampling_params = self._llm.get_default_sampling_params()
@@ -85,6 +88,20 @@ class OfflineCall:
             # A copy in any case: vLLM's offline engine sets fields of its parameters.
             out.append(with_plan(params, attached))
         return out
+
+    def results(
+        self, work: Callable[[], list[RequestOutput]], params: Sequence[SamplingParams]
+    ) -> list[Any]:
+        """Run a call as `run` does; return outputs without attributes of what was not asked for."""
+        try:
+            outputs = self.run(work, params)
+        except ReceiptError as error:
+            for output in error.outputs:
+                without_nothing(output)
+            raise
+        for output in outputs:
+            without_nothing(output)
+        return outputs
 
     def run(
         self, work: Callable[[], list[RequestOutput]], params: Sequence[SamplingParams]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from midstream.lenses import LinearLens
+from midstream.lenses import LinearLens, load_lens
 from midstream.plan.tokens import LOGIT
 from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.frontend.weight_memory import NamedWeights
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 
 Weights = TypeVar("Weights")
+_PATHS = (str, PathLike)
 
 
 class _Names(Generic[Weights]):
@@ -60,6 +63,13 @@ class Lenses(Registered[LinearLens]):
         super().__init__(registry)
         self._directions = directions
 
+    def register(self, name: str, weights: LinearLens | str | PathLike[str]) -> None:
+        """Send a lens, or the one that a path has, to the workers, in place of another of that
+        name; see `readout_bytes`. A folder is read by `TunedLens.load`, a file by
+        `JacobianLens.load`.
+        """
+        super().register(name, load_lens(weights) if isinstance(weights, _PATHS) else weights)
+
     def direction(
         self, token: int | str, layer: int, lens: str = LOGIT, site: str = "resid_post"
     ) -> Tensor:
@@ -85,6 +95,12 @@ class AsyncLenses(AsyncRegistered[LinearLens]):
         super().__init__(front.lenses)
         self._front = front
 
+    async def register(self, name: str, weights: LinearLens | str | PathLike[str]) -> None:
+        """Send a lens to the workers of all replicas; see `Lenses.register`."""
+        if isinstance(weights, _PATHS):
+            weights = await asyncio.to_thread(load_lens, weights)
+        await super().register(name, weights)
+
     async def direction(
         self, token: int | str, layer: int, lens: str = LOGIT, site: str = "resid_post"
     ) -> Tensor:
@@ -98,6 +114,18 @@ class AsyncLenses(AsyncRegistered[LinearLens]):
 class Saes(Registered[SAE]):
     """Registered SAEs, whose encoders are stored in float32, for `Features(sae=name)`."""
 
+    def register(self, name: str, weights: SAE | str | PathLike[str]) -> None:
+        """Send an SAE, or the one that `SAE.load` reads at a path, to the workers, in place of
+        another of that name; see `readout_bytes`.
+        """
+        super().register(name, SAE.load(weights) if isinstance(weights, _PATHS) else weights)
+
 
 class AsyncSaes(AsyncRegistered[SAE]):
     """Registered SAEs of an `AsyncLLM`; see `Saes`."""
+
+    async def register(self, name: str, weights: SAE | str | PathLike[str]) -> None:
+        """Send an SAE to the workers of all replicas; see `Saes.register`."""
+        if isinstance(weights, _PATHS):
+            weights = await asyncio.to_thread(SAE.load, weights)
+        await super().register(name, weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,37 @@ from midstream.compat.vllm_fork import ARGUMENTS, read_edits
 from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.plan.plan import Plan
-from midstream.validation import listed
+from midstream.validation import kind, listed, show
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
     from vllm import SamplingParams as VllmSamplingParams
+
+    from midstream.api.arguments import (
+        CaptureArgument,
+        ControllerArgument,
+        EditArgument,
+        ProbeArgument,
+    )
+    from midstream.api.vllm_arguments import SamplingArguments
+
+    class OwnArguments(SamplingArguments, total=False):
+        """Keyword arguments of `SamplingParams`."""
+
+        steering_vectors: Any
+        prefill_steering_vectors: Any
+        decode_steering_vectors: Any
+        steering_module_ref: Any
+        steering_clamps: Any
+        prefill_steering_clamps: Any
+        decode_steering_clamps: Any
+        patch: Any
+        patch_vectors: Any
+        capture: CaptureArgument
+        edits: EditArgument
+        probes: ProbeArgument
+        controller: ControllerArgument
+
 
 _PLAN = ("capture", "edits", "probes", "controller")
 OWN = (*ARGUMENTS, *_PLAN)
@@ -32,20 +60,8 @@ class PlanForm(dict[str, Any]):
 class _Factory(type):
     """Metaclass whose call creates vLLM's object; every `vllm.SamplingParams` is an instance."""
 
-    def __call__(cls, *args: Any, **arguments: Any) -> VllmSamplingParams:
-        vllm_args = {name: value for name, value in arguments.items() if name not in OWN}
-        check_names("SamplingParams", vllm_args, _vllm())
-        plan = read_plan({name: arguments[name] for name in OWN if arguments.get(name) is not None})
-        made = _vllm()(*args, **vllm_args)
-        if plan is not None:
-            arguments = made.extra_args or {}
-            if KEY in arguments:
-                raise SpecError(
-                    f"extra_args[{KEY!r}]",
-                    f"there is a plan here and in {listed(OWN)}; give it in one place",
-                )
-            made.extra_args = {**arguments, KEY: PlanForm(plan.to_dict())}
-        return made
+    def __call__(cls, *args: Any, **arguments: Unpack[OwnArguments]) -> VllmSamplingParams:
+        return _made(args, dict(arguments))
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _vllm())
@@ -108,7 +124,23 @@ class SamplingParams(metaclass=_Factory):
 
     if TYPE_CHECKING:
 
-        def __init__(self, *args: Any, **arguments: Any) -> None: ...
+        def __init__(self, *args: Any, **arguments: Unpack[OwnArguments]) -> None: ...
+
+
+def _made(args: tuple[Any, ...], arguments: dict[str, Any]) -> VllmSamplingParams:
+    vllm_args = {name: value for name, value in arguments.items() if name not in OWN}
+    check_names("SamplingParams", vllm_args, SamplingParams)
+    plan = read_plan({name: arguments[name] for name in OWN if arguments.get(name) is not None})
+    made = _vllm()(*args, **vllm_args)
+    if plan is not None:
+        extra = made.extra_args or {}
+        if KEY in extra:
+            raise SpecError(
+                f"extra_args[{KEY!r}]",
+                f"there is a plan here and in {listed(OWN)}; give it in one place",
+            )
+        made.extra_args = {**extra, KEY: PlanForm(plan.to_dict())}
+    return made
 
 
 def read_plan(arguments: dict[str, Any]) -> Plan | None:
@@ -118,6 +150,18 @@ def read_plan(arguments: dict[str, Any]) -> Plan | None:
     if own is None:
         return Plan(edits=edits) if edits else None
     return replace(own, edits=(*edits, *own.edits))
+
+
+def check_params(value: Any) -> None:
+    """Check that a call's sampling parameters are objects of vLLM, and not their dict."""
+    each = [value] if value is None or not isinstance(value, Sequence) else value
+    for index, params in enumerate(each):
+        if isinstance(params, Mapping):
+            fields = ", ".join(f"{name}={show(params[name])}" for name in list(params)[:3])
+            path = f"sampling_params[{index}]" if each is value else "sampling_params"
+            raise SpecError(path, f"expected SamplingParams({fields}), got its dict")
+        if not (params is None or isinstance(params, _vllm())):
+            raise SpecError("sampling_params", f"expected SamplingParams(…), got {kind(params)}")
 
 
 def _vllm() -> type[VllmSamplingParams]:

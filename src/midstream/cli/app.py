@@ -7,24 +7,38 @@ from typing import Annotated
 import typer
 
 from midstream import entries
+from midstream.cli.command import Command, CommandGroup
 from midstream.version import __version__
 
 
 def make() -> typer.Typer:
     command = typer.Typer(
         name="midstream",
+        cls=CommandGroup,
         help="Read and change what a model computes, mid-forward, inside vLLM at full speed.",
         no_args_is_help=True,
         add_completion=True,
         pretty_exceptions_enable=False,
     )
     command.callback()(_options)
+    store = typer.Typer(
+        cls=CommandGroup, no_args_is_help=True, help="Look into stores, and keep them."
+    )
     for name in entries.COMMANDS:
-        module = entries.command(name)
-        settings = getattr(module, "CONTEXT", None)
-        kind = getattr(module, "CommandClass", None)
-        command.command(name, cls=kind, context_settings=settings)(getattr(module, name))
+        _add(command, name)
+    command.add_typer(store, name="store")
+    for name in entries.STORE_COMMANDS:
+        _add(store, name)
+        _add(command, name, hidden=True)  # its name before there was a group
     return command
+
+
+def _add(group: typer.Typer, name: str, hidden: bool = False) -> None:
+    module = entries.command(name)
+    settings = getattr(module, "CONTEXT", None)
+    kind = getattr(module, "CommandClass", Command)
+    add = group.command(name, cls=kind, context_settings=settings, hidden=hidden)
+    add(getattr(module, name))
 
 
 def _show_version(is_asked: bool) -> None:

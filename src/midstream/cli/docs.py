@@ -53,8 +53,8 @@ def _build() -> None:
     """Build the site, which a clone lacks; takes about 20 seconds."""
     if not SCRIPT.is_file() or importlib.util.find_spec("mkdocs") is None:
         raise refuse(
-            "the documents are not built in this installation; in a clone, scripts/setup.sh installs"
-            " what builds them, and scripts/site.sh builds them; docs/*.md are the same pages",
+            "the documents are not built in this installation; in a clone, scripts/setup.sh docs"
+            " installs what builds them; docs/*.md are the same pages",
             as_json=False,
         )
     sys.stderr.write("building the documents, once\n")

@@ -27,13 +27,25 @@ def refuse(problem: str, as_json: bool) -> typer.Exit:
 
 
 @contextmanager
-def refusals(as_json: bool) -> Iterator[None]:
-    """Convert midstream's exceptions and OSError to an error message and exit status 2."""
+def refusals(as_json: bool, work: str = "") -> Iterator[None]:
+    """Convert midstream's exceptions and OSError to an error message and exit status 2. Long work
+    is named on a terminal, with its time.
+    """
     # Lazy: importing the command must not import heavy packages.
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     from midstream.errors import MidstreamError
 
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    shown = Progress(
+        *columns, console=console, transient=True, disable=not (work and console.is_terminal)
+    )
+    shown.add_task(work, total=None)
     try:
-        yield
+        with shown:
+            yield
     except (MidstreamError, OSError) as error:
         raise refuse(str(error), as_json) from error
 
@@ -67,6 +79,11 @@ def read_numbers(name: str, text: str) -> list[int] | None:
         return [int(part) for part in text.split(",")] if text else None
     except ValueError:
         raise typer.BadParameter(f"{name}: expected numbers, such as 10,20, got {text!r}") from None
+
+
+def read_names(text: str) -> list[Any]:
+    """Parse an option of comma-separated names; empty if it is."""
+    return [name.strip() for name in text.split(",")] if text else []
 
 
 def read_positions(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""`midstream prune DIR`: delete unwanted files and requests of a store."""
+"""`midstream store prune DIR`: delete unwanted files and requests of a store."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def prune(
     Nothing is deleted without --yes; the command only reports what it would delete. Requests and
     tags can be given several times. Exit status: 0 success; 2 a request or tag does not exist, or
     the store was rejected.
+
+    Example: midstream store prune acts --duplicates --yes
     """
     arguments: dict[str, Any] = {
         "older_than_s": older_than,
@@ -45,7 +47,7 @@ def prune(
         "requests": request or (),
         "tags": tag or (),
     }
-    with refusals(as_json):
+    with refusals(as_json, f"pruning {store}" if yes else f"looking through {store}"):
         from midstream import store as stores
 
         pruned = (stores.prune if yes else stores.find_prunable)(store, **arguments)

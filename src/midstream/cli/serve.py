@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from midstream.cli.output import read_json_option, refuse
+from midstream.cli.output import read_json_option, read_names, refuse
 from midstream.config.config import KEY, Config
 from midstream.config.sinks import plain_sinks
 from midstream.errors import ConfigError, MissingExtraError
@@ -34,12 +34,19 @@ CONTEXT = {
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Folder or name, as for vllm serve.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Folder or name, as for vllm serve; also --model."),
+    ],
     sites: Annotated[
-        str | None, typer.Option(help="Sites to tap, comma-separated. [resid_post]")
+        str | None,
+        typer.Option("--sites", "--site", help="Sites to tap, comma-separated. [resid_post]"),
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="Layers to tap: all, or comma-separated indices. [all]")
+        str | None,
+        typer.Option(
+            "--layers", "--layer", help="Layers to tap: all, or comma-separated indices. [all]"
+        ),
     ] = None,
     vectors: Annotated[
         list[str] | None,
@@ -68,12 +75,14 @@ def serve(
 
     All other options are passed to `vllm serve`: --port, --api-key, --dtype, …
     midstream's settings may also be in its --config FILE; options of this command take precedence.
+
+    Example: midstream serve org/model --sites resid_post,mlp_out --port 8000
     """
     options = read_json_option("--settings", settings) if settings is not None else {}
     if not isinstance(options, dict):
         raise typer.BadParameter(f"--settings: expected a JSON object, got {settings}")
     if sites is not None:
-        options["sites"] = [name.strip() for name in sites.split(",")]
+        options["sites"] = read_names(sites)
     if layers is not None:
         options["layers"] = layers if layers == "all" else _indices(layers)
     if vectors:

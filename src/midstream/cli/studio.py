@@ -1,4 +1,4 @@
-"""`midstream studio --model M`: a server with Studio, the page for browsers, which it opens."""
+"""`midstream studio MODEL`: a server with Studio, the page for browsers, which it opens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _LOOK_SECONDS = 0.5
 
 def studio(
     context: typer.Context,
-    model: Annotated[str, typer.Option(metavar="MODEL", help="Folder or name, as for vllm serve.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Folder or name, as for vllm serve; also --model."),
+    ],
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 8000,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Beyond this machine, also give --api-key.")
@@ -49,6 +52,8 @@ def studio(
     Studio is a page to chat with coloured tokens, steer with sliders, fit and register vectors, and
     look into layers. All other options are passed to `vllm serve`: --dtype, --max-model-len, …
     Ctrl-C ends the server.
+
+    Example: midstream studio org/model --dtype bfloat16
     """
     options: Any = read_json_option("--settings", settings) if settings is not None else {}
     if not isinstance(options, dict):

@@ -1,4 +1,4 @@
-"""`midstream verify DIR`: check a store for damage."""
+"""`midstream store verify DIR`: check a store for damage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def verify(
     """Check every byte of every shard, and report damage.
 
     Exit status: 0 the store is intact; 1 it is damaged; 2 there is no such store.
+
+    Example: midstream store verify acts
     """
-    with refusals(as_json):
+    with refusals(as_json, f"checking {store}"):
         from midstream.store import verify as check
 
         verified = check(store)

@@ -56,9 +56,9 @@ def named_failures(http: Any) -> Iterator[None]:
     try:
         yield
     except httpx.TransportError as error:
-        if isinstance(error.__cause__, httpx.TransportError):
-            raise  # by a request within a stream
         url = str(http.base_url)
+        if _shown(url) in str(error):
+            raise  # by a request within a stream
         through = ""
         if http.trust_env and (proxy := _proxy_of(url)):
             name, address = proxy
@@ -67,7 +67,9 @@ def named_failures(http: Any) -> Iterator[None]:
                 f" through the proxy {address}, which the environment's {name} names; to reach the "
                 f"server without it, add {host} to NO_PROXY"
             )
-        raise type(error)(f"{error} ({_shown(url)}{through})") from error
+        none = isinstance(error, httpx.ConnectError) and not through
+        start = "; is a server there? Start one with `midstream serve MODEL`" if none else ""
+        raise type(error)(f"{error} ({_shown(url)}{through}){start}") from None
 
 
 def _proxy_of(url: str) -> tuple[str, str] | None:

@@ -14,6 +14,7 @@ from midstream.config.config import KEY
 from midstream.errors import ServerError, SpecError
 from midstream.http.sse import DONE
 from midstream.plan.captured_rows import CapturedRows
+from midstream.plan.operations import in_full
 from midstream.plan.plan import emit_server_wide
 from midstream.plan.probe import Probe
 from midstream.plan.vectors.named_vector import read_name
@@ -200,7 +201,9 @@ def upload_of(vectors: Any) -> Any:
     """Return vectors or whole edits, as for `VectorRegistry.register`, in JSON form."""
     from midstream.plan.vectors.matrix import read_vector_or_matrix
     from midstream.steering.edit_forms import names_edits, read_named_edits
+    from midstream.steering.parse import by_tap
 
+    vectors = by_tap(vectors)
     if names_edits(vectors):
         return {"edits": [part.edit.to_dict() for part in read_named_edits(vectors)]}
     if isinstance(vectors, Mapping) and "f32" not in vectors:
@@ -277,7 +280,9 @@ def tiers_of(tiers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tier(value: Any) -> Any:
-    if isinstance(value, (list, tuple)) and not (len(value) == 2 and isinstance(value[0], str)):
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)
+    value = value if is_pair else in_full(value)
+    if isinstance(value, (list, tuple)) and not is_pair:
         return [_tier(part) for part in value]
     if isinstance(value, Probe):
         return emit_server_wide(value)

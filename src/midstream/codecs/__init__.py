@@ -1,6 +1,6 @@
 """Codecs: encodings of captured vectors as bytes, lossless or with a known error.
 
-`docs/codecs.md` specifies each byte layout and error.
+The classes specify each byte layout and error. Everything is little-endian, without padding.
 """
 
 from midstream.codecs.base import Codec

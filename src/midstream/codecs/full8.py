@@ -18,6 +18,21 @@ class Full8:
     The error is at most half a step of the row: |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴ with
     scale = (max − min) / 255 of the row, rounded up. An outlier therefore reduces the precision of
     the row's other values.
+
+    Bytes of a row, little-endian: scale (float32), zero (float32), then q (uint8) of each value.
+
+    A value decodes to zero + scale · q: a product and a sum in float32, each rounded to the
+    nearest. Where |zero| + 255 · scale > 2¹²⁶, it is computed in float64, clipped to ± the largest
+    float32, and rounded once.
+
+    Encoding: zero = min and scale = (max − min) / 255 of the row, computed in float64 and rounded
+    up to a float32, so that no q is more than 255. q = (x − zero) / scale, a difference and a
+    quotient in float32, rounded to the nearest integer, halves to even. Where max − min is beyond
+    float32, x, zero and scale are halved first. The minimum is exact, and so is a row of equal
+    values: its scale and q are 0. Of the two zeros, +0 is written.
+
+    A row that is not finite has scale 0, the NaN with bits 7fc00000 as zero, and every q 0, and
+    decodes to NaN. No other NaN is ever written.
     """
 
     @property

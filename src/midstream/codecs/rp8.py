@@ -29,8 +29,25 @@ class Rp8:
     - Px · Py has standard deviation √((‖x‖² ‖y‖² + (x · y)²) / k).
 
     The uint8 quantisation adds a negligible error. All rows of an engine share one projection, so
-    their errors are not independent. See `projection` for P, and `sketches` for estimates from
-    decoded rows.
+    their errors are not independent. `sketches` has estimates from decoded rows.
+
+    Bytes of a row are those of `full8`, with width k; a sketch beyond float32 is marked as a row
+    that is not finite. P x is a float32 product of the device, which on CUDA may be TF32 if the
+    process enabled that in PyTorch.
+
+    P follows from k, seed and hidden. Take the 64-bit outputs r[0], r[1], … of Philox4x64-10
+    (Salmon et al., 2011) with the key (seed, 0) and the counters (b, 0, 0, 0) for b = 1, 2, 3, …,
+    the four outputs of each in order: `numpy.random.Philox(key=seed).random_raw()`. By the
+    Box–Muller transform, each pair gives two standard normal numbers, all in float64:
+
+        u = (⌊r[2m] / 2¹¹⌋ + 1) / 2⁵³
+        v = ⌊r[2m + 1] / 2¹¹⌋ / 2⁵³
+        z[2m] = √(−2 ln u) · cos(2π v)
+        z[2m + 1] = √(−2 ln u) · sin(2π v)
+        P[i, j] = z[i · hidden + j] / √k, rounded to float32
+
+    Mathematical libraries differ in the last bit of a float64 cosine or logarithm: about one entry
+    in 10⁸ differs by one unit in the last place.
 
     Attributes:
         k: width of the sketch, 1 to 16384. The matrix takes 4 · k · hidden bytes on the device.
@@ -82,7 +99,7 @@ def projection(k: int, hidden: int, seed: int, device: torch.device) -> Tensor:
 
 
 def projection_matrix(k: int, hidden: int, seed: int) -> NDArray[np.float32]:
-    """Compute the projection, float32 [k, hidden]; `docs/codecs.md` specifies it."""
+    """Compute the projection, float32 [k, hidden]; `Rp8` specifies it."""
     count = k * hidden
     pairs = -(-count // 2)
     # numpy guarantees the raw outputs of bit generators, but not its distributions.

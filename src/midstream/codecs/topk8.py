@@ -25,7 +25,9 @@ _UINT16_WIDTHS = 1 << 16  # up to this width an index fits uint16
 class Topk8:
     """The k values of largest magnitude: 8 + k + 2k bytes per row, 8 + k + 4k if hidden > 65536.
 
-    A row has scale, zero and k uint8 as in `full8`, then k ascending indices.
+    A row has scale, zero and k uint8 as in `full8`, in the order of the indices, then k ascending
+    indices: uint16, or uint32 if hidden > 65536. A row that is not finite has the mark of `full8`;
+    its non-finite values count as larger than all others.
 
     The selection is exact; among equal magnitudes the first are kept. Each kept value has an error
     of at most half a uint8 step, |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴, scale =

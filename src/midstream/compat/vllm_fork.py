@@ -11,7 +11,7 @@ from midstream.plan import Clamp, Edit, Plan, Replace, Steer
 from midstream.plan.consumers import names_consumers
 from midstream.plan.forms import PhaseLike
 from midstream.plan.readouts import ReadOut
-from midstream.plan.selection import read_site
+from midstream.plan.selection import Sites, read_site
 from midstream.plan.vectors.vector import Vector
 from midstream.steering.edit_forms import read_hooks, read_reference
 from midstream.steering.parse import path_of
@@ -179,7 +179,7 @@ def _clamp_entries(part: object) -> Iterator[tuple[str, int, object]]:
             yield f"{path_of(key)}[{index}]", layer, entry
 
 
-def _read_clamp(value: object, layer: int, site: str, phase: PhaseLike | None) -> Clamp:
+def _read_clamp(value: object, layer: int, site: Any, phase: PhaseLike | None) -> Clamp:
     optional = ("min", "max", "value", "strength")
     fields = read_fields(value, required=("vector",), optional=optional)
     strength = fields.get("strength", 1.0)
@@ -241,7 +241,7 @@ def _read_site_patch(value: object, rows: Any, vectors: dict[int, Vector]) -> Re
         if layer < 0:
             raise SpecError("", "expected an `int` from 0")
     with at("hook"):
-        site = read_site(fields["hook"])
+        site = Sites(read_site(fields["hook"]))
     if row not in vectors:
         vectors[int(row)] = Vector.parse(rows[row])
     alpha, where = fields.get("alpha", 1.0), [int(position)]

@@ -29,7 +29,10 @@ _MEANT: dict[str, tuple[str, ...]] = {
     "dtype": ("codec",),
 }
 
-Made = TypeVar("Made", bound=Callable[..., None])
+# Methods of plans' parts that are of use to a caller.
+_FORMS = ("parse", "replace", "to_dict")
+
+Made = TypeVar("Made", bound=Callable[..., Any])
 F = TypeVar("F", bound="FrozenFields")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -59,6 +62,13 @@ class FrozenFields:
         clone = copy.copy(self)
         FrozenFields._set(clone, **fields)
         return clone
+
+
+def shown_names(part: Any) -> list[str]:
+    """Return the names of a plan's part for `dir`: what it was made of, its forms, Python's own."""
+    known = {name for names in parameters_of(part.__class__) for name in names}
+    shown = {*known, *(f"{word}s" for word in _WORDS), *_FORMS}
+    return [name for name in object.__dir__(part) if name in shown or name.startswith("__")]
 
 
 def only_set(**fields: object) -> dict[str, object]:
@@ -111,20 +121,23 @@ def parameters_of(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def accept_spellings(init: Made) -> Made:
-    """Decorate a constructor: other spellings of its arguments are accepted, or are SpecErrors."""
+    """Decorate a constructor or method: other spellings of its arguments are accepted, or are
+    SpecErrors.
+    """
     known = tuple(inspect.signature(init).parameters)[1:]
     known_names = frozenset(known)
+    method = "" if init.__name__ == "__init__" else f".{init.__name__}"
 
     @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.keys() <= known_names:
             positional = dict.fromkeys(known[: len(args)])
             named = one_spelling({**positional, **kwargs}, known)
             for name in named:
                 if name not in known:
-                    raise _unknown(type(self).__name__, name, known)
+                    raise _unknown(f"{type(self).__name__}{method}", name, known)
             kwargs = {name: value for name, value in named.items() if name not in positional}
-        init(self, *args, **kwargs)
+        return init(self, *args, **kwargs)
 
     return cast(Made, checked)
 

@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from midstream.errors import SpecError
 from midstream.plan.readouts.capture import FIELDS, Capture
-from midstream.plan.selection import read_site
+from midstream.plan.selection import Sites, read_site
 from midstream.plan.sink_target import read_name
 from midstream.validation import at, kind, read_fields
 
@@ -52,7 +52,7 @@ def _read_one(sink: str, value: object) -> list[Capture]:
     for hook, layers in hooks.items():
         path = f"hooks[{json.dumps(hook) if isinstance(hook, str) else kind(hook)}]"
         with at(path):
-            site = read_site(hook)
+            site = Sites(read_site(hook))
         try:
             captures.append(Capture(layers, site, positions, sink=sink, **rest))
         except SpecError as error:

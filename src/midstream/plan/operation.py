@@ -9,7 +9,13 @@ from typing import Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
-from midstream.plan.argument_names import FrozenFields, parameters_of, read_each, read_named
+from midstream.plan.argument_names import (
+    FrozenFields,
+    parameters_of,
+    read_each,
+    read_named,
+    shown_names,
+)
 from midstream.plan.heads import head_size, in_heads, read_indices
 from midstream.plan.instructions import Instruction
 from midstream.plan.positions.positions import Positions
@@ -51,7 +57,7 @@ class Operation(FrozenFields, ABC):
 
     # `op` of the JSON form; empty: the form has no `op`.
     op: ClassVar[str] = ""
-    reads_last: ClassVar[bool] = False  # whether it can select "last": it changes nothing
+    reads_last: ClassVar[bool] = False  # whether it can select "last_row": it changes nothing
 
     @abstractmethod
     def __init__(self, *args: object, **fields: object) -> None:
@@ -93,20 +99,19 @@ class Operation(FrozenFields, ABC):
         fields: dict[str, object] = {"op": self.op} if self.op else {}
         fields |= {name: _emit(value) for name, value in self.own().items()}
         # A single layer or site is written without a list, the usual form of the input.
-        places: dict[str, object] = {"layer": self.layers.emit(), "site": self.sites.emit()}
-        for name, place in places.items():
-            if name not in self.left and (name == "site" or self.sites.in_layers):
-                fields[name] = one_or_all(place)
+        places: dict[str, object] = {"layer": self.layer, "site": self.site}
+        fields |= {name: place for name, place in places.items() if place is not None}
         if self.heads:
             fields["head"] = self.heads[0] if len(self.heads) == 1 else list(self.heads)
         return fields | self.positions.to_dict()
 
+    def __dir__(self) -> list[str]:
+        return shown_names(self)
+
     def __repr__(self) -> str:
         fields = self.own()
-        if self.sites.in_layers and "layer" not in self.left:
-            fields["layer"] = one_or_all(self.layers.emit())
-        if "site" not in self.left:
-            fields["site"] = one_or_all(self.sites.emit())
+        place = {"layer": self.layer, "site": self.site}
+        fields |= {name: value for name, value in place.items() if value is not None}
         if self.heads:
             fields["head"] = one_or_all(list(self.heads))
         return short_repr(type(self), fields | self.positions.to_dict())
@@ -120,6 +125,18 @@ class Operation(FrozenFields, ABC):
         if self.heads:
             arguments["head"] = self.heads
         return type(self)(**{**arguments, "positions": self.positions, **changes})
+
+    @property
+    def layer(self) -> Any:
+        """The layer, as the argument of that name: an int, a list, "all", or None without any."""
+        if "layer" in self.left or not self.sites.in_layers:
+            return None
+        return one_or_all(self.layers.emit())
+
+    @property
+    def site(self) -> Any:
+        """The site, as the argument of that name: a name, a list, or None if it was omitted."""
+        return None if "site" in self.left else one_or_all(self.sites.emit())
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
@@ -207,10 +224,10 @@ class Operation(FrozenFields, ABC):
             )
         self._set(heads=() if head is None else read_indices(head, "head"))
         selection = Positions.within(positions, phase, exclude)
-        if not self.reads_last and "last" in selection.include:
+        if not self.reads_last and "last_row" in selection.include:
             raise SpecError(
-                selection.path(selection.include.index("last")),
-                '"last" is unsupported in edits, because it is known only when generation has '
+                selection.path(selection.include.index("last_row")),
+                '"last_row" is unsupported in edits, because it is known only when generation has '
                 'ended; use "last_prompt" or "generated"',
             )
         self._set(positions=selection, left=tuple(left) if named else ())

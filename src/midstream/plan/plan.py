@@ -21,11 +21,13 @@ from midstream.plan.operations import (
     bind_edit,
     expand_edits,
     fill_edit,
+    is_placed_vector,
     parse_edit,
 )
 from midstream.plan.positions.positions import Positions
 from midstream.plan.probe import Probe
 from midstream.plan.readouts import Capture, ReadOut, parse_readout
+from midstream.plan.readouts.capture import read_short_capture
 from midstream.plan.shape import ModelShape
 from midstream.plan.vectors.named_lookup import Lookup
 from midstream.validation import MAX_PARTS, at, kind, listed, read_fields, read_json, show
@@ -148,26 +150,31 @@ class Plan:
         """Create a plan from Python values; None if all arguments are None.
 
         Args:
-            capture: None, a Capture, an Attention or the dict of one, or a list or tuple of these;
-                or a dict by sink, see `read_consumers`.
-            edits: None, an edit or a dict with `op`, or a list or tuple of these, which may be
-                empty: an update may give some.
+            capture: None or False; a Capture, an Attention or the dict of one, or a list or tuple
+                of these; a short form, see `read_short_capture`; or a dict by sink, see
+                `read_consumers`.
+            edits: None, any form of `parse_edit`, or a list or tuple of these, which may be empty:
+                an update may give some.
             probes: None, a Probe or dict, or a list or tuple of these.
             controller: None, or any form of `Controller.parse`.
 
         Raises:
             SpecError: see `parse`.
         """
-        if names_consumers(capture):
+        if capture is False:
+            capture = None
+        elif names_consumers(capture):
             with at("capture"):
                 capture = read_consumers(capture)
         if all(part is None for part in (capture, edits, probes, controller)):
             return None
         with at("controller"):
             chosen = None if controller is None else Controller.parse(controller)
+        with at("capture"):
+            short = read_short_capture(capture)
         is_none_yet = isinstance(edits, (list, tuple)) and not edits
         return Plan(
-            _read_parts("capture", capture, parse_readout),
+            _read_parts("capture", short or capture, parse_readout),
             () if is_none_yet else _read_parts("edits", edits, parse_edit),
             _read_parts("probes", probes, Probe.parse),
             controller=chosen,
@@ -290,7 +297,7 @@ def check_law(plan: Plan, controller: Controller) -> None:
 def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[T, ...]:
     if value is None:
         return ()
-    if not isinstance(value, (list, tuple)):
+    if not isinstance(value, (list, tuple)) or is_placed_vector(value):
         with at(name):
             return (read(value),)
     if not value:

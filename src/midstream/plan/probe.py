@@ -19,6 +19,7 @@ from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, read_scalar, rows_by_value
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
+from midstream.plan.probe_files import ProbeFiles
 from midstream.plan.readouts.attention import Entropy, Mass, read_reduction
 from midstream.plan.selection import Layers
 from midstream.plan.vectors.matrix import is_matrix
@@ -26,13 +27,19 @@ from midstream.plan.vectors.named_lookup import Lookup
 from midstream.plan.vectors.named_vector import Named, read_direction
 from midstream.plan.vectors.row_per_layer import check_per_layer, is_by_layer, read_per_layer
 from midstream.plan.vectors.vector import Vector
-from midstream.validation import at, float32, kind, listed, show
+from midstream.validation import (
+    at,
+    float32,
+    kind,
+    listed,
+    show,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Probe(Operation):
+class Probe(Operation, ProbeFiles):
     """A probe of the selected tokens: one score for each, linear or of their attention.
 
     With `direction`, score = ⟨h, direction⟩ + bias at one tap, where h includes all edits at that
@@ -107,7 +114,7 @@ class Probe(Operation):
             attention: `Mass(positions)`, `Entropy()`, or the JSON form of one.
             mlp: `MLP(…)`, or its dict; it reads one layer.
             act: `Stop(…)`, `Switch(…)`, `Flag(…)`, or the JSON form of one. The positions are then
-                known before the request ends: not "last".
+                known before the request ends: not "last_row".
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -141,11 +148,11 @@ class Probe(Operation):
             raise SpecError("head", "a probe reads one head; use one probe per head")
         _check_layers(self)
         check_row_order(self.positions, None)
-        if self.act is not None and "last" in self.positions.include:
+        if self.act is not None and "last_row" in self.positions.include:
             raise SpecError(
-                self.positions.path(self.positions.include.index("last")),
-                '"last" is known only when the request has ended, so a probe there cannot act; use '
-                '"last_prompt" or "generated"',
+                self.positions.path(self.positions.include.index("last_row")),
+                '"last_row" is known only when the request has ended, so a probe there cannot act; '
+                'use "last_prompt" or "generated"',
             )
         if len(self.sites) > 1:
             raise SpecError(

@@ -12,6 +12,7 @@ import numpy as np
 
 from midstream import sites
 from midstream.console import format_ranges
+from midstream.errors import SpecError
 from midstream.results.arrays import (
     Heads,
     encode_blocks,
@@ -23,6 +24,7 @@ from midstream.results.arrays import (
 from midstream.results.encoded_rows import Rows
 from midstream.results.held_rows import HeldRows
 from midstream.results.media_span import MediaSpan
+from midstream.results.norm_chart import NormPlots
 from midstream.results.rows_file import (
     POSITIONS,
     TOKENS,
@@ -32,7 +34,7 @@ from midstream.results.rows_file import (
     widths_of,
 )
 from midstream.sites import Tap
-from midstream.validation import as_number, check_regular, hint, is_int
+from midstream.validation import as_number, check_regular, check_suffix, hint, is_int
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from midstream.codecs import Codec
 
 
-class Activations:
+class Activations(NormPlots):
     """The vectors captured for one completion, by (site, layer).
 
     `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, with rows in
@@ -196,11 +198,7 @@ class Activations:
         return self.held.positions[_find(self, site if layer is None else (site, layer))]
 
     def token_ids_of(self, site: str, layer: int | None = None) -> Tensor:
-        """Return the token ids of one site and layer, int64 [rows]; see `positions_of`.
-
-        Raises:
-            KeyError: the site and layer were not captured.
-        """
+        """Return the token ids of one site and layer, int64 [rows]; see `positions_of`."""
         return self.held.token_ids[self.positions_of(site, layer)]
 
     def counts(self) -> dict[Tap, int]:
@@ -219,6 +217,10 @@ class Activations:
         """Return an array by (site, layer); bfloat16, which NumPy lacks, becomes float32."""
         return {key: to_numpy(value) for key, value in self.items()}
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return the array of the only site and layer; SpecError: there are several."""
+        return _only_array(self, dtype, copy)
+
     def save(self, path: str | Path, codec: str | None = None) -> Path:
         """Write a safetensors file, and return its path.
 
@@ -227,15 +229,15 @@ class Activations:
         heads; the metadata name the heads.
 
         Args:
-            path: the file.
+            path: the file, whose name ends in `.safetensors`.
             codec: "full8:per=dim": rows are written as uint8 [hidden, 8 + rows], with a scale per
                 dimension over the rows of their site and layer; see `midstream.codecs.Full8PerDim`.
                 None: decoded rows are written as they are.
 
         Raises:
-            SpecError: another codec.
-            UnsupportedError: a codec is given, and torch is not installed.
+            SpecError: another codec or suffix. UnsupportedError: a codec without torch.
         """
+        check_suffix(path, ".safetensors", "; for NumPy, give what numpy() returns to numpy.savez")
         rows, indices = dict[str, Any](), dict[str, Any]()
         for (site, layer), value in with_heads(self, {}).items():
             rows[f"{site}.{layer}"] = value
@@ -291,6 +293,17 @@ class Activations:
         if tap not in self._values:
             self._values.update(self.held.decoded(tap, self.heads))
         return self._values[tap]
+
+
+def _only_array(rows: Activations, dtype: Any, copy: bool | None) -> NDArray[Any]:
+    if len(rows) != 1:
+        raise SpecError(
+            "",
+            f"{len(rows)} sites and layers are no array; take one, as "
+            'activations["resid_post", 3], a site of all layers, as activations["resid_post"], '
+            "or activations.numpy() for a dict of arrays",
+        )
+    return np.array(to_numpy(rows[rows.keys()[0]]), dtype, copy=copy or None)
 
 
 def with_heads(

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from midstream.viz import Picture
-
-# Positions that a notebook shows of a long completion.
-_SHOWN = 512
+    from midstream.viz import Chart, Picture
 
 
 class Probes(Mapping[str, "Tensor"]):
@@ -118,24 +115,37 @@ class Probes(Mapping[str, "Tensor"]):
         values = [of_place.get(place, float("nan")) for place in places]
         return viz.tokens(texts, values, title=f"probe {name}", positions=places)
 
-    def _repr_html_(self) -> str:
-        """Return a line of cells for each probe, a cell for each position."""
+    def plot(self, ax: Any = None, tokenizer: Any = None) -> Any:
+        """Draw the scores over the tokens, a line for each probe; see `Chart.plot`.
+
+        Args:
+            ax: as for `Chart.plot`.
+            tokenizer: what decodes ids, for labels; None: positions are shown.
+        """
+        return self._chart(tokenizer).plot(ax)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        if not any(map(len, self._positions.values())):
+            return {"text/plain": repr(self)}
+        return self._chart(None)._repr_mimebundle_()
+
+    def _chart(self, tokenizer: Any) -> Chart:
         from midstream import viz
 
-        every = sorted(
-            {place for positions in self._positions.values() for place in positions.tolist()}
-        )
-        shown = every[:_SHOWN]
-        rows = []
+        shown = sorted({one for places in self._positions.values() for one in places.tolist()})
+        lines = {}
         for name, scores in self.items():
             of_place = dict(zip(self._positions[name].tolist(), scores.tolist(), strict=True))
-            rows.append([of_place.get(place, float("nan")) for place in shown])
-        left_out = f": the first {len(shown)} of {len(every)} positions" if shown != every else ""
-        title = f"probe scores{left_out}"
-        picture = viz.heatmap(
-            rows, list(self), shown, title=title, row_title="probe", column_title="position"
+            lines[name] = [of_place.get(place, float("nan")) for place in shown]
+        texts = [tokenizer.decode([int(self._tokens[one])]) for one in shown] if tokenizer else None
+        return viz.curve(
+            shown,
+            lines,
+            title="probe scores",
+            x_title="token" if texts else "position",
+            y_title="score" if len(lines) > 1 else f"score of {next(iter(lines))}",
+            labels=texts,
         )
-        return picture._repr_html_()
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{name}: {len(scores)}" for name, scores in self._scores.items())

@@ -37,7 +37,7 @@ class SiteState:
         return str(self.width or "")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SiteTable:
     """Every site of every layer, in the order in which a forward pass reaches them."""
 
@@ -88,6 +88,10 @@ class SiteTable:
             ).rstrip()
             for row in rows
         )
+
+    def __repr__(self) -> str:
+        count = sum(state.tapped for state in self.states)
+        return f"SiteTable({count} of {len(self.states)} sites tapped; print shows all)\n{self}"
 
     def _repr_html_(self) -> str:
         body = "".join(

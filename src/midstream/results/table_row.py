@@ -7,27 +7,22 @@ from typing import Any
 from midstream.errors import SpecError
 
 
-class TableRow:
-    """Base of outputs and completions, which `to_dict` makes rows of a table."""
+def to_dict(self: Any) -> dict[str, Any]:
+    """Return the text and what was measured, flat: for a table of pandas, trackio or W&B.
 
-    __slots__ = ()
+    Returns:
+        Strings, numbers, lists of strings, and None where nothing is known: `request_id` and
+        offline `prompt`, of an output; `index`, `text`, `finish_reason`, `prompt_tokens`,
+        `generated_tokens`; `probe.NAME.max` and `.mean`, `norms.SITE.LAYER.max` and `.mean`
+        over the rows; `sink.NAME`, its status; and of the receipt `status`, `problems`,
+        `actions` as NAME:KIND, `captured`, the number of rows, and `edited.expected`,
+        `.applied`, `.tokens`, `.cached`. A name that the request did not ask for is absent.
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the text and what was measured, flat: for a table of pandas, trackio or W&B.
-
-        Returns:
-            Strings, numbers, lists of strings, and None where nothing is known: `request_id` and
-            offline `prompt`, of an output; `index`, `text`, `finish_reason`, `prompt_tokens`,
-            `generated_tokens`; `probe.NAME.max` and `.mean`, `norms.SITE.LAYER.max` and `.mean`
-            over the rows; `sink.NAME`, its status; and of the receipt `status`, `problems`,
-            `actions` as NAME:KIND, `captured`, the number of rows, and `edited.expected`,
-            `.applied`, `.tokens`, `.cached`. A name that the request did not ask for is absent.
-
-        Raises:
-            SpecError: the output has several completions, each with its own row.
-        """
-        outputs = getattr(self, "outputs", None)
-        return _row_of(self) if outputs is None else _output_row(self, outputs)
+    Raises:
+        SpecError: the output has several completions, each with its own row.
+    """
+    outputs = getattr(self, "outputs", None)
+    return _row_of(self) if outputs is None else _output_row(self, outputs)
 
 
 def _output_row(output: Any, completions: list[Any]) -> dict[str, Any]:

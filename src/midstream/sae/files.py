@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from midstream.errors import MissingExtraError, SpecError
+from midstream.sae.other_tools import OTHER_FILES, OtherSae, read_other
 from midstream.sae.saelens import (
     AVERAGE,
     CONFIG,
@@ -23,6 +25,8 @@ from midstream.validation import at, check_regular, kind, listed, read_float32, 
 
 # The file of Gemma Scope.
 _PARAMS = "params.npz"
+# What is downloaded of a repository.
+HUB_FILES = (CONFIG, WEIGHTS, _PARAMS, *OTHER_FILES)
 _MOST_NAMES = 8  # of a folder's files in a message
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".npy")
 
@@ -30,6 +34,13 @@ _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".npy")
 def load_sae(path: Path, subtract: bool | None, scale: float | None) -> dict[str, Any]:
     """Read an SAE; see `SAE.load`."""
     scale = _read_scale(scale)
+    other = None if is_saelens(path) else read_other(path)
+    if other is not None:
+        for name, value in (("apply_b_dec_to_input", subtract), ("input_scale", scale)):
+            if value is not None:
+                raise SpecError(name, f"{path} specifies it; must be omitted")
+        with at(str(path)):
+            return _of_other(other)
     if path.is_dir():
         path = _in_folder(path)
     weights = path / WEIGHTS if path.is_dir() else path
@@ -58,9 +69,21 @@ def load_sae(path: Path, subtract: bool | None, scale: float | None) -> dict[str
         return _made(config, tensors, scale)
 
 
+def is_saelens(folder: Path) -> bool:
+    return (folder / WEIGHTS).exists() and (folder / CONFIG).exists()
+
+
+def _of_other(other: OtherSae) -> dict[str, Any]:
+    arguments = _made(other.config, checked(other.tensors, other.config), other.scale)
+    if other.scale_out != other.scale:
+        for name in ("w_dec", "b_dec"):
+            arguments[name] = arguments[name] * (other.scale / other.scale_out)
+    return arguments
+
+
 def _in_folder(folder: Path) -> Path:
     """Return what is read of a folder: itself in SAELens's layout, its file in Gemma Scope's."""
-    if (folder / WEIGHTS).exists() and (folder / CONFIG).exists():
+    if is_saelens(folder):
         return folder
     if (folder / _PARAMS).exists():
         return folder / _PARAMS
@@ -74,8 +97,9 @@ def _in_folder(folder: Path) -> Path:
     raise SpecError(
         "",
         f"{folder}: {there}; a folder has `{CONFIG}` and `{WEIGHTS}`, as SAELens saves them, or "
-        f"`{_PARAMS}`, as Gemma Scope does. Load another tool's SAE with that tool, and pass its "
-        "tensors: SAE(w_enc, b_enc, w_dec, b_dec, …)",
+        f"`{_PARAMS}`, as Gemma Scope does; or the files of dictionary_learning, sparsify, Gemma "
+        "Scope 2, Llama Scope or circuit-tracer. Load another tool's SAE with that tool, and pass "
+        "its tensors: SAE(w_enc, b_enc, w_dec, b_dec, …)",
     )
 
 
@@ -215,3 +239,43 @@ def _not_safetensors(path: Path) -> str:
         f"{expected}, and there is no such path; of a release of SAELens, give its id too: "
         "SAE.load(release, sae_id)"
     )
+
+
+def save_sae(sae: Any, folder: Path) -> None:
+    """Write an SAE's folder in SAELens's layout; see `SAE.to_folder`."""
+    import torch
+    from safetensors.torch import save_file
+
+    words = "topk" if sae.top_k else "standard" if sae.threshold is None else "jumprelu"
+    if sae.is_transcoder:
+        if sae.top_k:
+            raise SpecError("top_k", "SAELens has no transcoder that keeps the largest")
+        plain = "transcoder" if sae.w_skip is None else "skip_transcoder"
+        words = plain if sae.threshold is None else f"jumprelu_{plain}"
+    width, features = sae.w_enc.shape
+    more: dict[str, Any] = {"hook_name": sae.hook_name}
+    config: dict[str, Any] = {
+        "architecture": words,
+        "d_in": width,
+        "d_sae": features,
+        "dtype": "float32",
+        "apply_b_dec_to_input": sae.apply_b_dec_to_input,
+        "normalize_activations": sae.normalize,
+        "reshape_activations": "none",
+        "metadata": more,
+    }
+    if sae.top_k:
+        config |= {"k": sae.top_k, "rescale_acts_by_decoder_norm": False}
+    if sae.is_transcoder:
+        config["d_out"] = sae.w_dec.shape[1]
+        more["hook_name_out"] = sae.hook_name_out
+    if sae.centered:
+        more["model_from_pretrained_kwargs"] = {"center_writing_weights": True}
+    tensors = {"W_enc": sae.w_enc, "b_enc": sae.b_enc, "W_dec": sae.w_dec, "b_dec": sae.b_dec}
+    tensors |= {"threshold": sae.threshold, "W_skip": sae.w_skip}
+    (folder / CONFIG).write_text(json.dumps(config), "utf-8")
+    # Copies, since tensors that share memory are refused.
+    form = torch.contiguous_format
+    present = {name: value for name, value in tensors.items() if value is not None}
+    saved = {name: value.clone(memory_format=form) for name, value in present.items()}
+    save_file(saved, folder / WEIGHTS)

@@ -21,6 +21,7 @@ from midstream.plan.forms import (
 from midstream.plan.operations import Feature
 from midstream.plan.operations.feature import read_index
 from midstream.sae.files import from_release, load_sae, sae_of
+from midstream.sae.hub_files import SaeFiles
 from midstream.sae.saelens import hook_tap
 from midstream.sites import Tap
 from midstream.validation import at, read_int
@@ -37,7 +38,7 @@ _EPSILON = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class SAE:
+class SAE(SaeFiles):
     """A sparse autoencoder: a = act((x − b_dec?) W_enc + b_enc), x̂ = a W_dec + b_dec.
 
     act is ReLU; with thresholds it is a where a > threshold, else 0 (JumpReLU: Rajamanoharan et
@@ -87,7 +88,13 @@ class SAE:
         hook_name: str | None = None,
         input_scale: float | None = None,
     ) -> SAE:
-        """Load an SAE from a folder in the format of SAELens, from a file of tensors, or a release.
+        """Load an SAE from a folder, a file of tensors, or a release.
+
+        Folders of other tools are read by their own formulas: dictionary_learning (`ae.pt`, whose
+        pickle is not executed, with `config.json`), sparsify (`sae.safetensors`, `cfg.json`), Gemma
+        Scope 2 (`params.safetensors`, `config.json`), Llama Scope (`hyperparams.json`, in whose
+        units activations are), and circuit-tracer (a file `layer_3.safetensors` beside
+        `config.yaml`).
 
         Args:
             path: a folder with `cfg.json` and `sae_weights.safetensors`; a safetensors file of the

@@ -12,11 +12,21 @@ from typing import NamedTuple, TypeGuard
 from midstream.errors import SpecError
 from midstream.plan.control.act import Switch
 from midstream.plan.forms import PhaseLike
-from midstream.plan.operations import Edit, Gate, Local, Steer, bind_edit, parse_edit
+from midstream.plan.operations import (
+    Edit,
+    Gate,
+    Local,
+    Steer,
+    bind_edit,
+    in_full,
+    is_placed_vector,
+    parse_edit,
+)
 from midstream.plan.plan import Plan, ServerWide, parse_server_wide
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.probe import Probe
 from midstream.plan.resolve.resolve import resolve
+from midstream.plan.selection import Sites
 from midstream.plan.shape import ModelShape
 from midstream.plan.tap_lookup import find_taps
 from midstream.plan.vectors.named_lookup import Lookup
@@ -34,8 +44,8 @@ _NAMED_KEYS = {**{tier: tier for tier in TIERS}, "prefill": "prompt", "decode": 
 _EDITS = "edits"
 
 _FORMS = (
-    "an edit or a Probe, a registered name, (name, scale), {hook point: {layer: vector}}, or a "
-    "list of these"
+    "an edit, a Direction or a Probe, a registered name, (name, scale), (vector, layer), "
+    "{hook point: {layer: vector}}, or a list of these"
 )
 _REFERENCE = 'a registered name, (name, scale) or {"name": …, "scale": …}'
 
@@ -56,7 +66,7 @@ class ProbePart(NamedTuple):
 
 def read_tier(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart, ...]:
     """Parse the edits and probes of a tier in any of `_FORMS`; a Probe may be its dict."""
-    if not isinstance(value, (list, tuple)) or _is_pair(value):
+    if not isinstance(value, (list, tuple)) or _is_pair(value) or is_placed_vector(value):
         return _read_one(value, phase)
     tier_parts: list[Part | ProbePart] = []
     for index, form in enumerate(value):
@@ -112,7 +122,8 @@ def read_hooks(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
     """Return a Steer for each vector of a dict that `read_placed` reads."""
     return tuple(
         Part(
-            placed.path, Steer(placed.vector, placed.layer, placed.scale, placed.site, phase=phase)
+            placed.path,
+            Steer(placed.vector, placed.layer, placed.scale, Sites(placed.site), phase=phase),
         )
         for placed in read_placed(value)
     )
@@ -218,6 +229,7 @@ def _not_local(edit: Edit) -> Edit:
 
 
 def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart, ...]:
+    value = value if _is_pair(value) else in_full(value)
     if isinstance(value, Edit):
         return (Part("", narrowed(_not_local(value), phase)),)
     if isinstance(value, Probe):

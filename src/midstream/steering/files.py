@@ -1,5 +1,5 @@
-"""Reader of vector files: safetensors, npz and GGUF, none of which can run code. A key names its
-vector's tap; a sole `vector` has none. A GGUF control vector is llama.cpp's and repeng's:
+"""Reader of vector files: safetensors, npz, GGUF and torch's, of which no code is run. A key names
+its vector's tap; a sole `vector` has none. A GGUF control vector is llama.cpp's and repeng's:
 `direction.N`, N ≥ 1, is added to the output of layer N, counted from 0: our `resid_post` of layer
 N.
 """
@@ -12,15 +12,16 @@ import os
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
 from midstream.plan.vectors.matrix import check_square, matrix_of
 from midstream.plan.vectors.vector import MAX_SIZE, Vector
-from midstream.steering.parse import Placed, check_distinct, read_key
-from midstream.validation import MAX_ITEMS, check_regular, kind, read_json, show
+from midstream.steering.parse import LONE_WORDS, Placed, check_distinct, read_key, read_placed
+from midstream.torch_file import load_weights
+from midstream.validation import MAX_ITEMS, check_regular, check_suffix, kind, read_json, show
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 256 << 20
 # Of matrices, which are in safetensors alone: 64 layers, 8192 wide, in float32.
 MAX_MATRIX_BYTES = 16 << 30
-LONE_KEY = "vector"
 
-_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".joblib")
-_KNOWN = ".safetensors, .npz, .gguf or .json"
+_TORCH = (".pt", ".pth")
+_PICKLES = (".bin", ".pkl", ".pickle", ".ckpt", ".joblib")
+_KNOWN = ".safetensors, .npz, .gguf, .pt or .json"
 _JSON = ".json"
 _MAX_PREAMBLE = 12  # bytes of an .npy file before its header: magic, version and length
 _MAX_HEADER = 10_000  # numpy's own default
@@ -50,18 +51,22 @@ with suppress(ImportError):  # a Python without it reads no such files
 
 def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
     """Read the vectors of a file, [width] or [1, width], real numbers, with their taps; in
-    safetensors also square matrices. Return one Vector if the file's only key is `vector`.
+    safetensors also square matrices. Return one Vector if the file's only key is `vector`, or
+    another of `LONE_WORDS`, or if torch saved a tensor alone.
     """
     name = os.fspath(path)
     try:
         suffix = os.path.splitext(name)[1].lower()
         _check_kind(suffix)
         _check_size(name)
+        if suffix in _TORCH:
+            return _of_torch(load_weights(name))
         arrays = _READERS[suffix](name)
         if not arrays:
             raise SpecError("", "the file contains no vectors")
-        if set(arrays) == {LONE_KEY}:
-            return arrays[LONE_KEY]
+        if len(arrays) == 1 and set(arrays) <= set(LONE_WORDS):
+            (vector,) = arrays.values()
+            return vector
         placed = [Placed(_name(key), *read_key(key), vector) for key, vector in arrays.items()]
         check_distinct(placed)
         return tuple(placed)
@@ -94,9 +99,7 @@ def read_json_file(path: str | os.PathLike[str]) -> dict[Any, Any]:
 
 def write_json_file(path: str | os.PathLike[str], value: dict[str, object]) -> None:
     """Write JSON values to a `.json` file, which appears by a rename."""
-    name = os.fspath(path)
-    if not is_json_file(name):
-        raise SpecError("path", f"expected a name that ends in {_JSON}, got {show(name)}")
+    name = check_suffix(path, _JSON)
     part = f"{name}.{uuid.uuid4().hex}.part"
     try:
         with open(part, "x", encoding="utf-8") as file:
@@ -117,7 +120,7 @@ def _check_kind(suffix: str) -> None:
         )
     if suffix == ".npy":
         raise SpecError("", "an .npy file names no layer; pass numpy.load's array, or use .npz")
-    if suffix not in _READERS:
+    if suffix not in (*_READERS, *_TORCH):
         got = f"the suffix {show(suffix)}" if suffix else "a name without a suffix"
         raise SpecError("", f"expected {_KNOWN}, got {got}")
 
@@ -138,7 +141,7 @@ def _check_keys(keys: list[str]) -> None:
     """Check keys before any tensor is read; a file of model weights fails at its first key."""
     if len(keys) > MAX_ITEMS:
         raise SpecError("", f"expected at most {MAX_ITEMS} tensors, got {len(keys)}")
-    if keys != [LONE_KEY]:
+    if len(keys) != 1 or keys[0] not in LONE_WORDS:
         for key in keys:
             read_key(key)
 
@@ -263,6 +266,21 @@ def read_control_vector(data: bytes) -> dict[str, Vector]:
             _size_of(tensor.shape)
             vectors[key] = Vector.parse(tensor.dequantize())
     return vectors
+
+
+def _of_torch(value: Any) -> tuple[Placed, ...] | Vector:
+    """Return the vectors of a file of `torch.save`: a tensor alone, or a dict of vectors by tap."""
+    if isinstance(value, Mapping) and len(value) == 1 and set(value) <= set(LONE_WORDS):
+        (value,) = value.values()
+    if isinstance(value, Mapping):
+        return read_placed(value)
+    if getattr(value, "ndim", 1) > 1 and value.shape[0] > 1:
+        raise SpecError(
+            "",
+            f"expected vectors by layer, got a tensor of shape {list(value.shape)}, which does not "
+            "say of which layers its rows are: torch.load it, and pass {layer: row}",
+        )
+    return Vector.parse(value)
 
 
 def _check_direction(key: str) -> None:

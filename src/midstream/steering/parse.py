@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan.operations import Edit
 from midstream.plan.vectors.matrix import read_vector_or_matrix
 from midstream.plan.vectors.vector import Vector
 from midstream.sites import BY_NAME, ENDS, NAMES, canonical, parse
@@ -28,13 +29,22 @@ from midstream.validation import (
 DEFAULT_SITE = "resid_post"
 # Prefixes of a layer's index in other tools' files, for the residual stream after the layer.
 LAYER_WORDS = ("layer", "layers", "direction")
+# Words of a single vector, and with a layer's index of one of several.
+LONE_WORDS = ("vector", "direction", "steering_vector", "control_vector")
 
 _KEY = re.compile(r"(?:(?P<place>[A-Za-z_]+)[.:])?(?P<layer>0|-?[1-9][0-9]{0,5})")
+_INDEX = "(0|[1-9][0-9]{0,5})"
+# `layer_15`, `vector.15`, `steering_vectors.15`, `layer_15.vector`.
+_WORDED = re.compile(
+    rf"(?:(?:{'|'.join(LONE_WORDS)})s?|layers?)[._-]?{_INDEX}(?:[._](?:{'|'.join(LONE_WORDS)}))?"
+)
+# `resid_post_15`, `resid_post.layer_15`, `layer_15.resid_post`.
+_SITED = re.compile(rf"([a-z_]+?)[._](?:layer[._]?)?{_INDEX}|layers?[._]?{_INDEX}[._]([a-z_]+)")
 _LEADING_ZERO = re.compile(r"(?<![0-9])0[0-9]")
 _GRAMMAR = (
     "`15`, `resid_post.15` or `resid_post:15`: a layer index, prefixed by the site's name unless "
     f"it is `{DEFAULT_SITE}` (aliases: {listed(LAYER_WORDS)}); or another tool's name of both, "
-    "such as `blocks.15.hook_resid_post`"
+    "such as `blocks.15.hook_resid_post` or `layer_15`"
 )
 _FORMS = (
     "{layer: vector}, {site: {layer: vector}} or {(site, layer): vector}, where a vector may be "
@@ -74,11 +84,28 @@ def read_placed(value: object) -> tuple[Placed, ...]:
     return tuple(placed)
 
 
+def by_tap(vectors: object) -> object:
+    """Return what is to be registered as a dict: the vectors of an object with `by_tap()`, as
+    `Directions`, or an edit among whole edits. Other values are returned as they are.
+    """
+    own = getattr(vectors, "by_tap", None)
+    if own is not None:
+        return own()
+    return {"edits": [vectors]} if isinstance(vectors, Edit) else vectors
+
+
 def read_key(key: str) -> tuple[str, int]:
     """Return (canonical site, layer as given) of a file's key, in any form of `_GRAMMAR`."""
     match = _KEY.fullmatch(key)
+    worded = _WORDED.fullmatch(key)
+    if worded is not None:
+        return DEFAULT_SITE, int(worded[1])
     if match is None:
-        return _read_name(key)
+        sited = _SITED.fullmatch(key)
+        site = None if sited is None else canonical(sited[1] or sited[4])
+        if sited is None or site is None or site in ENDS:
+            return _read_name(key)
+        return site, int(sited[2] or sited[3])
     place = match["place"]
     if place is None or place in LAYER_WORDS:
         return DEFAULT_SITE, int(match["layer"])

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, overload
@@ -31,7 +31,7 @@ from midstream.steering.changes import Changes
 from midstream.steering.edit_forms import bind_part, names_edits, read_named_edits
 from midstream.steering.files import is_json_file, read_file, read_json_file, write_json_file
 from midstream.steering.listing import Description, Listing
-from midstream.steering.parse import Placed, read_placed
+from midstream.steering.parse import Placed, by_tap, read_placed
 from midstream.validation import at, hint, kind, listed, show
 
 # Far above practical use; limits the memory that clients can fill.
@@ -83,12 +83,13 @@ class VectorRegistry:
         Args:
             name: a valid name, see `midstream.plan.vectors.named_vector.read_name`.
             vectors: a dict in a form of `read_placed`: {layer: vector}, {site: {layer: vector}} or
-                {(site, layer): vector}; one vector (a value of Vector.parse) without a tap, whose
-                layer is given where it is used; or the path of a `.safetensors`, `.npz` or `.gguf`
-                file (`midstream.steering.files`). Scales are multiplied into their vectors. In the
-                place of a vector there may be a matrix [width, width], for `Affine(matrix=name)`.
-                Or whole edits, `{"base": …, "prompt": …, "generated": …, "edits": [Clamp…]}`, see
-                `midstream.steering.edit_forms.read_named_edits`; names in it are resolved now.
+                {(site, layer): vector}; a `Direction` or `Directions`; one vector (a value of
+                Vector.parse) without a tap, whose layer is given where it is used; or the path of a
+                file of vectors (`midstream.steering.files`). Scales are multiplied into their
+                vectors. In the place of a vector there may be a matrix [width, width], for
+                `Affine(matrix=name)`. Or an edit; or whole edits, `{"base": …, "prompt": …,
+                "generated": …, "edits": [Clamp…]}`, see
+                `midstream.steering.edit_forms.read_named_edits`; names in them are resolved now.
                 Or the path of a `.json` file with the JSON form of any of these dicts.
             room: limit for the vectors of all names together, in bytes; None for no limit.
         """
@@ -156,6 +157,13 @@ class VectorRegistry:
         """
         write_json_file(path, self.form(name))
 
+    def __getitem__(self, name: str) -> Registered | NamedEdits:
+        """Return the vectors of a name by (site, layer), of one without a tap by None; or edits."""
+        return self.show(name)[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._current())
+
     def __contains__(self, name: object) -> bool:
         return name in self._current()
 
@@ -207,6 +215,7 @@ class VectorRegistry:
         raise SpecError("", f"expected an edit by value, got the name {show(name)}")
 
     def _read(self, vectors: object, lookup: Lookup | None = None) -> Registered | NamedEdits:
+        vectors = by_tap(vectors)
         if isinstance(vectors, (str, os.PathLike)) and is_json_file(vectors):
             vectors = read_json_file(vectors)
         if names_edits(vectors):

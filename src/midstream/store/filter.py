@@ -157,7 +157,7 @@ def _ints(name: str, value: object) -> list[int]:
 def _read_positions(value: object) -> Positions:
     positions = Positions.parse(value)
     for item in (*positions.include, *positions.exclude):
-        if isinstance(item, (*IN_PROMPT, Between)) or item == "last":
+        if isinstance(item, (*IN_PROMPT, Between)) or item == "last_row":
             raise StoreError(
                 f"position: {show_item(item)} cannot be determined for stored rows; capture these "
                 "positions separately under a tag"

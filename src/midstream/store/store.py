@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from midstream import sites
+from midstream.console import format_ranges
 from midstream.errors import StoreError
+from midstream.hub import Card, HubObject
+from midstream.plan.argument_names import accept_spellings
 from midstream.results.activations import Activations
 from midstream.sites import Tap
 from midstream.store.arrow import record_batches
-from midstream.store.backends.base import Folder
-from midstream.store.backends.local import folder_of
+from midstream.store.backends.base import Folder, check_store
+from midstream.store.backends.local import folder_of, local_folder_of
 from midstream.store.filter import read_filter
 from midstream.store.format.shard import Shard
 from midstream.store.selection import Selection
@@ -72,12 +76,13 @@ def open_store(root: str | os.PathLike[str], since: str = "") -> Store:
             time of writing, see `midstream.store.writer.new_name`.
 
     Raises:
-        StoreError: the directory does not exist, or `since` is not a name.
+        StoreError: the directory does not exist, or has files and no shard; or `since` is not a
+            name.
     """
-    return Store(folder_of(root), since)
+    return Store(check_store(folder_of(root)), since)
 
 
-class Store:
+class Store(HubObject):
     """The captures in a directory.
 
     A shard is opened and checked on first use; its header and list of requests stay in memory.
@@ -96,6 +101,37 @@ class Store:
         self._requests: tuple[StoredRequest, ...] | None = None
         self._by_id: dict[tuple[str, int], list[StoredRequest]] | None = None
         self.refresh()
+
+    hub_files: ClassVar[tuple[str, ...]] = ("*.safetensors",)
+    hub_type: ClassVar[str] = "dataset"
+
+    def to_folder(self, folder: Path) -> None:
+        """Write links to the shards into a folder.
+
+        Raises:
+            StoreError: the store is in no local directory.
+        """
+        root = Path(local_folder_of(self.root).root).resolve()
+        for name in self._names:
+            (folder / name).symlink_to(root / name)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Store:
+        """Open a store in a local directory."""
+        return open_store(folder)
+
+    def card(self) -> Card:
+        """Return what the card of a repository says."""
+        taps = [tap for request in self.requests for tap in request.taps]
+        layers = sorted({layer for site, layer in taps if site not in sites.ENDS})
+        facts = {
+            "Sites": ", ".join(name for name in sites.NAMES if name in {tap[0] for tap in taps}),
+            "Layers": format_ranges(layers),
+            "Requests": len(self.requests),
+            "Shards": len(self.shards),
+        }
+        use = "for batch in found.select(layer=…).batches(1024): ..."
+        return Card("Activations", facts, use=use)
 
     def refresh(self) -> None:
         """List the shards again: add new ones and drop removed ones."""
@@ -188,6 +224,7 @@ class Store:
         """
         return self.find(request, child, shard).activations()
 
+    @accept_spellings
     def select(
         self,
         *,
@@ -210,15 +247,15 @@ class Store:
             layer: layer indices; also a range or slice.
             request, tag: as in the entries.
             child: completion indices; also a range or slice.
-            position: any value of `Positions` except texts, roles and "last": ints (negative ones
-                count from the prompt's end), slices, "prompt", "generated".
+            position: any value of `Positions` except texts, roles and "last_row": ints (negative
+                ones count from the prompt's end), slices, "prompt", "generated".
             token: token ids; also a range.
             model, codec: as in the shards' headers.
 
         Raises:
             StoreError: a value does not occur in the store, or the selected rows differ in codec,
                 hidden size or dtype.
-            SpecError: `position` is malformed.
+            SpecError: `position` is malformed, or there is no such argument.
         """
         chosen = {name: value for name, value in locals().items() if name != "self"}
         return Selection(self.shards, read_filter(self.shards, chosen))

@@ -1,11 +1,12 @@
-"""Pictures of results, as HTML without a network and as text: each function returns a `Picture`."""
+"""Pictures of results: charts by matplotlib, and text coloured by token as HTML."""
 
 from __future__ import annotations
 
 from midstream.viz.answer_cards import answers
+from midstream.viz.chart import Chart
 from midstream.viz.curves import curve
 from midstream.viz.heatmaps import heatmap
 from midstream.viz.picture import Picture
 from midstream.viz.token_spans import tokens
 
-__all__ = ["Picture", "answers", "curve", "heatmap", "tokens"]
+__all__ = ["Chart", "Picture", "answers", "curve", "heatmap", "tokens"]

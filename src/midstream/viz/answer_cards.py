@@ -56,7 +56,7 @@ def answers(
     asked = tag("p", escape(prompt), "prompt", dir="auto") if prompt else ""
     head = [title] if title else []
     body = figure(title, asked + tag("div", "".join(cards), "answers"), "midstream wide")
-    return Picture(title, body, "\n".join([*head, *lines]))
+    return Picture(title, "\n".join([*head, *lines]), body)
 
 
 def _text(scale: float, value: Any) -> str:

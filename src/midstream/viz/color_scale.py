@@ -97,6 +97,16 @@ class ColorScale:
         return "" if bin_index is None else f"b{bin_index}"
 
     @property
+    def ends(self) -> tuple[float, float]:
+        """The values at the ends, which differ: equal values have the centre's colour or the high
+        end's.
+        """
+        if self.low < self.high:
+            return self.low, self.high
+        pad = max(0.5, 0.5 * abs(self.low))
+        return self.low - pad, self.high + (0 if self.center is None else pad)
+
+    @property
     def steps(self) -> Sequence[int]:
         return range(NUM_BINS // 2 if self.center is None else 0, NUM_BINS, 2)
 

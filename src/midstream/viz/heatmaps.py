@@ -3,17 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from midstream.errors import SpecError
-from midstream.viz.color_scale import ColorScale, read_numbers, read_texts, written
-from midstream.viz.markup import escape, tag, visible
-from midstream.viz.picture import Picture, cell, columns_of, figure, readout
+import numpy as np
 
-MOST_CELLS = 20_000
-# Larger pictures have cells without visible numbers.
-_MOST_NUMBERS = 150
-_LONG_LABEL = 4
+from midstream.errors import SpecError
+from midstream.viz.chart import Chart, ColorBar, Panel
+from midstream.viz.color_scale import MOST, ColorScale, Floats, read_numbers, read_texts, written
+from midstream.viz.figure_style import color_map, inches_of, label, short
+from midstream.viz.markup import visible
+from midstream.viz.theme import COLORS, ink_on
+
+MOST_CELLS, MOST_TEXTS = 1_000_000, 20_000
+_EXTEND = ("neither", "min", "max", "both")
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """What a heatmap draws."""
+
+    values: Floats  # [rows, columns]
+    names: tuple[list[str], list[str]]  # of the rows and columns
+    titles: tuple[str, str]  # likewise
+    bar: str  # title of the colour bar
+    scale: ColorScale
+    texts: list[list[str]] | None  # in the cells
+    marked: int | None  # a row
+    origin: Any  # "lower": the first row is at the bottom; "upper"
+
+    @property
+    def size(self) -> tuple[float, float]:
+        (rows, columns), texts = self.names, [text for line in self.texts or () for text in line]
+        cell = (inches_of(texts) + 0.08, 0.17) if self.texts else (0.15, 0.13)
+        most = (60.0, 60.0) if self.texts else (5.4, 5.5)
+        across = min(max(cell[0] * len(columns), 1.7), most[0])
+        along = min(max(cell[1] * len(rows), 0.9), most[1])
+        is_upright = inches_of(columns) > across / max(len(columns), 1)
+        below = inches_of(columns) if is_upright else 0.15
+        return across + inches_of(rows) + 1.15, along + below + 0.65
+
+    def draw(self, axes: Any) -> tuple[Any, ColorBar] | None:
+        axes.set_ylabel(self.titles[0], parse_math=False)
+        axes.set_xlabel(self.titles[1], parse_math=False)
+        if not self.values.size:
+            return None
+        low, high = self.scale.ends
+        # matplotlib leaves infinite values out.
+        shown = np.nan_to_num(self.values, nan=np.nan, posinf=high, neginf=low).clip(-MOST, MOST)
+        colors = {"cmap": color_map(self.scale.center is not None), "vmin": low, "vmax": high}
+        image = axes.imshow(
+            shown, aspect="auto", interpolation="nearest", origin=self.origin, **colors
+        )
+        if np.isnan(shown).any():  # empty cells are hatched
+            axes.patch.set(hatch="//////", edgecolor="#d3cec6", linewidth=0, facecolor="none")
+        for side in axes.spines.values():
+            side.set_visible(False)
+        axes.tick_params(length=0)
+        label(axes, "y", self.names[0], self.marked)
+        label(axes, "x", self.names[1])
+        if self.marked is not None:
+            from matplotlib.patches import Rectangle
+
+            line: dict[str, Any] = {"edgecolor": "black", "linewidth": 1}
+            place = (-0.5, self.marked - 0.5)
+            axes.add_patch(
+                Rectangle(place, len(self.names[1]), 1, fill=False, clip_on=False, **line)
+            )
+        for (row, column), text in np.ndenumerate(np.array(self.texts or [[]], dtype=object)):
+            *color, alpha = map(int, image.cmap(image.norm(shown[row, column]), bytes=True))
+            ink = ink_on((color[0], color[1], color[2])) if alpha else COLORS["soft"][0]
+            told = axes.text(column, row, short(text), color=ink, ha="center", va="center")
+            told.set(fontsize="x-small", clip_on=True, parse_math=False, in_layout=False)
+        beyond = _EXTEND[int((shown < low).any()) + 2 * int((shown > high).any())]
+        return image, ColorBar(self.bar, low, high, self.scale.center, beyond)
 
 
 def heatmap(
@@ -24,35 +87,38 @@ def heatmap(
     title: str = "",
     row_title: str = "",
     column_title: str = "",
+    value_title: str = "",
     unit: str = "",
     center: float | None = 0.0,
     fmt: str = ".2f",
     limits: tuple[float, float] | None = None,
     texts: Sequence[Sequence[str]] | None = None,
-    details: Sequence[Sequence[str]] | None = None,
     marked: int | None = None,
-) -> Picture:
-    """Draw a matrix as coloured cells; each tells its value to mouse, touch and keyboard.
+) -> Chart:
+    """Draw a matrix as coloured cells.
+
+    Rows titled "layer" rise: the first is at the bottom. All others start on top.
 
     Args:
-        values: numbers [rows, columns]: nested lists, an array or a tensor. NaN is an empty cell.
-        rows: labels of the rows, the first on top: texts, such as tokens, or numbers.
+        values: numbers [rows, columns]: nested lists, an array or a tensor. NaN is an empty cell,
+            which is hatched.
+        rows: labels of the rows: texts, such as tokens, or numbers.
         columns: labels of the columns.
         title: title of the picture.
         row_title: what the rows are, such as "layer".
         column_title: what the columns are, such as "token".
-        unit: unit of the values, written after them.
+        value_title: what the values are, for the colour bar.
+        unit: unit of the values, for the colour bar.
         center: the value with the neutral colour, with blue below and orange above it; None: the
             colours rise from the smallest value.
-        fmt: format of the values, as for `format`.
+        fmt: format of the values as text, as for `format`.
         limits: the values at the ends of the colours; None: those of the data.
-        texts: texts [rows, columns] to write into the cells instead of the values.
-        details: texts [rows, columns] that a cell tells after its value.
+        texts: texts [rows, columns] to write into the cells, of which 18 characters are drawn.
         marked: index of a row to outline.
 
     Raises:
         SpecError: sizes that do not fit, no numbers, a format or limits that are wrong, or more
-            than 20,000 cells.
+            than 1,000,000 cells, or 20,000 with texts.
     """
     numbers = read_numbers(values, "values", 2)
     row_names, column_names = read_texts(rows, "rows"), read_texts(columns, "columns")
@@ -65,100 +131,28 @@ def heatmap(
             f"expected {shape[0]} rows of {shape[1]} values, as `rows` and `columns` have, "
             f"got shape {list(numbers.shape)}",
         )
-    if numbers.size > MOST_CELLS:
-        raise SpecError(
-            "values", f"{numbers.size} cells, and a picture has at most {MOST_CELLS}; draw fewer"
-        )
-    for name, table in (("texts", texts), ("details", details)):
-        if table is not None and [len(line) for line in table] != [shape[1]] * shape[0]:
-            raise SpecError(name, f"expected {shape[0]} rows of {shape[1]} texts, as `values` has")
+    most = MOST_CELLS if texts is None else MOST_TEXTS
+    if numbers.size > most:
+        told = "a picture" if texts is None else "a picture with texts"
+        raise SpecError("values", f"{numbers.size} cells, and {told} has at most {most}")
+    if texts is not None and [len(line) for line in texts] != [shape[1]] * shape[0]:
+        raise SpecError("texts", f"expected {shape[0]} rows of {shape[1]} texts, as `values` has")
     if marked is not None and not 0 <= marked < shape[0]:
         raise SpecError("marked", f"expected an index of `rows`, 0 to {shape[0] - 1}, got {marked}")
-    scale = ColorScale.of(numbers, center, limits)
-    suffix = f" {unit}" if unit else ""
-    shown = [[written(value, fmt) for value in line] for line in numbers]
-    names = ([visible(name) for name in row_names], [visible(name) for name in column_names])
-    lines = []
-    for r, line in enumerate(shown):
-        cells = []
-        for c, number in enumerate(line):
-            value = float(numbers[r, c])
-            parts = [] if texts is None else [texts[r][c]]
-            parts += [number + suffix] if value == value else [] if parts else ["no value"]
-            parts += [] if details is None else [details[r][c]]
-            row, column = f"{row_title} {names[0][r]}", f"{column_title} {names[1][c]}"
-            told = ", ".join(part for part in parts if part)
-            label = f"{row.strip()}, {column.strip()}: {told}"
-            text = number if texts is None else texts[r][c]
-            cells.append(cell("td", "gridcell", text, label, scale.style(value), r == c == 0))
-        lines.append(cells)
-    body = _table(lines, names, (row_title, column_title), title, texts is None, marked)
-    foot = readout("a cell", legend(scale, fmt, unit))
-    plain = [[f"{row_title}↓ {column_title}→".strip(" ↓→"), *names[1]]]
-    visible_texts = shown if texts is None else texts
-    plain += [[name, *line] for name, line in zip(names[0], visible_texts, strict=True)]
-    head = f"{title}\n" if title else ""
-    return Picture(title, figure(title, body + foot), head + columns_of(plain))
-
-
-def legend(scale: ColorScale, fmt: str, unit: str = "") -> str:
-    steps = "".join(tag("i", cls=f"b{step}") for step in scale.steps)
-    suffix = f" {unit}" if unit else ""
-    low = tag("span", escape(written(scale.low, fmt)))
-    high = tag("span", escape(written(scale.high, fmt) + suffix))
-    return tag("div", low + tag("span", steps, "ramp", aria_hidden="true") + high, "legend")
-
-
-def _table(
-    lines: list[list[str]],
-    names: tuple[list[str], list[str]],
-    titles: tuple[str, str],
-    title: str,
-    has_numbers: bool,
-    marked: int | None,
-) -> str:
-    rows, columns = names
-    is_dense = has_numbers and len(rows) * len(columns) > _MOST_NUMBERS
-    style = "heat dense" if is_dense else "heat"
-    style += " many" if is_dense and len(columns) > 48 else ""
-    parts = []
-    if any(titles):
-        corner = tag("th", escape(f"{titles[0]} ↓" if titles[0] else ""), "side axis")
-        top = tag("th", escape(f"{titles[1]} →" if titles[1] else ""), "axis", colspan=len(columns))
-        parts.append(tag("tr", corner + (top if columns else ""), role="row"))
-    parts.append(tag("tr", tag("th", "", "side") + _headings(columns, is_dense), role="row"))
-    every = 5 if is_dense and len(rows) > 16 and all(name.isdecimal() for name in rows) else 1
-    for row, (name, cells) in enumerate(zip(rows, lines, strict=True)):
-        # Beside the marked row's label there is no space for another.
-        is_beside = every > 1 and marked is not None and abs(row - marked) == 1
-        is_shown = row == marked or not (is_beside or (every > 1 and int(name) % every))
-        label = escape(name) if is_shown else tag("span", escape(name), "rare")
-        side = tag("th", label, "side", scope="row", title=name)
-        row_style = "marked" if row == marked else ""
-        parts.append(tag("tr", side + "".join(cells), row_style, role="row"))
-    table = tag(
-        "table",
-        "".join(parts),
-        style,
-        role="grid",
-        aria_label=title or "heatmap",
-        data_columns=len(columns),
-        data_lm_suppress_shortcuts="true",
+    seen = None if texts is None else [[visible(text) for text in line] for line in texts]
+    grid = _Grid(
+        numbers,
+        ([visible(name) for name in row_names], [visible(name) for name in column_names]),
+        (visible(row_title), visible(column_title)),
+        visible(f"{value_title} ({unit})" if value_title and unit else value_title or unit),
+        ColorScale.of(numbers, center, limits),
+        seen,
+        marked,
+        "lower" if row_title == "layer" else "upper",
     )
-    return tag("div", table, "scroll")
-
-
-def _headings(columns: list[str], is_dense: bool) -> str:
-    is_upright = is_dense and any(len(name) > _LONG_LABEL for name in columns)
-    every = 5 if is_dense and len(columns) > 16 and all(name.isdecimal() for name in columns) else 1
-    parts = []
-    for name in columns:
-        short = name if len(name) <= 16 else name[:15] + "…"
-        if is_upright:
-            content = tag("span", escape(short), "up")
-        elif every > 1 and int(name) % every:
-            content = tag("span", escape(name), "rare")
-        else:
-            content = escape(short)
-        parts.append(tag("th", content, "top", scope="col", title=name))
-    return "".join(parts)
+    lines = [[f"{grid.titles[0]}↓ {grid.titles[1]}→".strip(" ↓→"), *grid.names[1]]]
+    for row in range(shape[0])[:: -1 if grid.origin == "lower" else 1]:
+        cells = [written(value, fmt) for value in numbers[row]] if seen is None else seen[row]
+        lines.append([grid.names[0][row], *cells])
+    panel = Panel(visible(title), grid.size, lines, grid.draw)
+    return Chart(panel.title, (panel,))

@@ -39,7 +39,7 @@ def _is_seen(character: str, token: str) -> bool:
     category = unicodedata.category(character)
     if character in _JOINERS:
         return len(token) > 1
-    return category not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return category not in ("Cc", "Cf", "Cn", "Cs", "Zl", "Zp")
 
 
 def _code(character: str) -> str:

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
+from midstream.errors import SpecError
 from midstream.viz.markup import escape, tag
-from midstream.viz.theme import PAGE_CSS, SCRIPT, source_of, style_sheet
+from midstream.viz.theme import PAGE_CSS, source_of, style_sheet
 
 
-@dataclass(frozen=True, slots=True, repr=False)
 class Picture:
     """A picture; a notebook shows it, and `print` writes it as text.
 
     Attributes:
         title: its title; may be empty.
-        body: the figure as HTML, without style sheet and script.
         text: the same as plain text.
     """
 
-    title: str
-    body: str
-    text: str
+    suffixes: ClassVar[tuple[str, ...]] = (".html",)
+
+    def __init__(self, title: str, text: str, body: str = "") -> None:
+        self.title, self.text, self._body = title, text, body
+
+    @property
+    def body(self) -> str:
+        """The figure as HTML, without style sheet and script."""
+        return self._body
 
     def __str__(self) -> str:
         return self.text
@@ -31,29 +36,49 @@ class Picture:
     def __repr__(self) -> str:
         return self.text
 
-    def _repr_html_(self) -> str:
-        return f"<div><style>{style_sheet()}</style>{self.body}<script>{SCRIPT}</script></div>"
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        page = f"<div><style>{style_sheet()}</style>{self.body}</div>"
+        return {"text/html": page, "text/plain": self.text}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a page that needs no network, and return its absolute path.
+        """Write a file of the kind that the name's suffix says, and return its absolute path.
 
-        Args:
-            path: the file, usually `*.html`.
+        A chart is written as `.svg`, `.pdf`, `.png` or `.html`; text coloured by token as `.html`,
+        a page that needs no network.
 
         Raises:
+            SpecError: the suffix is not one of these.
+            MissingExtraError: it is a chart, and matplotlib is not installed.
             OSError: the file cannot be written.
         """
-        file = Path(path).expanduser().resolve()
-        file.write_text(document(self.title or "midstream", self.body), encoding="utf-8")
+        file = check_suffix(path, self.suffixes)
+        file.write_bytes(self.encode(file.suffix.lower()))
         return file
+
+    def encode(self, suffix: str) -> bytes:
+        """Return the contents of a file with this suffix."""
+        return document(self.title or "midstream", self.body).encode()
+
+
+def check_suffix(path: str | os.PathLike[str], suffixes: Sequence[str]) -> Path:
+    """Return the absolute path of a file to write.
+
+    Raises:
+        SpecError: its name ends in none of the suffixes.
+    """
+    file = Path(path).expanduser().resolve()
+    if file.suffix.lower() not in suffixes:
+        known = " or ".join(part for part in (", ".join(suffixes[:-1]), suffixes[-1]) if part)
+        raise SpecError("path", f"expected a name that ends in {known}, got {file.name!r}")
+    return file
 
 
 def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] = ()) -> str:
-    """Return a page of escaped HTML and `data_block`s that runs only the script of pictures."""
+    """Return a page of escaped HTML and `data_block`s that loads and runs nothing."""
     style = style_sheet() + css
     policy = (
-        f"default-src 'none'; style-src {source_of(style)}; script-src {source_of(SCRIPT)};"
-        " base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src {source_of(style)}; img-src data:; base-uri 'none';"
+        " form-action 'none'"
     )
     head = "\n".join(
         [
@@ -67,7 +92,7 @@ def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] 
     blocks = "\n".join(data)
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body class="midstream">\n'
-        f"<main>{body}</main>\n{blocks}\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        f"<main>{body}</main>\n{blocks}\n</body>\n</html>\n"
     )
 
 
@@ -76,17 +101,9 @@ def figure(title: str, content: str, cls: str = "midstream") -> str:
     return tag("figure", caption + content, cls)
 
 
-def cell(element: str, role: str, content: str, label: str, style: str, is_first: bool) -> str:
-    """Return what a picture's script tells: content and its label; the first takes the focus."""
-    named = {"role": role, "title": label, "aria_label": label}
-    focus = "0" if is_first else None
-    return tag(element, escape(content), f"c {style}".strip(), **named, tabindex=focus)
-
-
-def readout(what: str, legend: str = "") -> str:
-    """Return the line below a picture, which screen readers skip, for what is pointed at."""
-    out = tag("div", escape(f"Point at {what} for its numbers."), "readout", aria_hidden="true")
-    return tag("div", out + legend, "foot")
+def details(numbers: str) -> str:
+    """Return what opens to the numbers of a picture, by keyboard and touch too."""
+    return tag("details", tag("summary", "Numbers") + tag("pre", escape(numbers), "numbers"))
 
 
 def columns_of(lines: Sequence[Sequence[str]], most_rows: int = 60, most_columns: int = 18) -> str:

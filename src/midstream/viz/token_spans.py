@@ -7,9 +7,9 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.viz.color_scale import ColorScale, read_numbers, written
-from midstream.viz.heatmaps import MOST_CELLS, legend
-from midstream.viz.markup import tag, visible
-from midstream.viz.picture import Picture, cell, figure, readout
+from midstream.viz.heatmaps import MOST_TEXTS
+from midstream.viz.markup import escape, tag, visible
+from midstream.viz.picture import Picture, details, figure
 
 
 def tokens(
@@ -45,31 +45,29 @@ def tokens(
     for name, count in (("values", len(numbers)), ("positions", len(places))):
         if count != len(texts):
             raise SpecError(name, f"expected {len(texts)}, as `texts` has, got {count}")
-    if len(texts) > MOST_CELLS:
-        raise SpecError("texts", f"{len(texts)} tokens, and a picture has at most {MOST_CELLS}")
+    if len(texts) > MOST_TEXTS:
+        raise SpecError("texts", f"{len(texts)} tokens, and a picture has at most {MOST_TEXTS}")
     scale = ColorScale.of(numbers, center, limits)
     suffix = f" {unit}" if unit else ""
     spans, lines = [], []
-    for index, (text, value) in enumerate(zip(texts, numbers.tolist(), strict=True)):
+    for place, text, value in zip(places, texts, numbers.tolist(), strict=True):
         number = written(value, fmt) + suffix if value == value else "no value"
-        label = f"{visible(text)!r} at {places[index]}: {number}"
+        label = f"{visible(text)!r} at {place}: {number}"
         # Line breaks stay line breaks, after a sign that takes the colour.
         pieces = (visible(part) if part.strip(" ") else part for part in text.split("\n"))
-        spans.append(
-            cell("span", "option", "⏎\n".join(pieces), label, scale.style(value), index == 0)
-        )
-        lines.append(f"{places[index]:>5}  {number:>10}  {visible(text)!r}")
-    box = tag(
-        "div",
-        "".join(spans),
-        "text",
-        role="listbox",
-        aria_label=title or "tokens",
-        aria_orientation="horizontal",
-        data_columns=len(texts) or 1,
-        data_lm_suppress_shortcuts="true",
-        dir="auto",
+        style = f"c {scale.style(value)}".strip()
+        spans.append(tag("span", escape("⏎\n".join(pieces)), style, title=label))
+        lines.append(f"{place:>5}  {number:>10}  {visible(text)!r}")
+    box = tag("div", "".join(spans), "text", dir="auto") + legend(scale, fmt, unit)
+    table = "\n".join(lines)
+    return Picture(
+        title, (f"{title}\n" if title else "") + table, figure(title, box + details(table))
     )
-    head = f"{title}\n" if title else ""
-    body = figure(title, box + readout("a token", legend(scale, fmt, unit)))
-    return Picture(title, body, head + "\n".join(lines))
+
+
+def legend(scale: ColorScale, fmt: str, unit: str = "") -> str:
+    steps = "".join(tag("i", cls=f"b{step}") for step in scale.steps)
+    suffix = f" {unit}" if unit else ""
+    low = tag("span", escape(written(scale.low, fmt)))
+    high = tag("span", escape(written(scale.high, fmt) + suffix))
+    return tag("div", low + tag("span", steps, "ramp", aria_hidden="true") + high, "legend")

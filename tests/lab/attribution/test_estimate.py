@@ -120,7 +120,13 @@ def test_heads_groups_masks_and_alpha_divide_the_same_sums(twin, oracle):
     whole = attribution_patching(twin, CLEAN, CORRUPT, METRIC, sites="z", layers=[1])
     assert heads.effects.sum(-1) == pytest.approx(whole.effects, rel=1e-3, abs=1e-5)
     grouped = attribution_patching(
-        twin, CLEAN, CORRUPT, METRIC, sites="z", layers=[1], groups={"two": [2, 3], "last": [-1]}
+        twin,
+        CLEAN,
+        CORRUPT,
+        METRIC,
+        sites="z",
+        layers=[1],
+        groups={"two": [2, 3], "last": [-1]},
     )
     assert grouped.coords["position"] == ["two", "last"]
     assert grouped.effects[0, 0, 0] == pytest.approx(whole.effects[0, 0, 2:4].sum(), rel=1e-4)
@@ -190,7 +196,7 @@ def test_the_top_cells_are_those_of_the_largest_effects(twin):
     assert repr(found).startswith("Attribution(2 sites × 3 layers × 6 positions; LogitDiff(7, 11)")
     assert found.to_xarray().sel(site="mlp_out", layer=2, position=5) == found.values[1, 2, 5]
     assert math.isnan(found.sweep.noise_floor)
-    assert "<svg" in found._repr_html_() or "<table" in found._repr_html_()
+    assert found._repr_mimebundle_() == found.sweep._repr_mimebundle_()
 
 
 @pytest.mark.parametrize(

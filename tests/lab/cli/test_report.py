@@ -71,7 +71,7 @@ def test_all_options_are_passed_on(run, called):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--pairs pairs.jsonl", "Missing option '--model'"),
+        ("--pairs pairs.jsonl", "Missing argument 'MODEL'"),
         ("--model m", "expected --pairs FILE, or --positive FILE and --negative FILE"),
         ("--model m --positive up.txt", "expected --pairs FILE, or --positive FILE"),
         ("--model m --pairs pairs.jsonl --positive up.txt", "expected --pairs FILE, or"),

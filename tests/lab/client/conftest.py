@@ -1,5 +1,5 @@
 """The fixtures of the clients' tests."""
 
-from unit.client.conftest import anyio_backend, both, site
+from unit.client.conftest import both, site
 
-__all__ = ["anyio_backend", "both", "site"]
+__all__ = ["both", "site"]

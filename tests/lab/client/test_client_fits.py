@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from lab.server.routes.test_fit import NEGATIVE, POSITIVE, expected, script
 
-from midstream import Directions, SpecError
+from midstream import Directions
+from midstream.errors import SpecError
 
 
 def test_a_fit_is_the_servers_with_its_probes_and_edits(both, site):

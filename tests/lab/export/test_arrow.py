@@ -11,8 +11,8 @@ import pytest
 import torch
 from unit.store.making import TAPS, entry, header, write
 
-from midstream import StoreError, open_store
-from midstream.errors import MissingExtraError
+from midstream import open_store
+from midstream.errors import MissingExtraError, StoreError
 from midstream.lab.export import export_arrow, export_parquet
 from midstream.store import Batch
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from unit.sinks.test_files import values_of
 from unit.store.making import TAPS, entry, header, vectors, write
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.lab.export import export_npz
 from midstream.lab.export.npz import _folder_name
 

@@ -89,7 +89,7 @@ def test_a_control_vector_has_the_vectors_and_the_model(wanted):
 
 def small(layers=(1, 2)):
     rows = np.arange(1, 3 * len(layers) + 1, dtype=np.float32).reshape(-1, 3)
-    scores = {layers[0]: LayerScore(0.5, 1.0, 2.0)}
+    scores = {layers[0]: LayerScore(0.5, 1.0, 2.0, 0.125, None, 0.25)}
     return Directions(rows, layers, "resid_post", rows + 1, scores, "mean", 5, "llama")
 
 
@@ -107,6 +107,13 @@ def test_an_engine_registers_the_file_and_the_directions(tmp_path):
     )
 
 
+def test_a_control_vector_lacks_layer_0_of_a_fit_of_all_layers_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match=r"d\.gguf: layer 0 is left out: llama\.cpp counts"):
+        small((0, 2)).to_gguf(tmp_path / "d.gguf")
+    bare = Directions(small((0, 2)).vectors[1:], (2,), model_type=small().model_type)
+    check_same(Directions.from_gguf(tmp_path / "d.gguf"), bare)
+
+
 def test_what_a_format_cannot_have_and_missing_packages_are_named(tmp_path, monkeypatch):
     with pytest.raises(SpecError, match=r"path: expected a name that ends in \.safetensors"):
         small().save(tmp_path / "d.gguf")
@@ -114,8 +121,8 @@ def test_what_a_format_cannot_have_and_missing_packages_are_named(tmp_path, monk
         small().to_gguf(tmp_path / "d.safetensors")
     with pytest.raises(SpecError, match=r"path: expected a name that ends in \.gguf"):
         Directions.from_gguf(tmp_path / "d.safetensors")
-    with pytest.raises(SpecError, match="layers: llama.cpp cannot steer layer 0"):
-        small((0, 2)).to_gguf(tmp_path / "d.gguf")
+    with pytest.raises(SpecError, match="layers: llama.cpp counts layers from 0.* the only one"):
+        small((0,)).to_gguf(tmp_path / "d.gguf")
     with pytest.raises(SpecError, match="site: control vectors are of resid_post; these are of z"):
         Directions(np.ones((1, 3), np.float32), (1,), "z").to_gguf(tmp_path / "d.gguf")
     assert not list(tmp_path.iterdir())
@@ -165,7 +172,11 @@ GOOD = {
         ({"midpoints": {"1": [0, 0, 1]}}, "metadata.midpoints: expected one of the vectors' width"),
         ({"midpoints": {"1": [0], "2": [1]}}, "metadata.midpoints: expected one of the vectors'"),
         ({"midpoints": {"1": [0, 0, 1], "9": [0]}}, "the file has no vector of this layer"),
-        ({"scores": {"1": [0.5, 1.0]}}, r"scores\['1'\]: expected \[auc, accuracy, d_prime\]"),
+        (
+            {"scores": {"1": [0.5, 1.0]}},
+            r"scores\['1'\]: expected \[auc, accuracy, d_prime, auc_",
+        ),
+        ({"scores": {"1": [0.5, None, 1.0]}}, r"scores\['1'\]: expected a number, got `None`"),
     ],
 )
 def test_forged_metadata_are_rejected(tmp_path, change, match):
@@ -201,9 +212,9 @@ def test_files_and_forms_whose_layers_cannot_be_are_rejected(tmp_path):
     save_file({"1": np.ones((3, 3), np.float32)}, tmp_path / "c.safetensors")
     with pytest.raises(SpecError, match="expected a vector of a layer from 0"):
         Directions.load(tmp_path / "c.safetensors")
-    (tmp_path / "d.pt").write_bytes(b"\x80")
+    (tmp_path / "d.pkl").write_bytes(b"\x80")
     with pytest.raises(SpecError, match="pickles"):
-        Directions.load(tmp_path / "d.pt")
+        Directions.load(tmp_path / "d.pkl")
     rows = np.random.default_rng(0).normal(size=(5, 2, 4))
     form = Directions.from_rows(rows + 1, rows).to_json()
     first, second = form["layers"]

@@ -1,10 +1,14 @@
 """Directions and their scores, on rows whose direction is known."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from unit.viz.drawn import drawn, read, same
 
 from midstream.errors import SpecError
 from midstream.lab.fit import Directions
@@ -140,7 +144,29 @@ def test_layers_are_chosen_by_their_index():
         with pytest.raises(SpecError, match=r"layer: expected one of \[2, 4, 9\], got"):
             found[layer]
     assert "9 *" in str(found)
-    assert "<td>9 *</td>" in found._repr_html_()
+
+
+def test_a_plot_has_what_the_layer_is_chosen_by_with_its_errors_over_the_folds():
+    positive, negative = planted(30.0)
+    found = Directions.from_rows(positive, negative, layers=[4, 9, 2])
+    axes = Figure().subplots()
+    assert found.plot(axes) is axes
+    panel, scores = read(axes), [one.score for one in found]
+    same(panel.lines["d′"], [score.d_prime for score in scores])
+    assert panel.texts == [f"layer {found.best_layer}"]
+    assert panel.titles == ("layer", "d′ (standard deviations)")
+    assert panel.title == "mean at resid_post, held-out rows"
+    (bars,) = (one for one in axes.collections if len(one.get_segments()) == 3)
+    for segment, score in zip(bars.get_segments(), scores, strict=True):
+        assert score.d_prime_error > 0
+        same(segment[:, 1], score.d_prime + np.array([-1, 1]) * score.d_prime_error)
+    unscored = Directions.from_rows(positive, negative, folds=0)
+    assert "<td>2</td>" in unscored._repr_mimebundle_()["text/html"]
+    with pytest.raises(SpecError, match="scores: nothing was held out"):
+        unscored.plot()
+    # Read from a file of an earlier release: no bars.
+    plain = {layer: replace(score, d_prime_error=None) for layer, score in found.scores.items()}
+    assert drawn(replace(found, scores=plain)).lines.keys() == panel.lines.keys()
 
 
 @settings(max_examples=300, deadline=None)

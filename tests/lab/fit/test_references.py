@@ -97,12 +97,21 @@ def test_scores_are_those_of_fits_without_each_fold(method, count, width):
             middle, half = (upper.mean(0) + lower.mean(0)) / 2, (upper - lower).mean(0) @ unit / 2
             for side, rows in enumerate((positive, negative)):
                 projected[side, out] = (rows[out, layer] - middle) @ unit / half
-        truth = np.repeat([1, 0], count)
         score = found.scores[layer]
-        assert score.auc == pytest.approx(roc_auc_score(truth, projected.reshape(-1)), abs=1e-9)
-        assert score.accuracy == accuracy_score(truth, projected.reshape(-1) > 0)
-        spread = np.sqrt(projected.var(1, ddof=1).mean())
-        assert score.d_prime == pytest.approx(-np.diff(projected.mean(1))[0] / spread, rel=1e-6)
+        wanted = metrics(projected)
+        assert (score.auc, score.accuracy, score.d_prime) == pytest.approx(wanted, rel=1e-6)
+        # The jackknife: the spread of what is left without each of four folds.
+        rest = np.stack([metrics(projected[:, folds.positive != fold]) for fold in range(4)])
+        errors = np.sqrt(3 / 4 * ((rest - rest.mean(0)) ** 2).sum(0))
+        given = score.auc_error, score.accuracy_error, score.d_prime_error
+        assert given == pytest.approx(errors, rel=1e-5, abs=1e-9)
+
+
+def metrics(projected):
+    """AUC, accuracy and d′ of projections [2 classes, rows]."""
+    truth, every = np.repeat([1, 0], projected.shape[1]), projected.reshape(-1)
+    d_prime = -np.diff(projected.mean(1))[0] / np.sqrt(projected.var(1, ddof=1).mean())
+    return roc_auc_score(truth, every), accuracy_score(truth, every > 0), d_prime
 
 
 @pytest.mark.parametrize("method", ["pca", "lat", "lda"])

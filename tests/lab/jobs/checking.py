@@ -1,7 +1,5 @@
 """What must be true of a store that a data set was captured into."""
 
-from __future__ import annotations
-
 from os import PathLike
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An engine that computes nothing, and jobs for it."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

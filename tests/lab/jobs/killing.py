@@ -1,7 +1,5 @@
 """Jobs in a process of their own, which is killed, and what must be true of the store then."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -10,7 +10,7 @@ from lab.jobs.checking import check_rows
 from lab.jobs.fakes import FakeEngine, job, prompts, write_lines
 from support.object_store import bucket, object_client, object_server, s3  # noqa: F401
 
-from midstream import StoreError
+from midstream.errors import StoreError
 from midstream.lab.jobs import CaptureRun, capture_dataset
 from midstream.lab.jobs import directory_lock as place
 from midstream.lab.jobs.directory_lock import join_writers
@@ -62,7 +62,9 @@ def _write_on(asked, word, joined, end):
     end.wait(30)
 
 
-def test_a_job_waits_for_what_a_killed_one_has_left_and_reads_the_store_then(tmp_path):
+@pytest.fixture
+def left(tmp_path):
+    """A job, a process of one that has ended and writes on, and the event that ends it."""
     write_lines(tmp_path, prompts(3))
     asked = job(tmp_path, resume=True)
     with place.taken(asked):
@@ -71,23 +73,22 @@ def test_a_job_waits_for_what_a_killed_one_has_left_and_reads_the_store_then(tmp
     writer = _CONTEXT.Process(target=_write_on, args=(asked, word, joined, end))
     writer.start()
     assert joined.wait(30)
+    yield asked, writer, end
+    end.set()
+    writer.join()
+
+
+def test_a_job_waits_for_what_a_killed_one_has_left_and_reads_the_store_then(left):
+    asked, writer, end = left
     threading.Timer(0.5, end.set).start()
     with place.taken(asked):
         writer.join(0)
         assert end.is_set(), "it did not wait"
-    writer.join()
 
 
-def test_a_job_is_refused_while_others_write_on(tmp_path, monkeypatch):
+def test_a_job_is_refused_while_others_write_on(left, monkeypatch):
     monkeypatch.setattr(place, "PATIENCE", 0.2)
-    write_lines(tmp_path, prompts(3))
-    asked = job(tmp_path, resume=True)
-    with place.taken(asked):
-        word = place.mark(asked)
-    joined, end = _CONTEXT.Event(), _CONTEXT.Event()
-    writer = _CONTEXT.Process(target=_write_on, args=(asked, word, joined, end))
-    writer.start()
-    assert joined.wait(30)
+    asked, writer, end = left
     with pytest.raises(StoreError, match="processes of a job that has ended still write"):
         capture_dataset(asked, FakeEngine)
     end.set()

@@ -11,8 +11,8 @@ from lab.jobs.fakes import job, write_lines
 from support.command import CliRunner
 from support.tokenizers import byte_level
 
-from midstream import SpecError
 from midstream.cli.app import app
+from midstream.errors import SpecError
 from midstream.lab.jobs import estimate as module
 from midstream.lab.jobs.estimate import estimate_job
 from midstream.plan import Capture

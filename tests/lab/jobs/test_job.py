@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from lab.jobs.fakes import job
 
-from midstream import SpecError
+from midstream.errors import SpecError
 from midstream.lab.jobs.records import Record
 from midstream.lab.jobs.request_ids import Identity
 from midstream.plan import Capture

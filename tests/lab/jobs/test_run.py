@@ -13,7 +13,8 @@ import torch
 from lab.jobs.checking import check_rows, lines_in
 from lab.jobs.fakes import LAYERS, WIDE_ORIGIN, FakeEngine, job, prompts, vector, write_lines
 
-from midstream import SpecError, StoreError, open_store
+from midstream import open_store
+from midstream.errors import SpecError, StoreError
 from midstream.lab.jobs import CaptureRun, capture_dataset
 from midstream.plan import Capture
 

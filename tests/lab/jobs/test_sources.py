@@ -8,7 +8,8 @@ import types
 import pytest
 from lab.jobs.fakes import FakeEngine, job, prompts, write_lines
 
-from midstream import SpecError, StoreError, UnsupportedError, open_store
+from midstream import open_store
+from midstream.errors import SpecError, StoreError, UnsupportedError
 from midstream.lab.jobs import capture_dataset
 from midstream.lab.jobs.records import Failed, Record
 from midstream.lab.jobs.sources import open_source
@@ -73,8 +74,10 @@ def test_no_more_is_counted_than_is_read(tmp_path, monkeypatch):
             return read[-1]
 
     monkeypatch.setattr("midstream.lab.jobs.sources._open", lambda _: Noting(path))
-    assert open_source(job(tmp_path, limit=3)).count() == 3
-    assert len(read) == 3
+    source = open_source(job(tmp_path, limit=3))
+    assert len(read) == 3, "is any of them a prompt?"
+    assert source.count() == 3
+    assert len(read) == 6
 
 
 def test_a_parquet_file_is_read_in_batches(table, tmp_path):

@@ -114,7 +114,9 @@ def no_stage(_words: str) -> Iterator[None]:
 
 def make_result(hostile: str = "") -> Result:
     """A result whose every text carries `hostile`."""
-    scores = tuple(LayerScore(0.5 + 0.1 * n, 0.5 + 0.08 * n, 0.7 * n) for n in range(5))
+    scores = tuple(
+        LayerScore(0.5 + 0.1 * n, 0.5 + 0.08 * n, 0.7 * n, 0.02, 0.03, 0.1) for n in range(5)
+    )
     cells = [[0.1 * layer - 0.05 * token for token in range(3)] for layer in range(5)]
     answers = [
         Answer(-2.0, f"a sad answer {hostile}", -0.5, -1.25, 0.5),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream import SpecError
+from midstream.errors import SpecError
 from midstream.lab.sweep.alignment import align_positions, emit_align, read_align
 
 LENGTHS = st.integers(1, 60)

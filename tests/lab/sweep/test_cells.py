@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream import KL, Positions, SpecError
+from midstream import KL
+from midstream.errors import SpecError
 from midstream.lab.sweep import SweepRequest
 from midstream.lab.sweep.alignment import align_positions
 from midstream.lab.sweep.cells import plan_grid
+from midstream.plan import Positions
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.shape import ModelShape
 
@@ -18,7 +20,7 @@ SHAPE = ModelShape(4, 8, TAPS, heads={("z", 0): 4, ("z", 2): 4, ("k", 0): 2}, wi
 
 
 def grid(length=6, aligned=None, rows=None, **more):
-    request = SweepRequest("a", KL(), **more)
+    request = SweepRequest("a", KL(), **{"sites": "resid_pre", **more})
     return plan_grid(request, SHAPE, Prompt(length, tuple(range(length))), aligned, rows)
 
 
@@ -111,6 +113,6 @@ def test_positions_of_groups_have_a_budget():
     assert len(grid(length, **everywhere).cells) == 520
     # 65,000 positions at each of so many taps are above the budget of all cells.
     taps = [("resid_pre", layer) for layer in range(17)]
-    request = SweepRequest("a", KL(), groups=groups)
+    request = SweepRequest("a", KL(), sites="resid_pre", groups=groups)
     with pytest.raises(SpecError, match="the cells patch 1105000 positions, and the budget"):
         plan_grid(request, ModelShape(17, 8, taps), Prompt(length, tuple(range(length))), None)

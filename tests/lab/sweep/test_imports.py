@@ -22,9 +22,9 @@ request = SweepRequest("a prompt", midstream.Recovered(midstream.LogitDiff(" a",
 assert SweepRequest.parse(request.to_dict()) == request
 coords = {"site": ["z"], "layer": [0], "position": [1]}
 values = numpy.ones((1, 1, 1), "f4")
-sweep = midstream.Sweep(values, tuple(coords), coords, request.metric, 0, 1, 0, ("a",))
-assert midstream.Sweep.from_json(sweep.to_json()).best(1)[0]["value"] == 1
-assert "1.00" in sweep._repr_html_()
+sweep = midstream.lab.sweep.Sweep(values, tuple(coords), coords, request.metric, 0, 1, 0, ("a",))
+assert midstream.lab.sweep.Sweep.from_json(sweep.to_json()).best(1)[0]["value"] == 1
+assert "1.00" in str(sweep.picture())
 """
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from midstream import Capture, LogProb, Scale, SpecError
+from midstream import Capture, LogProb, Scale
+from midstream.errors import SpecError
 from midstream.lab.sweep import SweepRequest
 from midstream.lab.sweep.job import SweepContext, SweepJob, SweepPrompt
 from midstream.plan.positions.prompt import Prompt
@@ -35,7 +36,7 @@ def job(length=6, other=None, earlier=True, **fields):
 
     rows = (lambda _name: EarlierRows()) if earlier else None
     context = SweepContext(SHAPE, lookup, rows)
-    request = SweepRequest(**{"metric": LogProb(3), **fields})
+    request = SweepRequest(**{"metric": LogProb(3), "sites": "resid_pre", **fields})
     return SweepJob(request, context, prompt(length), None if other is None else prompt(other))
 
 

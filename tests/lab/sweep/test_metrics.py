@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 
-from midstream import KL, LogitDiff, LogProb, Recovered, SpecError
+from midstream import KL, LogitDiff, LogProb, Recovered
+from midstream.errors import SpecError
 from midstream.lab.sweep.metrics import NextToken, read_metric
 
 TOKENS = st.integers(0, 2**31 - 1) | st.text(min_size=1, max_size=5)

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream import KL, LogProb, Named, Positions, SpecError, Text
+from midstream import KL, LogProb, Text
+from midstream.errors import SpecError
 from midstream.lab.sweep import SweepRequest
 from midstream.lab.sweep.edits import check_sizes
 from midstream.lab.sweep.source import NameSource, PromptSource, RowsSource, ZeroSource, read_source
+from midstream.plan import Named, Positions
 from midstream.plan.shape import ModelShape
 from midstream.results.activations import Activations
 from midstream.results.arrays import Heads
@@ -71,10 +73,10 @@ def test_omitted_layers_and_sites_are_those_of_the_sae_or_the_defaults():
     with pytest.raises(SpecError, match="has no hook point") as error:
         request.at_tap(None)
     assert error.value.path == "sites"
-    assert SweepRequest(0, KL()).at_tap(None).sites == ("resid_pre",)
+    assert SweepRequest(0, KL()).at_tap(None).sites == ("resid_post",)
     request = SweepRequest("a prompt", KL())
     assert request.layers.indices == "all"
-    assert request.sites == ("resid_pre",)
+    assert request.sites == ("resid_post",)
     assert request.positions == Positions("prompt")
     assert (request.alpha, request.dims, request.weights, request.repeats) == (1.0, (), None, 3)
     assert SweepRequest.parse(request) is request
@@ -153,7 +155,7 @@ def test_integers_of_a_mask_are_indices_and_other_numbers_weights(mask, dims, we
         ({"layers": []}, "layers"),
         ({"sites": "nowhere"}, "sites"),
         ({"positions": "generated"}, "positions"),
-        ({"positions": ["prompt", "last"]}, "positions[1]"),
+        ({"positions": ["prompt", "last_row"]}, "positions[1]"),
         ({"positions": 1, "groups": {"a": 1}}, "positions"),
         ({"groups": {}}, "groups"),
         ({"groups": {"a": "generated"}}, "groups.a"),

@@ -9,12 +9,14 @@ from support.refusals import refused
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
 
-from midstream import Ablate, Activations, Capture, Plan, Positions, Probe, Steer
+from midstream import Ablate, Capture, Probe, Steer
 from midstream.api.arguments import CallArguments, PromptArguments, check_names, per_prompt
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.offline_call import OfflineCall
 from midstream.errors import ConfigError, SpecError
+from midstream.plan import Plan, Positions
 from midstream.plan.shape import ModelShape
+from midstream.results.activations import Activations
 from midstream.results.receipt import Receipt
 
 READ = Capture(layers=[1])
@@ -193,8 +195,9 @@ def test_a_malformed_field_is_refused_by_the_path_to_it():
         ({"capture": [None, [READ, READ]]}, r"^capture\[1\]\[1\]: duplicate of capture\[1\]\[0\]$"),
         ({"probes": [None, [ASK, ASK]]}, r"^probes\[1\]\[1\]\.name: .* of probes\[1\]\[0\]; use"),
         ({"capture": {"layers": "some"}}, r"^capture\.layers: "),
-        ({"capture": [3, 4]}, r"^capture: .*write Capture\(layers=\[3, 4\]\)"),
-        ({"capture": ["all", None]}, r"^capture\[0\]: .*write Capture\(layers="),
+        ({"capture": [3, 3]}, r"^capture\.layers\[1\]: layer 3 is listed twice"),
+        ({"capture": ["al", None]}, r"^capture\[0\]\.sites: unknown site 'al'"),
+        ({"capture": [1.5, None]}, r"^capture\[0\]: expected a `Capture`.* or short: True, layers"),
         ({"edits": [None, {"op": "scale", "factor": "x", "layer": 0}]}, r"^edits\[1\]\.factor: "),
         ({"edits": {"op": "scal", "factor": 1, "layer": 0}}, r"^edits\.op: .*scale"),
         ({"steer": ADD, "edits": {"op": "scale", "factor": "x", "layer": 0}}, r"^edits\.factor: "),

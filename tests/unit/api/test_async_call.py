@@ -1,7 +1,5 @@
 """Which calls of `AsyncLLM.generate` vLLM alone serves."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -7,18 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from midstream import (
-    BusyError,
-    Capture,
-    Controller,
-    ControllerError,
-    Plan,
-    Probe,
-    SpecError,
-    Switch,
-    Threshold,
-)
+from midstream import Capture, Controller, Probe, Threshold
 from midstream.api.controller import ControlledRequest, check_controlled
+from midstream.errors import BusyError, ControllerError, SpecError
+from midstream.plan import Plan, Switch
 from midstream.plan.control.control_laws import Observed
 
 CALL_PLAN = object()

@@ -1,17 +1,18 @@
 """The command: light to import, its options, what it writes, and its exit status."""
 
-from __future__ import annotations
-
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from support.command import CliRunner
 
+from midstream.cli import serve
 from midstream.cli.app import app
-from midstream.entries import COMMANDS, command
+from midstream.cli.command import model_first, whole
+from midstream.entries import COMMANDS, STORE_COMMANDS
 from midstream.lab.tools.doctor import examine
 from midstream.lab.tools.doctor.report import (
     LACKING,
@@ -58,13 +59,69 @@ def run(monkeypatch: pytest.MonkeyPatch):
     return call
 
 
-def test_each_sub_command_is_a_module_of_its_own_and_has_help():
-    result = CliRunner().invoke(app, ["--help"])
-    assert result.exit_code == 0
-    for name in COMMANDS:
-        assert callable(getattr(command(name), name))
-        assert name in result.output
-        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+def test_each_sub_command_has_help_with_an_example_and_no_type_of_flags():
+    outside = CliRunner().invoke(app, ["--help"]).output
+    inside = CliRunner().invoke(app, ["store", "--help"]).output
+    for name, text, others in (
+        *((name, outside, inside) for name in COMMANDS),
+        *((name, inside, outside) for name in STORE_COMMANDS),
+    ):
+        assert re.search(rf"^│ {name} ", text, re.M), name
+        assert not re.search(rf"^│ {name} ", others, re.M), name
+        words = ["store", name] if name in STORE_COMMANDS else [name]
+        shown = CliRunner().invoke(app, [*words, "--help"])
+        assert shown.exit_code == 0
+        assert f"Example: midstream {' '.join(words)} " in shown.output, name
+        assert "bool" not in shown.output, name
+        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0, "as it was before"
+    assert "bool" not in outside + inside
+
+
+# What a person types, and what the answer must have.
+MISTAKES = [
+    (["steer"], "Steer(vector, layer=14)"),
+    (["generate", "x"], "midstream studio MODEL"),
+    (["plan", "--tokens", "1e9"], "--estimate"),
+    (["store", "verfy", "x"], "verify"),
+    (["studio"], "Missing argument 'MODEL'"),
+    (["capture", "m", "--data", "plain.txt", "--out", "a"], "line 1: expected JSON"),
+    (["capture", "m", "--data", "d.jsonl", "--out", "a", "--limit", "many"], "such as 2000 or 2e3"),
+    (["capture", "m", "--data", "d.jsonl", "--out", "a", "--limit", "1.5"], "such as 2000 or 2e3"),
+    (["capture", "m", "--data", "d.jsonl", "--out", "a", "--layre", "1"], "Possible options"),
+    (["capture", "--model"], "expected a folder or a name"),
+    (["sweep", "p", "--source", "s", "--metric", "kl"], "--model"),
+    (["sweep", "m", "p", "--source", "s", "--metric", "kl", "--out", "x.csv"], ".json"),
+    (["store", "inspect", "."], "no store: it has no shards (*.safetensors), but"),
+    (["inspect", "."], "no store"),
+    (["verify", "."], "no store"),
+    (["prune", "."], "no store"),
+    (["merge", ".", "--into", "b"], "no store"),
+    (["export", ".", "out", "--to", "npz"], "no store"),
+]
+
+
+@pytest.mark.parametrize(("typed", "said"), MISTAKES, ids=lambda value: " ".join(value)[:40])
+def test_a_mistake_is_answered_before_any_work(typed, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    (tmp_path / "plain.txt").write_text("The sky is blue.\nGrass is green.\n")
+    (tmp_path / "d.jsonl").write_text('{"text": "The sky"}\n')
+    result = CliRunner().invoke(app, typed)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_model_may_be_an_option_and_numbers_have_an_exponent(monkeypatch):
+    assert model_first(["a", "--model", "m", "--x"]) == ["m", "a", "--x"]
+    assert model_first(["--model=m", "--", "--model", "n"]) == ["m", "--", "--model", "n"]
+    assert [whole()(text) for text in ("1e9", "2.5e3", "100_000", 7)] == [10**9, 2500, 100_000, 7]
+    asked = []
+    monkeypatch.setattr(serve.os, "execv", lambda _, words: asked.append(words))
+    for words in (["m"], ["--model", "m"], ["--port", "1", "--model=m"]):
+        result = CliRunner().invoke(app, ["serve", *words, "--site", "z", "--layer", "3"])
+        assert result.exit_code == 0, result.output
+    assert all('"sites": ["z"], "layers": [3]' in words[-1] for words in asked)
+    assert all("m" in words and "--model=m" not in words for words in asked)
 
 
 def test_its_environment_is_gone_when_it_ends_and_never_replaces_what_is_set(monkeypatch):

@@ -1,7 +1,5 @@
 """`midstream docs`: opens the installed site, and builds one that a clone lacks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -80,4 +78,4 @@ def test_an_installation_without_the_site_names_what_builds_it(opened, tmp_path,
     monkeypatch.setattr(docs, "SCRIPT", tmp_path / "absent")
     shown = CliRunner().invoke(app, ["docs"])
     assert shown.exit_code == 2
-    assert "scripts/setup.sh" in shown.stderr
+    assert "scripts/setup.sh docs" in shown.stderr

@@ -1,7 +1,5 @@
 """The sub-commands that look at a store, and keep it: inspect, export, verify, merge, prune."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -128,7 +126,7 @@ def test_inspect_draws_norms_into_a_file(acts, name):
 
 def test_a_picture_of_another_kind_or_of_nothing_is_refused(acts, tmp_path):
     said = run_json("inspect", "acts", "--plot", "norms.gif", status=2)["error"]
-    assert ".png or .svg" in said
+    assert ".svg, .pdf, .png or .html, got 'norms.gif'" in said
     (tmp_path / "none").mkdir()
     said = run_json("inspect", "none", "--plot", "norms.svg", status=2)["error"]
     assert "no rows to draw" in said
@@ -254,5 +252,5 @@ def test_completion_knows_the_sub_commands_and_their_options(monkeypatch):
         monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
         return CliRunner().invoke(app, [], prog_name="midstream").stdout.split()
 
-    assert completed("midstream ins") == ["inspect"]
+    assert completed("midstream store ins") == ["inspect"]
     assert completed("midstream capture --keep") == ["--keep-prompts"]

@@ -1,7 +1,5 @@
 """The two clients behind one face, so that a test holds both to the same."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""A fake server and both clients of it. Tests of coroutines run on asyncio, as the clients do."""
-
-from __future__ import annotations
+"""A fake server and both clients of it."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,11 +6,6 @@ from collections.abc import Iterator
 import pytest
 from support.serving_fake import Site, make
 from unit.client.both import KINDS, Both
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture

@@ -58,6 +58,8 @@ def test_a_connection_that_fails_names_the_server_and_the_proxy(kind, via, monke
             assert (f"through the proxy http://127.0.0.1:{port}" in told) == bool(via)
             assert (f"the environment's {via}" in told) == bool(via)
             assert ("add 127.0.0.2 to NO_PROXY" in told) == bool(via)
+            assert ("Start one with `midstream serve MODEL`" in told) == (not via)
+            assert caught.value.__cause__ is None  # its traceback is of one error
     monkeypatch.setenv("NO_PROXY", "127.0.0.2")
     with pytest.raises(httpx.ConnectError) as caught:
         _fail(kind, "http://127.0.0.2:9")

@@ -1,7 +1,5 @@
 """`cast` rounds every value to the nearest of a shorter dtype."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Bytes that no encoder wrote are refused by name, and never read."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

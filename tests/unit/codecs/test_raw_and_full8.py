@@ -1,7 +1,5 @@
 """`raw` keeps every bit; `full8` keeps every value to half a step."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """`rp8`: the projection that anybody can make, and what its sketches tell."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`topk8` keeps the k largest, those and no others."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

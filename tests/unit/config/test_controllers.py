@@ -2,8 +2,9 @@
 
 from support.refusals import refused
 
-from midstream import Config, ConfigError
+from midstream.config.config import Config
 from midstream.config.controllers import DeclaredController, read_controllers
+from midstream.errors import ConfigError
 
 
 def test_a_path_or_a_dict_is_a_controller_and_survives_the_settings():

@@ -1,7 +1,5 @@
 """The setting `sinks`, in every form, and sinks made from it."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import EntryPoint
 from pathlib import Path

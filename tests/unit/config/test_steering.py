@@ -6,8 +6,11 @@ from pathlib import Path
 import torch
 from support.refusals import refused
 
-from midstream import Config, ConfigError, Named, Scale, Steer
+from midstream import Scale, Steer
+from midstream.config.config import Config
 from midstream.config.steering import TIER_NAMES
+from midstream.errors import ConfigError
+from midstream.plan import Named
 from midstream.steering.edit_forms import TIERS, read_tier
 
 

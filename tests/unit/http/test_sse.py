@@ -1,7 +1,5 @@
 """Events are the same however the bytes come, and go out as they came."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import given

@@ -3,8 +3,6 @@
 A program of its own: the interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,9 +1,6 @@
 """The Triton kernels compile for GPUs, on a machine without one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,9 +81,7 @@ def _types(names: list[str], constants: Mapping[str, Any]) -> dict[str, str]:
         "scores",
     ],
 )
-def test_a_kernel_compiles_for_an_h100(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_compiles_for_an_h100(name, tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compiled

@@ -1,7 +1,5 @@
 """Launches of the op's kernel by kept addresses; `tests/gpu/test_site_triton.py` runs it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

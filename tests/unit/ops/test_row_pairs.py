@@ -1,7 +1,5 @@
 """Rows of any length are written as they were asked for, whatever was in the stream before."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

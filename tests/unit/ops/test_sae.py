@@ -1,7 +1,5 @@
 """Reconstructions by SAEs in the `site` op, against the formulas in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -67,9 +65,7 @@ def formula(sae: SAE, x: Tensor, changes: dict[int, tuple[float, float]], error:
     seed=st.integers(0, 1000),
     size=st.sampled_from([0.1, 1.0, 30.0]),
 )
-def test_a_reconstruction_is_that_of_the_formulas(
-    name: str, mode: str, values: dict[int, float], error: bool, seed: int, size: float
-) -> None:
+def test_a_reconstruction_is_that_of_the_formulas(name, mode, values, error, seed, size):
     asked: dict[str, Any] = {}
     if values:
         asked = {"index": list(values) if mode == "ablate" else values, "mode": mode}
@@ -88,7 +84,7 @@ def test_a_reconstruction_is_that_of_the_formulas(
     assert float(error_of.max()) <= 1e-5
 
 
-def test_an_unchanged_feature_with_the_error_term_changes_no_bit() -> None:
+def test_an_unchanged_feature_with_the_error_term_changes_no_bit():
     made = sae_case(rows=6, width=WIDTH, dtype=torch.float32, residual=True, seed=0, at_once=64)
     registry, _ = stored(random_saes(WIDTH, 0), WIDTH)
     numbers = described(bound(registry, "jumps", index=[3, 4], mode="scale", value=1, error=True),
@@ -104,7 +100,7 @@ def test_an_unchanged_feature_with_the_error_term_changes_no_bit() -> None:
     assert same_bits(made.hidden, before)
 
 
-def test_a_code_is_read_at_one_site_and_used_at_another() -> None:
+def test_a_code_is_read_at_one_site_and_used_at_another():
     """Rows of other programs between, which have none, keep what was decoded."""
     made = sae_case(rows=9, width=WIDTH, dtype=torch.float32, residual=True, seed=2, at_once=64)
     is_made = made.instructions[:, layout.OP] == Op.RECONSTRUCT
@@ -123,7 +119,7 @@ def test_a_code_is_read_at_one_site_and_used_at_another() -> None:
     assert changed > int((kept != entered).any(1).sum())
 
 
-def test_what_may_be_at_one_site() -> None:
+def test_what_may_be_at_one_site():
     add, gate, code, made, mapped = Op.ADD, Op.GATE, Op.CODE, Op.RECONSTRUCT, Op.MAP
     assert kind_of([add], True) == PLAIN
     assert kind_of([made], False) == ANY
@@ -136,13 +132,13 @@ def test_what_may_be_at_one_site() -> None:
 
 
 @given(place=st.integers(0, 2**35))
-def test_places_are_split_into_numbers_of_float32(place: int) -> None:
+def test_places_are_split_into_numbers_of_float32(place):
     high, low = sae_layout.split_place(place)
     rounded = [float(torch.tensor(float(one), dtype=torch.float32)) for one in (high, low)]
     assert sae_layout.place_of(*rounded) == place
 
 
-def test_memory_for_activations_is_bounded() -> None:
+def test_memory_for_activations_is_bounded():
     assert [code_rows(features) for features in (1 << 14, 1 << 17, 1 << 30)] == [4096, 512, 64]
     made = SaeBuffers.allocate(torch.zeros(4), 100, 8, 64)
     assert made.codes.shape == (0, 64), "a CPU needs none"

@@ -1,7 +1,5 @@
 """Extremes of the op: what changes nothing, overflows, or is not finite, and gates that close."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

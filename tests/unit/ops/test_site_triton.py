@@ -1,7 +1,5 @@
 """The Triton kernels without a GPU: in Triton's interpreter, and what they refuse."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess
@@ -20,7 +18,7 @@ SCRIPT = Path(__file__).parent / "interpreted.py"
 
 
 @pytest.mark.engine  # in a process of its own
-def test_the_interpreted_kernels_do_what_their_references_do() -> None:
+def test_the_interpreted_kernels_do_what_their_references_do():
     ran = subprocess.run(
         [sys.executable, str(SCRIPT)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -33,7 +31,7 @@ def test_the_interpreted_kernels_do_what_their_references_do() -> None:
     assert f"{rounds(suite=22, nightly=44)} cases of attention" in ran.stdout
 
 
-def test_rows_that_do_not_fit_a_programs_registers_are_refused() -> None:
+def test_rows_that_do_not_fit_a_programs_registers_are_refused():
     from midstream.ops.site_triton import site_triton
 
     made = case([[]], rows=1, width=32769, captures=False)
@@ -41,7 +39,7 @@ def test_rows_that_do_not_fit_a_programs_registers_are_refused() -> None:
         site_triton(*made.arguments())
 
 
-def test_a_launch_is_dependent_for_few_wide_rows_on_recent_devices_only(monkeypatch) -> None:
+def test_a_launch_is_dependent_for_few_wide_rows_on_recent_devices_only(monkeypatch):
     from midstream.ops import site_triton
 
     device = torch.device("cuda", 0)
@@ -106,9 +104,7 @@ def halves(rows: int, width: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_a_kernel_is_launched_again_for_another_stream_and_the_same_buffers(
-    monkeypatch, residual
-) -> None:
+def test_a_kernel_is_launched_again_for_another_stream_and_the_same_buffers(monkeypatch, residual):
     kernels = Kernels(monkeypatch)
     made = case([[]], rows=5, width=32, captures=False, residual=residual)
     again = kernels.launch(made)
@@ -123,9 +119,7 @@ def test_a_kernel_is_launched_again_for_another_stream_and_the_same_buffers(
     assert args[2:14] == [each.data_ptr() for each in tensors]
 
 
-def test_a_kernel_is_not_launched_again_for_other_buffers_or_more_rows_than_these_have(
-    monkeypatch,
-) -> None:
+def test_a_kernel_is_not_launched_again_for_other_buffers_or_more_rows_than_these_have(monkeypatch):
     kernels = Kernels(monkeypatch)
     made = case([[]], rows=4, width=32, captures=False)
     again = kernels.launch(made)
@@ -163,7 +157,7 @@ def test_a_kernel_that_was_compiled_for_rows_that_are_not_aligned_is_not_launche
         assert kernels.launch(made) is None, name
 
 
-def test_streams_that_need_another_kernel_are_of_another_kind() -> None:
+def test_streams_that_need_another_kernel_are_of_another_kind():
     from midstream.ops.site_triton import FEW_ROWS, kind_of
 
     hidden, other = halves(40)
@@ -183,7 +177,7 @@ def test_streams_that_need_another_kernel_are_of_another_kind() -> None:
     assert kind_of(hidden[:17], other[:17]) in kinds
 
 
-def test_a_kernel_is_not_launched_again_with_maps_before_it_or_on_a_hip_device(monkeypatch) -> None:
+def test_a_kernel_is_not_launched_again_with_maps_before_it_or_on_a_hip_device(monkeypatch):
     from midstream.ops import site_triton
 
     kernels = Kernels(monkeypatch)

@@ -1,7 +1,5 @@
 """What edits leave behind whose contributions cancel, and vectors that an edit makes zero."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.site_cases import Case, Step, case, same_bits
@@ -23,7 +21,7 @@ def made_of(steps: list[Step], dtype: torch.dtype) -> Case:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_vectors_that_are_each_taken_back_at_once_leave_every_bit(dtype: torch.dtype) -> None:
+def test_vectors_that_are_each_taken_back_at_once_leave_every_bit(dtype):
     made = made_of(additions((1, 0.3), (1, -0.3), (2, 4.0), (2, -4.0)), dtype)
     before = made.hidden.clone()
     made.run()
@@ -31,9 +29,7 @@ def test_vectors_that_are_each_taken_back_at_once_leave_every_bit(dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_vectors_that_are_taken_back_later_leave_a_rounding_error_of_float32(
-    dtype: torch.dtype,
-) -> None:
+def test_vectors_that_are_taken_back_later_leave_a_rounding_error_of_float32(dtype):
     """As docs/operations.md says: sums are rounded, and (v + w) − v is not always w."""
     made = made_of(additions((1, 0.3), (2, 0.7), (1, -0.3), (2, -0.7)), dtype)
     before = (made.hidden.float() + made.residual.float()).clone()
@@ -47,9 +43,7 @@ def test_vectors_that_are_taken_back_later_leave_a_rounding_error_of_float32(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", [Op.ADD, Op.REPLACE])
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_a_vector_that_an_edit_makes_zero_has_no_direction_and_stays_zero(
-    dtype: torch.dtype, op: Op, is_masked: bool
-) -> None:
+def test_a_vector_that_an_edit_makes_zero_has_no_direction_and_stays_zero(dtype, op, is_masked):
     """One rule for every edit with norm="keep": the sum of a Steer, the row of a Replace."""
     mask = 9 if is_masked else None
     programs = [[Step(op, write=row, a=1.0, flags=KEEP, mask=mask)] for row in range(4)]

@@ -1,7 +1,5 @@
 """Hypothesis strategies for positions and prompts, and what they select, position by position."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
@@ -26,7 +24,7 @@ from midstream.plan.positions.text_map import TextMap
 from midstream.plan.positions.work import WorkBudget
 
 PHASES = ("all", "prompt", "generated")
-CAPTURE_WORDS = ("all", "prompt", "generated", "last_prompt", "last")
+CAPTURE_WORDS = ("all", "prompt", "generated", "last_prompt", "last_row")
 EDIT_WORDS = ("all", "prompt", "generated", "last_prompt")
 EXCLUDE_WORDS = ("prompt", "generated", "last_prompt")
 
@@ -89,7 +87,7 @@ def positions(draw: st.DrawFn, words: Sequence[str], bound: int = 12) -> Positio
         for item in draw(st.lists(items(EXCLUDE_WORDS, bound), max_size=3, unique=True))
         if _is_allowed(item, phase)
     ]
-    return Positions(include or "all", phase, [] if "last" in include else exclude)
+    return Positions(include or "all", phase, [] if "last_row" in include else exclude)
 
 
 def _is_allowed(item: Item, phase: str) -> bool:
@@ -104,7 +102,7 @@ def _ascends(found: Positions) -> bool:
     """Whether captures take it for any prompt: a list of single positions has their order."""
     singles = [item for item in found.include if isinstance(item, int)]
     if len(found.include) == 1 or not all(
-        isinstance(item, int) or item in ("last_prompt", "last") for item in found.include
+        isinstance(item, int) or item in ("last_prompt", "last_row") for item in found.include
     ):
         return True
     of_one_end = len({item < 0 for item in singles}) == 1 and len(singles) == len(found.include)
@@ -199,7 +197,7 @@ def rows_of_item(item: Item, prompt: Prompt, ids: Sequence[int]) -> set[int]:
         "prompt": lambda row: row < length,
         "generated": lambda row: row >= length,
         "last_prompt": lambda row: row == length - 1,
-        "last": lambda row: row == num_rows - 1,
+        "last_row": lambda row: row == num_rows - 1,
     }
     if isinstance(item, str):
         return {row for row in rows if wanted[item](row)}

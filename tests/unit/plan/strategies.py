@@ -1,7 +1,5 @@
 """Hypothesis strategies for what this package reads: plans and their parts, well formed and not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -38,7 +36,7 @@ json_scalars = (
     | st.integers()
     | st.floats()
     | st.text(max_size=8)
-    | st.sampled_from(["all", "prompt", "last", "steer", "gate", "resid_post", "AACAPw=="])
+    | st.sampled_from(["all", "prompt", "last_row", "steer", "gate", "resid_post", "AACAPw=="])
 )
 field_names = st.sampled_from(
     ["capture", "edits", "probes", "layers", "sites", "positions", "phase", "exclude", "vector"]

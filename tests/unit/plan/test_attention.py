@@ -1,26 +1,13 @@
 """`Attention`: its forms, and what becomes of it for a model, a prompt and a rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 from support.refusals import refused, refused_calls
 
-from midstream import (
-    Attention,
-    Capture,
-    Entropy,
-    Mass,
-    Plan,
-    Probe,
-    SpecError,
-    Steer,
-    Text,
-    TokenIds,
-    TopKeys,
-)
-from midstream.plan import ModelShape, Prompt
+from midstream import Attention, Capture, Probe, Steer, Text, TokenIds
+from midstream.errors import SpecError
+from midstream.plan import Entropy, Mass, ModelShape, Plan, Prompt, TopKeys
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.resolve.session_rules import check_growing
 from midstream.plan.resolve.wire import from_bytes, to_bytes
@@ -111,7 +98,11 @@ def test_what_cannot_be_done_is_refused_by_field() -> None:
         (Attention(1, queries=14, reduce="full"), "capture[0].queries", "14"),
         (Attention(1, queries=[1, 14], reduce="full"), "capture[0].queries[1]", "14"),
         (Attention(1, reduce=Mass(14)), "capture[0].reduce.positions", "14"),
-        (Attention(1, reduce=Mass("last")), "capture[0].reduce.positions", "before tokens are"),
+        (
+            Attention(1, reduce=Mass("last_row")),
+            "capture[0].reduce.positions",
+            "before tokens are",
+        ),
     )
     full, ids = Attention(1, reduce="full"), Prompt(3, token_ids=(3, 4, 5))
     each = Attention("all", reduce="full")
@@ -163,7 +154,11 @@ def test_a_probe_of_what_cannot_be_read_is_refused_by_field() -> None:
         ({"layer": 4}, "probes[0].layer", "out of range"),
         ({"head": [1, 6]}, "probes[0].head", "head 6 is out of range"),
         ({"attention": Mass(14)}, "probes[0].attention.positions", "14"),
-        ({"attention": Mass("last")}, "probes[0].attention.positions", "before tokens are"),
+        (
+            {"attention": Mass("last_row")},
+            "probes[0].attention.positions",
+            "before tokens are",
+        ),
         ({"positions": 14}, "probes[0].positions", "14"),
     )
 

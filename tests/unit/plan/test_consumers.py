@@ -63,7 +63,7 @@ def test_what_is_wrong_is_refused_by_its_path():
         ({"hooks": {}}, f"{at}.hooks", "expected {hook point"),
         ({"hooks": {"post_blok": [1]}}, f'{at}.hooks["post_blok"]', "unknown site"),
         ({"hooks": {"post_block": ["1"]}}, f'{at}.hooks["post_block"][0]', "int"),
-        ({"positions": "lst"}, f"{at}.positions", "did you mean `last`"),
+        ({"positions": "last_prmpt"}, f"{at}.positions", "did you mean `last_prompt`"),
         ({"metadata": {"a": float("nan")}}, f"{at}.metadata", "JSON"),
         ({"metadata": {"a": "x" * 70000}}, f"{at}.metadata", "at most 65536"),
         ({"metadata": {1: "x"}}, f"{at}.metadata", "names must be `str`"),

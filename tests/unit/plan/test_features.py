@@ -1,12 +1,11 @@
 """`Features`, its JSON form, and what is malformed."""
 
-from __future__ import annotations
-
 import pytest
 from support.refusals import refused
 
-from midstream import Features, Plan, SpecError
-from midstream.plan import ModelShape, Prompt
+from midstream import Features
+from midstream.errors import SpecError
+from midstream.plan import ModelShape, Plan, Prompt
 from midstream.plan.readouts import parse_readout
 from midstream.plan.resolve.resolve import resolve
 

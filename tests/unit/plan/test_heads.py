@@ -1,28 +1,14 @@
 """Edits and probes of single heads and components, against the same on the parts alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.formulas import run
 from support.refusals import refused, refused_calls
 
-from midstream import (
-    Ablate,
-    Affine,
-    Clamp,
-    Gate,
-    LoReFT,
-    Plan,
-    Probe,
-    Reading,
-    Replace,
-    Scale,
-    Steer,
-)
+from midstream import Ablate, Affine, Clamp, Gate, LoReFT, Probe, Replace, Scale, Steer
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
-from midstream.plan import ModelShape, Prompt
+from midstream.plan import ModelShape, Plan, Prompt, Reading
 from midstream.plan.operations import Feature
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.shape import VectorSize

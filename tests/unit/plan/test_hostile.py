@@ -1,7 +1,5 @@
 """Whatever is wrong with a plan, the parser says so, shortly, and does nothing else."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

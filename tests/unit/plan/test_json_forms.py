@@ -15,21 +15,15 @@ from midstream import (
     Attention,
     Bias,
     Capture,
-    CapturedRows,
     Clamp,
-    Entropy,
     Feature,
     Features,
     Gate,
     Lens,
     Logits,
     LoReFT,
-    Mass,
     Norms,
-    Plan,
-    Positions,
     Probe,
-    Reading,
     Reconstruct,
     Replace,
     Route,
@@ -37,10 +31,18 @@ from midstream import (
     Steer,
     Text,
     TokenIds,
-    TopKeys,
 )
 from midstream.errors import SpecError
-from midstream.plan import ModelShape
+from midstream.plan import (
+    CapturedRows,
+    Entropy,
+    Mass,
+    ModelShape,
+    Plan,
+    Positions,
+    Reading,
+    TopKeys,
+)
 from midstream.plan.operations import parse_edit
 from midstream.plan.readouts import parse_readout
 from midstream.plan.readouts.capture import REDUCTIONS

@@ -1,7 +1,5 @@
 """`Lens` as a part of a plan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,8 +7,9 @@ import pytest
 from support.readings import finished_plan
 from support.refusals import refused, refused_calls
 
-from midstream import Lens, Plan, SpecError
-from midstream.plan import ModelShape, Prompt, ResolvedPlan
+from midstream import Lens
+from midstream.errors import SpecError
+from midstream.plan import ModelShape, Plan, Prompt, ResolvedPlan
 from midstream.plan.readouts import parse_readout
 from midstream.plan.readouts.lens import LENS
 from midstream.plan.resolve.resolve import resolve

@@ -1,15 +1,13 @@
 """`Logits` as a part of a plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 from support.readings import finished_plan
 from support.refusals import refused, refused_calls
 
-from midstream import Logits, Plan
-from midstream.plan import ModelShape, Prompt
+from midstream import Logits
+from midstream.plan import ModelShape, Plan, Prompt
 from midstream.plan.readouts import parse_readout
 from midstream.plan.readouts.logits import HEAD
 from midstream.plan.resolve.resolve import resolve

@@ -1,14 +1,13 @@
 """`Norms` as a part of a plan."""
 
-from __future__ import annotations
-
 import pytest
 from support.readings import readings
 from support.refusals import refused_calls
 from support.stored import worker_info
 
-from midstream import Capture, Norms, Plan, SpecError
-from midstream.plan import ModelShape, Prompt
+from midstream import Capture, Norms
+from midstream.errors import SpecError
+from midstream.plan import ModelShape, Plan, Prompt
 from midstream.plan.readouts import parse_readout
 from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.frontend.request.readouts import EngineReadings, finished

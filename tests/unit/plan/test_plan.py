@@ -29,14 +29,14 @@ def test_a_plan_is_its_dict_its_text_and_its_pickle(plan):
 
 def test_the_text_of_a_plan_is_what_it_was():
     plan = Plan.make(
-        Capture(-1, positions=[slice(4), "last"]),
+        Capture(-1, positions=[slice(4), "last_row"]),
         Steer([1, 2], 1, phase="generated"),
         Probe([1, 2], 1),
     )
     assert plan is not None
     assert plan.to_json() == (
         '{"capture":[{"layers":[-1],"sites":["resid_post"],'
-        '"positions":[{"slice":[0,4,1]},"last"],"phase":"all"}],'
+        '"positions":[{"slice":[0,4,1]},"last_row"],"phase":"all"}],'
         '"edits":[{"op":"steer","vector":{"f32":"AACAPwAAAEA="},"scale":1.0,"norm":null,'
         '"layer":1,"site":"resid_post","positions":["all"],"phase":"generated"}],'
         '"probes":[{"direction":{"f32":"AACAPwAAAEA="},"bias":0.0,"name":"probe","layer":1,'
@@ -86,8 +86,9 @@ def test_a_malformed_plan_is_refused_by_the_path_of_what_is_wrong():
         ({"capture": None}, "capture", "expected a dict or a list, got `None`"),
         ({"captures": CAPTURE}, "", "unknown field 'captures' .did you mean `capture`"),
         ({"capture": CAPTURE, "x": 1}, "", "field 'x'; known: `capture`, `edits`, `probes`"),
-        ({"capture": "all"}, "capture", "expected a `Capture`, or its dict, got `str`"),
-        ({"capture": [CAPTURE, 3]}, "capture[1]", "expected a `Capture`, or its dict, got `int`"),
+        ({"capture": "al"}, "capture.sites", "unknown site 'al'"),
+        ({"capture": False}, "", NOTHING),
+        ({"capture": [CAPTURE, 3.5]}, "capture[1]", "expected a `Capture`, or its dict, got `flo"),
         ({"capture": [{"layers": [0, None]}]}, "capture[0].layers[1]", "got `None`"),
         ({"edits": [{"vector": [1], "layer": 1}]}, "edits[0]", f"missing field `op`; known: {OPS}"),
         ({"edits": {"op": "clam", "lo": 1}}, "edits.op", "one of `steer`.*got 'clam' .*`clamp`"),
@@ -97,7 +98,7 @@ def test_a_malformed_plan_is_refused_by_the_path_of_what_is_wrong():
         ({"probes": "all"}, "probes", r"expected Probe\(.*\), or its dict, got `str`"),
         ({"edits": [STEER, {**STEER, "positions": [0, "end"]}]}, "edits[1].positions[1]", "'end'"),
         ({"edits": [STEER] * 1025}, "edits", "expected at most 1024, got 1025"),
-        ({"capture": [3] * 1025}, "capture", "expected at most 1024, got 1025"),
+        ({"capture": [CAPTURE] * 1025}, "capture", "expected at most 1024, got 1025"),
         ({"probes": [PROBE] * 1025}, "probes", "expected at most 1024, got 1025"),
         ([CAPTURE], "", f"{fields}, got `list`"),
         (None, "", f"{fields}, got `None`"),

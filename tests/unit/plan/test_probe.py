@@ -15,7 +15,7 @@ FULL = {
     "name": "harm:a.b-1_",
     "layer": -1,
     "site": "mlp_out",
-    "positions": ["last"],
+    "positions": ["last_row"],
     "phase": "all",
 }
 

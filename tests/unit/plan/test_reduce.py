@@ -1,14 +1,13 @@
 """`Capture(reduce=…)` as a part of a plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 from support.refusals import refused
 
-from midstream import Attention, Capture, Plan, SpecError
-from midstream.plan import ModelShape, Prompt
+from midstream import Attention, Capture
+from midstream.errors import SpecError
+from midstream.plan import ModelShape, Plan, Prompt
 from midstream.plan.readouts import parse_readout
 from midstream.plan.readouts.reduced import num_sums, with_split_rows
 from midstream.plan.resolve.resolve import resolve
@@ -75,7 +74,7 @@ def test_vectors_that_ranks_have_in_parts_are_reduced_in_parts() -> None:
 
 
 def test_rows_after_the_prompt_are_counted_by_no_one() -> None:
-    for positions in ("all", "generated", "last", slice(2, None), slice(0, 10)):
+    for positions in ("all", "generated", "last_row", slice(2, None), slice(0, 10)):
         refused(
             lambda place: resolved(Capture(0, positions=place, reduce="max")),
             (positions, "capture[0].positions", "of tokens of the prompt, 9 here"),

@@ -52,7 +52,7 @@ def test_what_names_no_layers_is_refused():
     refused(
         Layers,
         ([], "", "at least one layer"),
-        ("last", "", "expected \"all\" or layer indices, got 'last'"),
+        ("last_row", "", "expected \"all\" or layer indices, got 'last_row'"),
         (True, "", 'expected "all", `int` or a list of `int`, got `bool`'),
         ({1, 2}, "", "a list of `int`, got `set`"),
         (np.ones((2, 2)), "", "a list of `int`, got `ndarray`"),

@@ -1,24 +1,11 @@
 """Texts of operations and captures: the call that makes them, short whatever they hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from midstream import (
-    SAE,
-    Bias,
-    Capture,
-    Features,
-    Gate,
-    JacobianLens,
-    Mass,
-    Probe,
-    Reading,
-    Replace,
-    Scale,
-    Steer,
-)
+from midstream import SAE, Bias, Capture, Features, Gate, Probe, Replace, Scale, Steer
+from midstream.lenses import JacobianLens
+from midstream.plan import Mass, Reading
 
 V = torch.tensor([3.0, 4.0])
 SHOWN = f"Vector(size=2, norm=5, digest='{Steer(V, 0).vector.digest[:8]}')"

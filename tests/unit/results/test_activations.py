@@ -145,7 +145,7 @@ def test_taps_that_share_one_block_of_memory_are_saved_each_for_itself(tmp_path)
         block, at = torch.arange(count * 2 * 4.0).view(count, 2, 4), torch.arange(count)
         taps = {("resid_pre", 0): block[:, 0], ("resid_post", 0): block[:, 1]}
         found = Activations(taps, dict.fromkeys(taps, at), at)
-        with safe_open(found.save(tmp_path / "shared"), "pt") as file:
+        with safe_open(found.save(tmp_path / "shared.safetensors"), "pt") as file:
             for (site, layer), rows_of_tap in taps.items():
                 assert torch.equal(file.get_tensor(f"{site}.{layer}"), rows_of_tap)
 
@@ -312,7 +312,7 @@ def test_heads_are_saved_and_loaded_and_the_file_has_all_of_them(tmp_path, kind,
         with safe_open(path, "pt") as file:
             assert torch.equal(file.get_tensor("k.3"), values[K])
     assert again["k", 3].shape == (3, 1, 2)
-    assert Activations.load(again.save(tmp_path / "again"))["z", 3].shape == (3, 4, 2)
+    assert Activations.load(again.save(tmp_path / "again.safetensors"))["z", 3].shape == (3, 4, 2)
 
 
 def test_copies_say_where_the_media_of_the_prompt_are():
@@ -332,7 +332,7 @@ def test_copies_say_where_the_media_of_the_prompt_are():
 def test_files_say_where_the_media_of_the_prompt_are(tmp_path):
     spans = (MediaSpan("image", 0, 1, 3, "a1"), MediaSpan("audio", 0, 9, 2))
     shown = with_heads(make(), {}, spans)
-    assert Activations.load(shown.save(tmp_path / "rows")).positions_of_media == spans
+    assert Activations.load(shown.save(tmp_path / "rows.safetensors")).positions_of_media == spans
     packed = pack(shown, 4, torch.float32)
     assert unpack(packed).positions_of_media == spans
     assert unpack(pack(make(), 4, torch.float32)).positions_of_media == ()

@@ -1,7 +1,5 @@
 """Rows in pieces: as one tensor, encoded and decoded."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -8,8 +8,8 @@ import torch
 from support.refusals import refused
 
 import midstream
-from midstream import Activations
 from midstream.errors import SpecError
+from midstream.results.activations import Activations
 from midstream.results.serialization import pack, unpack
 
 

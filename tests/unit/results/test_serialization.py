@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
-from support.codec_rows import CODECS, DTYPES, finite_rows
+from support.codec_rows import CODECS, DTYPES, encoded, finite_rows
 from support.refusals import refused
 
 from midstream.codecs import Full8PerDim, Raw, parse_codec
@@ -28,13 +28,6 @@ from midstream.results.serialization import PackedRows, pack, unpack
 
 METADATA = {"format": FORMAT, "version": "1", "codec": "raw", "hidden": "2", "dtype": "float32"}
 AT = torch.tensor([0, 3])
-
-
-def encoded(codec, values):
-    """Rows as they come from the device."""
-    if isinstance(codec, Raw):
-        return values
-    return Rows(codec, values.shape[1], values.dtype, (codec.encode(values)[:, None],), (0,))
 
 
 def same_bits(one, other):
@@ -202,7 +195,9 @@ def test_rows_of_heads_are_read_and_saved_without_torch(monkeypatch, tmp_path):
     found = unpack(packed)
     assert np.array_equal(found["z", 1], wanted)
     assert np.array_equal(unpack(wide)[WIDE], values[0].numpy())
-    assert np.array_equal(Activations.load(found.save(tmp_path / "rows"))["z", 1], wanted)
+    assert np.array_equal(
+        Activations.load(found.save(tmp_path / "rows.safetensors"))["z", 1], wanted
+    )
     assert "5 rows of 2 × 3 or 12" in repr(found)
 
 
@@ -389,7 +384,7 @@ def test_a_scale_per_dimension_is_rejected_with_another_name_or_malformed(tmp_pa
         {("resid_post", 0): torch.ones(2, 3)}, {("resid_post", 0): AT}, torch.arange(9)
     )
     with pytest.raises(SpecError, match="codec: expected None or \"full8:per=dim\", got 'full8'"):
-        rows.save(tmp_path / "x", codec="full8")
+        rows.save(tmp_path / "x.safetensors", codec="full8")
     metadata = {**METADATA, "codec": "full8:per=dim", "hidden": "3"}
     indices = {"resid_post.0.positions": AT, "resid_post.0.token_ids": AT.clone()}
     for block, problem in (

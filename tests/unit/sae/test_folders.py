@@ -18,7 +18,7 @@ def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path):
 def test_a_folder_of_another_tool_is_refused_with_the_layouts_that_are_read(tmp_path):
     layouts = ("`cfg.json` and `sae_weights.safetensors`", "`params.npz`", "SAE(")
     for names in (
-        [], ["ae.pt", "config.json"], ["cfg.json", "sae.safetensors"], ["layers.3"]
+        [], ["model.pt", "config.json"], ["cfg.json", "model.safetensors"], ["layers.3"]
     ):  # fmt: skip
         folder = tmp_path / f"of {len(names)} {''.join(names[:1])}"
         folder.mkdir()

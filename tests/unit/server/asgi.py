@@ -1,7 +1,5 @@
 """One request to an app, as an ASGI server makes it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

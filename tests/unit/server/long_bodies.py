@@ -2,8 +2,6 @@
 far as midstream reads them; see `long_lists`.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The log has one line for each event, whatever a client wrote."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """Real connections to a server of this machine: slow ones, many at once, ones that break off."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """The worst allowed bodies of eight clients leave other clients their answers."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc

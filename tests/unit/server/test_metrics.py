@@ -1,7 +1,5 @@
 """Metrics say what the engine has counted, and ask it only when they are asked."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from typing import Any

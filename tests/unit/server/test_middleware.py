@@ -98,8 +98,8 @@ async def test_a_body_that_does_not_ask_reaches_vllm_byte_by_byte(body):
 
 
 SPELT = {
-    "escaped": b'{"prompt": "abc", "m\\u0069dstream": {"capture": 3}}',
-    "in capitals": b'{"prompt": "abc", "\\u006Didstream": {"capture": 3}}',
+    "escaped": b'{"prompt": "abc", "m\\u0069dstream": {"capture": 3.5}}',
+    "in capitals": b'{"prompt": "abc", "\\u006Didstream": {"capture": 3.5}}',
     "escaped in xargs": b'{"vllm_xargs": {"midstrea\\u006d": "{"}}',
     "after white space": b'\n\t {"prompt": "abc", "midstream"\n:3}',
     "UTF-16": json.dumps({"prompt": "a", "midstream": ASKS}).encode("utf-16"),

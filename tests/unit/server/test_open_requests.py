@@ -1,7 +1,5 @@
 """An engine call has the plan of the request whose id it carries, as long as that is open."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

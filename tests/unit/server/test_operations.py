@@ -1,7 +1,5 @@
 """What operators look at and set up: readiness, logs, and a folder that servers share."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

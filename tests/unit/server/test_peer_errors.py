@@ -1,7 +1,5 @@
 """What a client is told if another API server process does not answer: each problem is its own."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """Two API server processes of one server, here two apps in one: each answers for both."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator

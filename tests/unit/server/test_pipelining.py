@@ -1,7 +1,5 @@
 """Requests on one connection have nothing of each other: each is answered as on one of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -49,7 +47,7 @@ def default() -> Iterator[Pipelines]:
         yield Pipelines(listening, KEYS)
 
 
-def test_a_request_behind_another_one_runs_with_its_own_plan(pipelines: Pipelines) -> None:
+def test_a_request_behind_another_one_runs_with_its_own_plan(pipelines):
     for first in ("steered", "steered, streamed", "captured", "steered chat"):
         for second in BEHIND:
             # In one piece, all are there before the first is answered.
@@ -59,9 +57,7 @@ def test_a_request_behind_another_one_runs_with_its_own_plan(pipelines: Pipeline
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_a_request_that_comes_later_on_the_connection_runs_with_its_own_plan(
-    default: Pipelines, is_answered: bool
-) -> None:
+def test_a_request_that_comes_later_on_the_connection_runs_with_its_own_plan(default, is_answered):
     plain = ask("plain", "two")
     expected = default.answer_alone(plain)
     default.listening.site.engine.pause = lambda: asyncio.sleep(0.005)
@@ -81,7 +77,7 @@ def test_a_request_that_comes_later_on_the_connection_runs_with_its_own_plan(
     assert default.wrong_plans() == []
 
 
-def test_rows_belong_to_the_key_of_their_own_request(pipelines: Pipelines) -> None:
+def test_rows_belong_to_the_key_of_their_own_request(pipelines):
     rng = random.Random(5)
     sequence = [ask("captured", key, rng) for key in (*KEYS, *KEYS[::-1])]
     assert pipelines.follow(sequence) == []
@@ -89,7 +85,7 @@ def test_rows_belong_to_the_key_of_their_own_request(pipelines: Pipelines) -> No
     assert owners == [(asked.owner,) for asked in sequence]
 
 
-def test_rows_belong_to_the_address_of_their_own_request_where_a_proxy_tells_it() -> None:
+def test_rows_belong_to_the_address_of_their_own_request_where_a_proxy_tells_it():
     with Listening() as listening:
         pipelines = Pipelines(listening, ADDRESSES)
         sequence = [ask("captured", address) for address in ADDRESSES]
@@ -98,7 +94,7 @@ def test_rows_belong_to_the_address_of_their_own_request_where_a_proxy_tells_it(
         assert owners == [(address,) for address in ADDRESSES]
 
 
-def test_a_limit_that_one_client_has_reached_is_not_that_of_the_next_on_its_connection() -> None:
+def test_a_limit_that_one_client_has_reached_is_not_that_of_the_next_on_its_connection():
     with Listening(has_key=True, client_captures=1) as listening:
         pipelines = Pipelines(listening, KEYS)
         requests = [ask("captured", key) for key in ("one", "one", "two", "one", "two", "three")]
@@ -108,9 +104,7 @@ def test_a_limit_that_one_client_has_reached_is_not_that_of_the_next_on_its_conn
         assert found == [200, 429, 200, 429, 429, 200]
 
 
-def test_random_requests_on_one_connection_are_answered_as_on_one_of_their_own(
-    pipelines: Pipelines,
-) -> None:
+def test_random_requests_on_one_connection_are_answered_as_on_one_of_their_own(pipelines):
     def work(number: int) -> list[str]:
         rng = random.Random(number)
         return [
@@ -125,7 +119,7 @@ def test_random_requests_on_one_connection_are_answered_as_on_one_of_their_own(
     assert pipelines.wrong_plans() == []
 
 
-def test_each_kind_of_request_is_answered_and_runs_as_it_should(default: Pipelines) -> None:
+def test_each_kind_of_request_is_answered_and_runs_as_it_should(default):
     statuses = {kind: default.answer_alone(ask(kind, "one")).status for kind in KINDS}
     rejected = {kind for kind, status in statuses.items() if status != 200}
     assert rejected == {kind for kind in KINDS if kind.startswith("rejected")} | {"no rows"}

@@ -1,7 +1,5 @@
 """Refusals are noted on their way out, and nothing of an answer changes."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

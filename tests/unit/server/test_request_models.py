@@ -1,7 +1,5 @@
 """The fields that this vLLM defines are known from the endpoints themselves."""
 
-from __future__ import annotations
-
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 

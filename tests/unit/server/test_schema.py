@@ -1,7 +1,5 @@
 """The OpenAPI schema is whole, and no answer to any request is outside of it."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

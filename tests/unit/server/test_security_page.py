@@ -1,4 +1,4 @@
-"""What docs/security.md says is tested, is; and promises that are of the code as a whole."""
+"""What docs/internal/promises.md says is tested, is; and promises of the code as a whole."""
 
 import ast
 import errno
@@ -13,13 +13,12 @@ from support.serving_fake import serving
 from support.syntax import nodes_of, tree_of
 
 import midstream
-from midstream.config.http import HttpSettings
 from midstream.errors import HttpError, ReceiptError, SpecError
 from midstream.plan import Steer
 from midstream.server import audit_log
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "internal" / "promises.md").read_text(encoding="utf-8")
 SERVING = [
     *(
         path
@@ -48,13 +47,6 @@ def test_each_promise_names_a_test():
     assert [line for line in lines if "`tests/" not in line] == []
 
 
-def test_the_limits_on_the_page_are_the_settings():
-    limits = PAGE.partition("## The limits")[2].partition("\n## ")[0]
-    no_limits = {"admin", "parameters", "log", "shared_folder", "studio"}
-    named = set(re.findall(r"`([a-z]+_[a-z_]+)`", limits))
-    assert set(HttpSettings.__struct_fields__) - no_limits == named
-
-
 def test_nothing_that_serves_unpickles():
     banned = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     for path in SERVING:
@@ -75,7 +67,7 @@ def test_nothing_that_serves_unpickles():
 
 
 REFUSED = [
-    ("POST", "/v1/completions", {"prompt": "a", "midstream": {"capture": 3}}),
+    ("POST", "/v1/completions", {"prompt": "a", "midstream": {"capture": 3.5}}),
     ("POST", "/v1/completions", {"prompt": "a", "midstream": {"activations": 1}}),
     ("POST", "/v1/embeddings", {"midstream": {}}),
     ("PUT", "/v1/midstream/vectors/x", {"9": [1]}),

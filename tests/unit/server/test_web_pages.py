@@ -1,7 +1,5 @@
 """What a web page of elsewhere gets, for every combination of settings, keys and addresses."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

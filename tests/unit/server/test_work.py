@@ -1,7 +1,5 @@
 """The work for each list that a client can send grows at most as the list does."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import threading

@@ -9,13 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.codec_rows import CODECS, codec
+from support.codec_rows import CODECS, codec, encoded
 from support.sinking import ORIGIN, RECEIPT, WIDE, WIDE_ORIGIN, WIDTH, activations, delivery
 
 from midstream.codecs import parse_codec
 from midstream.errors import SpecError
 from midstream.results.activations import Activations, with_heads
-from midstream.results.encoded_rows import Rows
 from midstream.results.media_span import MediaSpan
 from midstream.sinks.files import LAYOUTS, FileSink
 
@@ -36,10 +35,7 @@ def sink(root):
 
 def reduced(codec, plain):
     """Rows as they come from the device under a codec."""
-    rows = {
-        tap: Rows(codec, value.shape[1], torch.float32, (codec.encode(value)[:, None],), (0,))
-        for tap, value in plain.items()
-    }
+    rows = {tap: encoded(codec, value) for tap, value in plain.items()}
     return Activations(rows, dict.fromkeys(rows, plain.positions), torch.arange(100, 104))
 
 

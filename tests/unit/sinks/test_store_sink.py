@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.codec_rows import encoded
 from support.sinking import ORIGIN, WIDE, WIDE_ORIGIN, WIDTH, activations, delivery
 from unit.store.making import entry, write
 
@@ -17,7 +18,6 @@ from midstream.lab.export import export_npz
 from midstream.plan import Capture, Plan, Probe, Steer
 from midstream.plan.vectors.vector import Vector
 from midstream.results.activations import Activations, with_heads
-from midstream.results.encoded_rows import Rows
 from midstream.results.media_span import MediaSpan, spans_to_json
 from midstream.results.receipt import Captured, Receipt, Selected
 from midstream.sinks.store_sink import StoreSink, brief, outline
@@ -72,10 +72,7 @@ def test_rows_of_two_widths_are_in_the_store_as_they_came(root, spec):
     sink, codec = StoreSink(str(root)), parse_codec(spec)
     sink.open(WIDE_ORIGIN)
     plain = activations((WIDE, *TAPS), origin=WIDE_ORIGIN)
-    rows = {
-        tap: Rows(codec, value.shape[1], torch.float32, (codec.encode(value)[:, None],), (0,))
-        for tap, value in plain.items()
-    }
+    rows = {tap: encoded(codec, value) for tap, value in plain.items()}
     given = Activations(rows, dict.fromkeys(rows, plain.positions), torch.arange(100, 104))
     sink.write(delivery(activations=given))
     sink.flush()
@@ -155,7 +152,7 @@ def test_rows_of_several_codecs_are_in_shards_of_their_own(sink, root):
     plain = activations(TAPS[:1])
     codec = parse_codec("rp8:k=4")
     tap = TAPS[0]
-    coded = Rows(codec, WIDTH, torch.float32, (codec.encode(plain[tap])[:, None],), (0,))
+    coded = encoded(codec, plain[tap])
     reduced = Activations({tap: coded}, {tap: plain.positions}, torch.arange(100, 104))
     sink.write(delivery("raw", activations=plain))
     sink.write(delivery("rp8", activations=reduced))

@@ -1,7 +1,5 @@
 """Files of vectors, and files that pretend to be some."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -112,6 +110,14 @@ NAMES = {
     "model.layers.3.mlp.output": ("mlp_out", 3),
     "model.layers.7": ("resid_post", 7),
     "transformer.h[2].output[0]": ("resid_post", 2),
+    "layer_16": ("resid_post", 16),
+    "layer17": ("resid_post", 17),
+    "vector.18": ("resid_post", 18),
+    "steering_vectors.19": ("resid_post", 19),
+    "layer_20.vector": ("resid_post", 20),
+    "resid_post_21": ("resid_post", 21),
+    "layer_22.mlp_out": ("mlp_out", 22),
+    "attn_out.layer.23": ("attn_out", 23),
 }
 
 
@@ -146,11 +152,14 @@ def test_a_json_file_may_begin_with_a_byte_order_mark(tmp_path):
 def test_other_files_are_refused_with_those_that_are_read(tmp_path):
     (tmp_path / "a.npz").mkdir()
     os.mkfifo(tmp_path / "b.npz")
-    pickles = (".pt", ".pth", ".bin", ".pkl", ".PT", ".ckpt", ".joblib")
+    pickles = (".bin", ".pkl", ".PKL", ".ckpt", ".joblib")
     refused(
         lambda name: read_file(tmp_path / name),
         *((f"not there{end}", "hold pickles, which can run code.*safetensors") for end in pickles),
-        ("v.yaml", r"expected \.safetensors, \.npz, \.gguf or \.json, got the suffix '\.yaml'"),
+        (
+            "v.yaml",
+            r"expected \.safetensors, \.npz, \.gguf, \.pt or \.json, got the suffix '\.yaml'",
+        ),
         ("v", "a name without a suffix"),
         ("v.npy", "names no layer"),
         ("v.npz", "No such file"),
@@ -172,6 +181,34 @@ def test_too_large_a_file_is_refused_before_it_is_read(tmp_path):
 class Bomb:
     def __reduce__(self):
         return (pytest.fail, ("unpickled",))
+
+
+def test_files_of_torch_hold_a_vector_or_vectors_by_tap_and_run_nothing(tmp_path):
+    row = torch.tensor([1.0, 2.5])
+    path = tmp_path / "v.pt"
+    for value in (row, row[None], {"vector": row}, {"steering_vector": row.half()}):
+        torch.save(value, path)
+        assert read_file(path) == Vector.parse(row)
+    for value, taps in (
+        ({3: row, 15: row}, [("resid_post", 3), ("resid_post", 15)]),
+        ({"layer_3": row, "mlp_out.1": row}, [("resid_post", 3), ("mlp_out", 1)]),
+        ({"attn_out": {0: row}}, [("attn_out", 0)]),
+    ):
+        torch.save(value, path)
+        found = read_file(path)
+        assert [(one.site, one.layer) for one in found] == taps
+        assert all(one.vector == Vector.parse(row) for one in found)
+    cases = []
+    for nth, (value, words) in enumerate((
+        (torch.ones(3, 2), r"tensor of shape \[3, 2\], which does not say of which layers"),
+        ({"hidden_states.3": row}, "'hidden_states.3' is not a tap|unknown site"),
+        ({"15": Bomb()}, "expected a file of tensors alone, which runs no code"),
+        ([row], "expected"),
+    )):  # fmt: skip
+        torch.save(value, tmp_path / f"{nth}.pt")
+        cases.append((tmp_path / f"{nth}.pt", words))
+    (tmp_path / "no.pth").write_bytes(b"\x80")
+    refused(read_file, *cases, (tmp_path / "no.pth", "expected a file of tensors alone"))
 
 
 def test_an_npz_with_a_pickle_in_it_runs_nothing(tmp_path):

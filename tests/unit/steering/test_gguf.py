@@ -1,7 +1,5 @@
 """GGUF files: what is read back, and errors for damaged and hostile ones."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Names for whole edits: tiers, clamps and other operations under one name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Names for vectors, checked against a model."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """What one process registers or sets holds in all processes of a folder, whoever is killed when."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -49,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "shared"
 
 
-def test_a_vector_and_an_edit_of_one_hold_on_all_when_the_call_returns(folder: Path) -> None:
+def test_a_vector_and_an_edit_of_one_hold_on_all_when_the_call_returns(folder):
     one, other, third = Member(folder), Member(folder), Member(folder)
     one.vectors.register("happy", {1: V})
     assert other.vectors.show("happy")[0].digest == one.vectors.show("happy")[0].digest
@@ -67,7 +65,7 @@ def test_a_vector_and_an_edit_of_one_hold_on_all_when_the_call_returns(folder: P
     assert Member(folder).state() == one.state()
 
 
-def test_what_is_rejected_changes_nothing_anywhere(folder: Path) -> None:
+def test_what_is_rejected_changes_nothing_anywhere(folder):
     one, other = Member(folder), Member(folder)
     one.vectors.register("happy", {1: V})
     before, version = other.state(), one.folder.version
@@ -83,7 +81,7 @@ def test_what_is_rejected_changes_nothing_anywhere(folder: Path) -> None:
     assert one.folder.version == version
 
 
-def test_reads_of_an_unchanged_folder_touch_no_file(folder: Path, monkeypatch) -> None:
+def test_reads_of_an_unchanged_folder_touch_no_file(folder, monkeypatch):
     one, other = Member(folder), Member(folder)
     one.vectors.register("happy", {1: V})
     assert len(other.vectors) == 1
@@ -124,7 +122,7 @@ def apply(member: Member, change: tuple[str, str, object]) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), CHANGES), max_size=12))
 @settings(max_examples=25, suppress_health_check=list(HealthCheck), deadline=None)
-def test_any_changes_in_any_order_are_those_of_one_process(tmp_path_factory, changes) -> None:
+def test_any_changes_in_any_order_are_those_of_one_process(tmp_path_factory, changes):
     folder = tmp_path_factory.mktemp("any") / "shared"
     members = [Member(folder) for _ in range(3)]
     alone = Member(tmp_path_factory.mktemp("alone") / "shared")
@@ -135,7 +133,7 @@ def test_any_changes_in_any_order_are_those_of_one_process(tmp_path_factory, cha
     assert Member(folder).state() == alone.state()
 
 
-def test_threads_of_several_members_lose_no_change(folder: Path) -> None:
+def test_threads_of_several_members_lose_no_change(folder):
     members = [Member(folder) for _ in range(3)]
 
     def register(member: Member, prefix: str) -> None:
@@ -172,9 +170,7 @@ while True:
 
 
 @pytest.mark.engine
-def test_a_process_that_is_killed_while_it_changes_leaves_a_state_that_goes_on(
-    folder: Path,
-) -> None:
+def test_a_process_that_is_killed_while_it_changes_leaves_a_state_that_goes_on(folder):
     members = [Member(folder), Member(folder)]
     path = [str(Path(__file__).parent), *sys.path]
     for delay in (0.0, 0.013, 0.031):
@@ -199,7 +195,7 @@ def test_a_process_that_is_killed_while_it_changes_leaves_a_state_that_goes_on(
         assert members[0].state() == members[1].state() == Member(folder).state()
 
 
-def test_a_change_that_was_not_announced_holds_with_the_next_one(folder: Path) -> None:
+def test_a_change_that_was_not_announced_holds_with_the_next_one(folder):
     one, other = Member(folder), Member(folder)
     counter = one.folder._counter
     one.folder._counter = [one.folder._read]  # it is killed before it raises the counter
@@ -212,7 +208,7 @@ def test_a_change_that_was_not_announced_holds_with_the_next_one(folder: Path) -
     assert other.folder.version == other.folder._read
 
 
-def test_a_lock_that_is_not_released_is_busy(folder: Path, monkeypatch) -> None:
+def test_a_lock_that_is_not_released_is_busy(folder, monkeypatch):
     monkeypatch.setattr(shared_folder, "LOCK_SECONDS", 0.1)
     one, other = Member(folder), Member(folder)
     with one.folder.changing(), pytest.raises(BusyError, match="another server changes"):
@@ -221,7 +217,7 @@ def test_a_lock_that_is_not_released_is_busy(folder: Path, monkeypatch) -> None:
     assert "happy" in one.vectors
 
 
-def test_a_damaged_folder_is_an_error_and_nothing_is_served_from_it(tmp_path: Path) -> None:
+def test_a_damaged_folder_is_an_error_and_nothing_is_served_from_it(tmp_path):
     for nth, damage in enumerate((
         lambda folder: (folder / "index.json").unlink(),
         lambda folder: [one.unlink() for one in folder.glob("vectors-*")],
@@ -235,7 +231,7 @@ def test_a_damaged_folder_is_an_error_and_nothing_is_served_from_it(tmp_path: Pa
             other.steering.plan_edits()
 
 
-def test_a_full_disk_changes_nothing(folder: Path, monkeypatch) -> None:
+def test_a_full_disk_changes_nothing(folder, monkeypatch):
     one, other = Member(folder), Member(folder)
     one.vectors.register("happy", {1: V})
     before = other.state()
@@ -254,7 +250,7 @@ def test_a_full_disk_changes_nothing(folder: Path, monkeypatch) -> None:
     assert one.state() == other.state()
 
 
-def test_servers_of_other_models_and_folders_of_others_are_rejected(folder: Path) -> None:
+def test_servers_of_other_models_and_folders_of_others_are_rejected(folder):
     Member(folder)
     with pytest.raises(ConfigError, match="another model, other sites"):
         Member(folder, TAPS[:2])
@@ -263,7 +259,7 @@ def test_servers_of_other_models_and_folders_of_others_are_rejected(folder: Path
         Member(folder)
 
 
-def test_an_edit_by_name_in_a_file_is_damage_and_no_wait(folder: Path) -> None:
+def test_an_edit_by_name_in_a_file_is_damage_and_no_wait(folder):
     """To look the name up would wait for the reading that it is part of."""
     one, other = Member(folder), Member(folder)
     one.vectors.register("whole", {"edits": [Steer(V, 1)]})

@@ -1,7 +1,5 @@
 """Shards taken apart and put together again, with right checksums, whatever was done to them."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """A process that writes a store until it is killed, and what must be true of the store then."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -12,7 +10,8 @@ from pathlib import Path
 
 from unit.store.making import TAPS, entry, header, same, vectors
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import Writer, merge, verify
 
 CALLS = ("open", "writev", "fsync", "rename", "close")

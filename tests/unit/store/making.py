@@ -1,7 +1,5 @@
 """Entries and stores for tests."""
 
-from __future__ import annotations
-
 import torch
 
 from midstream.codecs import parse_codec

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from unit.store.making import entry, header, same, write
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import RowDataset
 
 WORKERS = pytest.mark.engine  # processes that read

@@ -7,7 +7,8 @@ import threading
 import pytest
 from unit.store.making import entry, header
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import Writer
 from midstream.store.backends.local import LocalFolder
 

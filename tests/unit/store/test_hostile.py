@@ -17,7 +17,8 @@ from support.nightly import rounds
 from unit.store.crafting import head_of, put_together, replaced, seal, take_apart
 from unit.store.making import entry, header, rows_of, shard_bytes, vectors
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import Entry, verify
 from midstream.store.format.layout import Layout, padding, read_head
 

@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 from unit.store.making import TAPS, entry, header, rows_of, same, vectors, write
 
-from midstream import (
-    Image,
-    Positions,
-    Role,
-    Span,
-    StoreError,
-    Text,
-    TokenIds,
-    Window,
-    open_store,
-)
+from midstream import Image, Role, Span, Text, TokenIds, Window, open_store
+from midstream.errors import StoreError
+from midstream.plan import Positions
 from midstream.store import Entry
 
 
@@ -159,7 +151,7 @@ def test_what_is_asked_for_by_name_is_chosen(store, asked, keep):
         ),
         ({"tag": "z"}, "tag: no rows in this store have 'z'"),
         ({"token": "x"}, "token: expected `int` within .*, or a list or range of them, got `str`"),
-        ({"position": "last"}, "position: 'last' cannot be determined"),
+        ({"position": "last_row"}, "position: 'last_row' cannot be determined"),
         ({"position": Text("x")}, "position: Text.'x'. cannot be determined"),
         ({"position": [0, Role("user")]}, "position: Role.* cannot be determined"),
         ({"position": Image(0)}, "position: Image.0. cannot be determined"),

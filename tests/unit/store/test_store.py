@@ -3,7 +3,8 @@
 import pytest
 from unit.store.making import TAPS, entry, header, same, vectors, write
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import Writer
 
 

@@ -12,7 +12,8 @@ from support.nightly import rounds
 from unit.store.crafting import put_together, take_apart
 from unit.store.making import HIDDEN, entry, header, rows_of, same, shard_bytes, vectors, write
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import Entry, RowDataset, Writer, merge, prune, verify
 
 STREAM, WIDE = ("resid_post", 1), ("attn_out", 1)

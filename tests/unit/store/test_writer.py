@@ -10,7 +10,8 @@ import pytest
 import torch
 from unit.store.making import HIDDEN, TAPS, entry, header, ids, rows_of, same, vectors, write
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import Entry, TapRows, Writer, verify
 
 
@@ -210,9 +211,7 @@ def test_what_is_no_entry_path_or_directory_is_refused(tmp_path, monkeypatch):
         Writer(tmp_path, header())
 
 
-def test_a_closed_writer_takes_nothing(
-    tmp_path,
-):
+def test_a_closed_writer_takes_nothing(tmp_path):
     writer = Writer(tmp_path, header())
     writer.add(entry("a"))
     writer.close()

@@ -63,9 +63,10 @@ class OfflineSweeps:
                 all heads. With `features` also a number: their activation.
             metric: `LogProb(token)`, `LogitDiff(a, b)`, `KL()` or `Recovered(metric)` of the token
                 that follows the prompt; their JSON forms; or a function that returns a number for
-                an output of `generate`. `KL` needs the tap `final_norm`.
+                an output of `generate`. `KL` needs what `Logits` does.
             layers, sites: any form of Layers and Sites: which vectors are patched. Default: every
-                layer at `resid_pre`; with `sae` where it was trained.
+                layer at `resid_post`, which engines tap by default; with `sae` where it was
+                trained.
             positions: any form of Positions: one cell for each selected token. Default: the prompt.
             exclude: positions to leave out.
             groups: instead of `positions`: positions that are patched together, by name, as

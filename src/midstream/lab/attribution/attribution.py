@@ -121,5 +121,9 @@ class Attribution:
     def __repr__(self) -> str:
         return repr(self.sweep).replace("Sweep(", "Attribution(", 1)
 
-    def _repr_html_(self) -> str:
-        return self.sweep._repr_html_()
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the estimates as heatmaps; see `Chart.plot`."""
+        return self.sweep.plot(ax)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        return self.sweep._repr_mimebundle_()

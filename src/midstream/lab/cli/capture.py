@@ -16,13 +16,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from midstream.cli.command import Command, whole
 from midstream.cli.output import (
     REFUSED,
     failures,
     print_json,
     read_json_option,
+    read_names,
     read_positions,
     refusals,
 )
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from midstream.lab.jobs import CaptureRun, Job
 
 
-class CommandClass(TyperCommand):
+class CommandClass(Command):
     """The command, with `--ray` as an option whose value is optional."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -49,7 +50,9 @@ ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def capture(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or name of the model; also --model.")
+    ],
     data: Annotated[
         str,
         typer.Option(
@@ -59,14 +62,21 @@ def capture(
         ),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="The store: a directory, or s3://….")],
-    layers: Annotated[str, typer.Option(help="Layers, such as 10,20 or -1; or all.")] = "all",
-    sites: Annotated[str, typer.Option(help="Sites, such as resid_post,mlp_out.")] = "resid_post",
+    layers: Annotated[
+        str, typer.Option("--layers", "--layer", help="Layers, such as 10,20 or -1; or all.")
+    ] = "all",
+    sites: Annotated[
+        str, typer.Option("--sites", "--site", help="Sites, such as resid_post,mlp_out.")
+    ] = "resid_post",
     positions: Annotated[
         str,
         typer.Option(help="Positions: last_prompt, prompt, generated, all, 0,-1, or JSON."),
     ] = "last_prompt",
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to generate for each prompt, greedily.")
+        int,
+        typer.Option(
+            parser=whole(), metavar="N", help="Tokens to generate for each prompt, greedily."
+        ),
     ] = 1,
     codec: Annotated[
         str,
@@ -85,7 +95,10 @@ def capture(
     subset: Annotated[str, typer.Option(help="Subset of a Hugging Face dataset.")] = "",
     split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")] = "train",
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of lines to read.")
+        int | None,
+        typer.Option(
+            parser=whole(), metavar="N", help="Maximum number of lines to read, such as 1e5."
+        ),
     ] = None,
     keep_prompts: Annotated[
         bool, typer.Option("--keep-prompts", help="Store the texts with the rows.")
@@ -118,7 +131,9 @@ def capture(
     ] = "",
     ray_engines: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of engines.", show_default="as many as fit"),
+        typer.Option(
+            parser=whole(), metavar="N", help="Number of engines.", show_default="as many as fit"
+        ),
     ] = None,
     ray_cpus: Annotated[
         float, typer.Option(min=0, help="CPU cores per engine; on a CPU, its threads.")
@@ -148,6 +163,8 @@ def capture(
     or the job failed; 2 the job was rejected and did not start; 130 or 143 it was stopped by a
     signal. Stored rows are kept; --resume continues from there. With --estimate it is 1 if some
     lines would fail, or if the directory has too little space.
+
+    Example: midstream capture org/model --data prompts.jsonl --out acts --layers 10,20
     """
     from midstream.console import WHEN_QUIET, defaults
 
@@ -169,7 +186,7 @@ def capture(
             out=out,
             capture=Capture(
                 _layers_of(layers, sites),
-                [name.strip() for name in sites.split(",")],
+                read_names(sites),
                 read_positions(positions),
                 codec=codec,
             ),
@@ -209,7 +226,7 @@ def capture(
 def _estimate(job: Job, write_rate: float | None, as_json: bool, verbose: bool) -> int:
     """Print what a job will write, and return the exit status; `write_rate` is in GB/s."""
     from midstream.lab.jobs.estimate import SAMPLE, estimate_job
-    from midstream.lab.jobs.rates import clock
+    from midstream.lab.jobs.progress import duration
 
     with failures(verbose):
         guess = estimate_job(job)
@@ -227,7 +244,7 @@ def _estimate(job: Job, write_rate: float | None, as_json: bool, verbose: bool) 
         f"{job.out}: about {_size(guess.stored_bytes)}{space}",
     ]
     if seconds is not None:
-        lines.append(f"at {write_rate:g} GB/s writing takes at least {clock(seconds)}")
+        lines.append(f"at {write_rate:g} GB/s writing takes at least {duration(seconds)}")
     if guess.failed:
         lines.append(f"{guess.failed:,} will fail, the first one for: {guess.problem}")
     typer.echo("\n".join(lines))

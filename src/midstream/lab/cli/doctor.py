@@ -32,7 +32,10 @@ _DEFAULTS = (3, 64, "float32", 0, None)
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(help="Folder or name; for a small copy, config.json is enough."),
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Folder or name; for a small copy, config.json is enough; also --model.",
+        ),
     ] = None,
     env: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""`midstream export DIR OUT --to npz|parquet|arrow`: convert rows of a store to other formats."""
+"""`midstream store export DIR OUT --to KIND`: convert rows of a store to other formats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from midstream.cli.output import print_json, read_numbers, read_positions, refusals, refuse
+from midstream.cli.output import (
+    print_json,
+    read_names,
+    read_numbers,
+    read_positions,
+    refusals,
+    refuse,
+)
 
 KINDS = ("npz", "parquet", "arrow")
 
@@ -17,8 +24,13 @@ def export(
         str, typer.Argument(metavar="OUT", help="A folder for npz, a file for the others.")
     ],
     to: Annotated[str, typer.Option(metavar="|".join(KINDS), help="Output format.")],
-    site: Annotated[list[str] | None, typer.Option(help="Only this site.")] = None,
-    layer: Annotated[str, typer.Option(help="Only these layers, such as 10,20.")] = "",
+    site: Annotated[
+        list[str] | None,
+        typer.Option("--site", "--sites", help="Only these sites, such as resid_post,mlp_out."),
+    ] = None,
+    layer: Annotated[
+        str, typer.Option("--layer", "--layers", help="Only these layers, such as 10,20.")
+    ] = "",
     request: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Only this request.")
     ] = None,
@@ -37,11 +49,13 @@ def export(
 
     Options with several values select rows that match any of them. Exit status: 0 success; 2 the
     selection is empty or invalid, or the files cannot be written.
+
+    Example: midstream store export acts rows.parquet --to parquet --layer 10,20
     """
     if to not in KINDS:
         raise typer.BadParameter(f"--to: expected one of {', '.join(KINDS)}, got {to!r}")
     filters: dict[str, Any] = {
-        "site": site or None,
+        "site": read_names(",".join(site or ())) or None,
         "layer": read_numbers("--layer", layer),
         "request": request or None,
         "child": read_numbers("--child", child),
@@ -51,7 +65,7 @@ def export(
         "model": model or None,
         "codec": codec or None,
     }
-    with refusals(as_json):
+    with refusals(as_json, f"exporting to {out}"):
         from midstream.lab.export import export_arrow, export_npz, export_parquet
         from midstream.store import open_store
 

@@ -1,4 +1,4 @@
-"""`midstream inspect DIR`: show the contents of a store."""
+"""`midstream store inspect DIR`: show the contents of a store."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ def inspect(
     request: Annotated[str, typer.Option(metavar="ID", help="Show this request.")] = "",
     plot: Annotated[
         str,
-        typer.Option(metavar="FILE", help="Plot norms by layer and by position, as .png or .svg."),
+        typer.Option(
+            metavar="FILE", help="Plot norms by layer and by position, as .svg, .pdf or .png."
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
     """Show the contents of a store: requests, rows, sites and layers, codecs, models, tags.
 
     Exit status: 0 success; 2 the store or request does not exist, or a shard is damaged.
+
+    Example: midstream store inspect acts --plot norms.svg
     """
-    with refusals(as_json):
+    with refusals(as_json, f"reading {store}"):
         from midstream.store import open_store
 
         opened = open_store(store)
@@ -64,8 +68,12 @@ def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
 
 
 def _draw(store: Store, path: Path, request: str) -> None:
-    from midstream.lab.tools.inspect.chart import check_supported, draw
+    from midstream.errors import MissingExtraError
     from midstream.lab.tools.inspect.norms import NormSample
+    from midstream.viz import Chart
+    from midstream.viz.picture import check_suffix
 
-    check_supported(path)  # before rows are read
-    draw(NormSample.of(store, request=request), path)
+    # Before rows are read.
+    check_suffix(path, Chart.suffixes)
+    MissingExtraError.require("matplotlib", "--plot")
+    NormSample.of(store, request=request).picture().save(path)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from midstream.cli.command import whole
 from midstream.errors import MissingExtraError, SpecError
 from midstream.lab.report import command
 from midstream.lab.report.command import ReportOptions
@@ -23,7 +24,9 @@ __all__ = ["CommandClass", "report"]
 
 
 def report(
-    model: Annotated[str, typer.Option(metavar="MODEL", help="Folder or name of the model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or name of the model; also --model.")
+    ],
     pairs: Annotated[
         Path | None,
         typer.Option(
@@ -55,7 +58,9 @@ def report(
     max_tokens: command.MaxTokens = 40,
     max_length: Annotated[
         int,
-        typer.Option(min=16, metavar="N", help="Most tokens of a text, or question and answer."),
+        typer.Option(
+            parser=whole(16), metavar="N", help="Most tokens of a text, or question and answer."
+        ),
     ] = 1024,
     seed: command.Seed = 0,
     out: command.Out = Path("report.html"),
@@ -69,7 +74,7 @@ def report(
     needs no network, with the direction to download. Exit status: 0 success; 1 it failed; 2 an
     option or a file is wrong; 130 it was interrupted.
 
-    Example: midstream report --model meta-llama/Llama-3.2-1B-Instruct --pairs pairs.jsonl
+    Example: midstream report meta-llama/Llama-3.2-1B-Instruct --pairs pairs.jsonl
     """
     try:
         text_pairs, asked = _read(pairs, positive, negative, questions)

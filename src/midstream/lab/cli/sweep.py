@@ -17,6 +17,7 @@ from midstream.cli.output import (
     failures,
     print_json,
     read_json_option,
+    read_names,
     read_numbers,
     read_positions,
     refusals,
@@ -36,7 +37,14 @@ _PART = re.compile(r'("(?:[^"\\]|\\.)*"|[^:]*)(?::|$)')
 
 
 def sweep(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt that is patched.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] PROMPT",
+            help="Folder or name of the model, with --url its name, also --model; and the prompt "
+            "that is patched.",
+        ),
+    ],
     source: Annotated[
         str,
         typer.Option(
@@ -52,19 +60,24 @@ def sweep(
             "these, or JSON."
         ),
     ],
-    model: Annotated[
-        str,
-        typer.Option(metavar="MODEL", help="Folder or name of the model; with --url, its name."),
-    ] = "",
     url: Annotated[
         str, typer.Option(help="Use this server, whose key is in VLLM_API_KEY, if it has one.")
     ] = "",
     layers: Annotated[
-        str, typer.Option(help="Layers, such as 10,20 or -1; or all. Default: all, or --sae's.")
+        str,
+        typer.Option(
+            "--layers",
+            "--layer",
+            help="Layers, such as 10,20 or -1; or all. Default: all, or --sae's.",
+        ),
     ] = "",
     sites: Annotated[
         str,
-        typer.Option(help="Sites, such as resid_pre,mlp_out. Default: resid_pre, or --sae's."),
+        typer.Option(
+            "--sites",
+            "--site",
+            help="Sites, such as resid_pre,mlp_out. Default: resid_post, or --sae's.",
+        ),
     ] = "",
     positions: Annotated[
         str, typer.Option(help="Positions: prompt, last_prompt, 0,-1, or JSON.")
@@ -109,16 +122,27 @@ def sweep(
     Activation patching: each cell of the grid is one request that replaces the vectors at one site,
     layer and position. Runs an engine, or uses a server with --url. Exit status: 0 success; 2 the
     sweep was rejected.
+
+    Example: midstream sweep org/model "The capital of France is" --source "The capital of
+    Japan is" --metric logprob:" Tokyo"
     """
     arguments = read_json_option("--engine-args", engine_args)
     if not isinstance(arguments, dict):
         raise typer.BadParameter(f"--engine-args: expected a JSON object, got {engine_args}")
+    *models, prompt = words
+    if len(models) > 1:
+        raise typer.BadParameter(f"expected MODEL and PROMPT, got {len(words)} words; quote both")
+    model = models[0] if models else ""
     if not (model or url):
-        raise typer.BadParameter("--model: missing; or use a server with --url")
+        raise typer.BadParameter(
+            "MODEL: missing; give it before the prompt or as --model, or use a server with --url"
+        )
     if url and (arguments or dtype != "auto"):
         raise typer.BadParameter("--engine-args and --dtype are of an engine; omit them with --url")
     for path in filter(None, (out, html)):
         check_writable(path)
+    if out and not out.endswith(".json"):
+        raise typer.BadParameter(f"--out: expected a name that ends in .json, got {out}")
     from midstream.console import defaults, quiet
 
     with refusals(as_json):
@@ -128,7 +152,7 @@ def sweep(
             _as_chat(read_source_option(source, of_features=bool(features)), chat),
             read_metric_option(metric),
             layers=read_layers(layers) if layers else None,
-            sites=[name.strip() for name in sites.split(",")] if sites else None,
+            sites=read_names(sites) or None,
             positions=read_positions(positions),
             heads="all" if heads == "all" else read_numbers("--heads", heads),
             sae=(sae if url else _NAME) if sae else None,

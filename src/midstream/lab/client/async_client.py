@@ -12,6 +12,7 @@ from midstream.lab.fit import Directions
 from midstream.lab.sweep import Sweep
 from midstream.lab.sweep.async_run import OnCell
 from midstream.plan.forms import LayersLike, PositionsLike
+from midstream.sites import SiteName
 
 
 class AsyncClient(async_client.AsyncClient):
@@ -42,7 +43,7 @@ class AsyncClient(async_client.AsyncClient):
         method: str = "mean",
         layers: LayersLike = "all",
         positions: PositionsLike = "last_prompt",
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         name: str | None = None,
         reduce: str = "",

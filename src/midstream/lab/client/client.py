@@ -11,6 +11,7 @@ from midstream.lab.fit import Directions
 from midstream.lab.sweep import Sweep
 from midstream.lab.sweep.async_run import OnCell
 from midstream.plan.forms import LayersLike, PositionsLike
+from midstream.sites import SiteName
 
 
 class Client(client.Client):
@@ -55,7 +56,7 @@ class Client(client.Client):
         method: str = "mean",
         layers: LayersLike = "all",
         positions: PositionsLike = "last_prompt",
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         name: str | None = None,
         reduce: str = "",

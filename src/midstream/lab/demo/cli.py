@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Hugging Face folder of a model.",
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Hugging Face folder of a model; also --model.",
             show_default="make SmolLM2-135M-Instruct",
         ),
     ] = None,

@@ -13,6 +13,7 @@ from midstream.plan.forms import LayersLike, NumberLike
 from midstream.plan.operations.ablate import Ablate
 from midstream.plan.operations.steer import Steer
 from midstream.plan.probe import Probe
+from midstream.sites import SiteName, Tap
 
 if TYPE_CHECKING:
     from midstream.lab.fit.scores import LayerScore
@@ -35,9 +36,12 @@ class Direction:
         score: scores on held-out rows; None: there are none.
     """
 
+    # A NumPy number leaves the product to `__rmul__`.
+    __array_ufunc__ = None
+
     vector: NDArray[np.float32]
     layer: int
-    site: str = "resid_post"
+    site: SiteName = "resid_post"
     midpoint: NDArray[np.float32] | None = None
     score: LayerScore | None = None
 
@@ -118,7 +122,25 @@ class Direction:
         Returns:
             The description of what is registered.
         """
-        return llm.vectors.register(name, {(self.site, self.layer): self.vector})
+        return llm.vectors.register(name, self)
+
+    def by_tap(self) -> dict[Tap, NDArray[np.float32]]:
+        """Return {(site, layer): vector}, as `llm.vectors.register(name, direction)` reads it."""
+        return {(self.site, self.layer): self.vector}
+
+    def as_edit(self) -> Steer:
+        """Return `steer(1.0)`: what the direction is as an edit, `edits=direction`."""
+        return self.steer()
+
+    def __mul__(self, scale: NumberLike) -> Steer:
+        """Return `steer(scale)`, of a number times the direction on either side."""
+        return self.steer(scale)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Steer:
+        """Return `steer(-1.0)`."""
+        return self.steer(-1.0)
 
     def __repr__(self) -> str:
         score = f", auc={self.score.auc:.3f}" if self.score else ""

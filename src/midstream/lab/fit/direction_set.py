@@ -18,14 +18,16 @@ from midstream.plan.forms import NumberLike
 from midstream.plan.operations.ablate import Ablate
 from midstream.plan.operations.steer import Steer
 from midstream.results.arrays import to_numpy
+from midstream.sites import SiteName, Tap
 from midstream.steering.listing import html_table, text_table
 from midstream.validation import is_int, show
-from midstream.viz import curve
+from midstream.viz import Chart, curve
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
+_OF_ONE = ("vector", "layer", "midpoint", "score", "gap", "unit", "probe")
+HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +46,12 @@ class DirectionSet:
         model_type: type of the model as transformers names it, for repeng and GGUF; "" unknown.
     """
 
+    # A NumPy number leaves the product to `__rmul__`.
+    __array_ufunc__ = None
+
     vectors: NDArray[np.float32]
     layers: tuple[int, ...]
-    site: str = "resid_post"
+    site: SiteName = "resid_post"
     midpoints: NDArray[np.float32] | None = None
     scores: Mapping[int, LayerScore] = field(default_factory=lambda: MappingProxyType({}))
     method: str = ""
@@ -101,6 +106,20 @@ class DirectionSet:
             raise SpecError("scores", "nothing was held out, so no layer is best; choose one")
         return max(self.scores, key=lambda layer: (self.scores[layer].d_prime, -layer))
 
+    @property
+    def best(self) -> Direction:
+        """The direction of `best_layer`. Raises SpecError if there are no scores."""
+        return self[self.best_layer]
+
+    if not TYPE_CHECKING:  # for type checkers these are errors too
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse a name; of what a single direction has, say where it is."""
+            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _OF_ONE:
+                problem += f": there is one for each layer; take .best.{name} or [layer].{name}"
+            raise AttributeError(problem)
+
     def project(self, rows: Any) -> NDArray[np.float32]:
         """Project rows onto the directions: −1 is the negative class mean, 1 the positive.
 
@@ -146,8 +165,25 @@ class DirectionSet:
 
     def register(self, llm: Any, name: str) -> Any:
         """Register the vectors of all layers under a name; see `Direction.register`."""
-        vectors = {(self.site, direction.layer): direction.vector for direction in self}
-        return llm.vectors.register(name, vectors)
+        return llm.vectors.register(name, self)
+
+    def by_tap(self) -> dict[Tap, NDArray[np.float32]]:
+        """Return {(site, layer): vector}, as `llm.vectors.register(name, directions)` reads it."""
+        return {(self.site, direction.layer): direction.vector for direction in self}
+
+    def as_edit(self) -> Steer:
+        """Return `steer(1.0)`, the vector of each layer: what `edits=directions` stands for."""
+        return self.steer()
+
+    def __mul__(self, scale: NumberLike) -> Steer:
+        """Return `steer(scale)`, of a number times the directions on either side."""
+        return self.steer(scale)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Steer:
+        """Return `steer(-1.0)`."""
+        return self.steer(-1.0)
 
     def by_layer(self) -> dict[int, NDArray[np.float32]]:
         """Return the vectors, float32 [width], by layer."""
@@ -187,19 +223,37 @@ class DirectionSet:
         return f"{type(self).__name__}({what})"
 
     def __str__(self) -> str:
-        return text_table(_HEADINGS, self._cells())
+        return text_table(HEADINGS, self._cells())
 
-    def _repr_html_(self) -> str:
-        table = html_table(_HEADINGS, self._cells())
-        if len(self.scores) < len(self):
-            return table
-        auc = [self.scores[layer].auc for layer in self.layers]
-        picture = curve(
-            self.layers,
-            {"AUC": auc},
+    def picture(self) -> Chart:
+        """Return the d′ of each layer on held-out rows, by which `best_layer` is chosen, with its
+        standard error over the folds as bars.
+
+        Raises:
+            SpecError: there are no scores.
+        """
+        best = self.best_layer
+        layers = [layer for layer in self.layers if layer in self.scores]
+        scores = [self.scores[layer] for layer in layers]
+        values = np.array([score.d_prime for score in scores])
+        errors = np.array([score.d_prime_error or 0.0 for score in scores])
+        has_errors = any(score.d_prime_error is not None for score in scores)
+        return curve(
+            layers,
+            {"d′": values},
             title=f"{self.method} at {self.site}, held-out rows",
             x_title="layer",
-            marked=self.best_layer,
-            level=0.5,
+            y_title="d′ (standard deviations)",
+            ranges={"d′": [values - errors, values + errors]} if has_errors else None,
+            marked=best,
+            level=0.0,
         )
-        return picture._repr_html_() + table
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw `picture()`; see `Chart.plot`."""
+        return self.picture().plot(ax)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        if not self.scores:
+            return {"text/html": html_table(HEADINGS, self._cells()), "text/plain": str(self)}
+        return self.picture()._repr_mimebundle_()

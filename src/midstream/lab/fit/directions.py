@@ -14,15 +14,17 @@ from midstream.lab.fit import files, json_form
 from midstream.lab.fit.batches import capture_rows_async
 from midstream.lab.fit.direction_set import DirectionSet
 from midstream.lab.fit.estimate import Estimate
+from midstream.lab.fit.hub_files import DirectionsFiles
 from midstream.lab.fit.prompts import capture_rows, read_capture
 from midstream.lab.fit.train import FitOptions, PromptFit, fit_rows, fit_store
 from midstream.plan.forms import LayersLike, PositionsLike
+from midstream.sites import SiteName
 
 if TYPE_CHECKING:
     from midstream.store.selection import Selection
 
 
-class Directions(DirectionSet):
+class Directions(DirectionsFiles, DirectionSet):
     """Directions between two classes by layer, fitted to their rows; see `DirectionSet` for use.
 
     Scores are of rows that a direction was not fitted on.
@@ -36,7 +38,7 @@ class Directions(DirectionSet):
         method: Any = "mean",
         layers: LayersLike = "all",
         positions: PositionsLike = "last_prompt",
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         reduce: str = "",
         folds: int = 5,
@@ -100,7 +102,7 @@ class Directions(DirectionSet):
         method: Any = "mean",
         layers: LayersLike = "all",
         positions: PositionsLike = "last_prompt",
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         reduce: str = "",
         folds: int = 5,
@@ -125,7 +127,7 @@ class Directions(DirectionSet):
         negative: Any,
         method: Any = "mean",
         layers: Any = None,
-        site: str = "resid_post",
+        site: SiteName = "resid_post",
         *,
         folds: int = 5,
         groups: Any = None,
@@ -177,7 +179,7 @@ class Directions(DirectionSet):
 
     @staticmethod
     def _of(
-        estimates: Mapping[int, Estimate], site: str, method: str, folds: int, model_type: str = ""
+        estimates: Mapping[int, Estimate], site: Any, method: str, folds: int, model_type: str = ""
     ) -> Directions:
         return Directions(
             np.stack([estimate.vector for estimate in estimates.values()]).astype(np.float32),
@@ -229,15 +231,15 @@ class Directions(DirectionSet):
         return Directions(*json_form.from_json(value))
 
     def to_gguf(self, path: str | os.PathLike[str], model_type: str | None = None) -> None:
-        """Write a control vector of llama.cpp and repeng: tensors `direction.N`, float32.
+        """Write a control vector of llama.cpp and repeng: tensors `direction.N` for the output of
+        layer N, from 0, float32. Layer 0 cannot be steered there and is left out with a warning.
 
         Args:
             path: the file; one that exists is replaced.
             model_type: `controlvector.model_hint`; None: the model's type, if known.
 
         Raises:
-            SpecError: the site is not resid_post, or layer 0 is among the layers, which llama.cpp
-                cannot steer: leave it out with `at`.
+            SpecError: the site is not resid_post, or layer 0 is the only layer.
             MissingExtraError: the package gguf is not installed.
         """
         hint = self.model_type if model_type is None else model_type

@@ -53,13 +53,15 @@ def estimate(
     if not folds.count:
         return whole
     parts = [_oriented(method, training_data.training(fold)) for fold in range(folds.count)]
+    each = folds.positive, folds.negative
     held_out = [
         np.concatenate(
             [_project(parts, rows, fold_of) for rows, fold_of in _aligned(mine, layer, fold)]
         )
-        for mine, fold in zip(samples, (folds.positive, folds.negative), strict=True)
+        for mine, fold in zip(samples, each, strict=True)
     ]
-    return Estimate(whole.vector, whole.midpoint, LayerScore.of(*held_out))
+    score = LayerScore.of(*held_out).with_errors(held_out, each)
+    return Estimate(whole.vector, whole.midpoint, score)
 
 
 def _oriented(method: Method, training: TrainingSet) -> Estimate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
-from midstream.lab.fit.scores import LayerScore
+from midstream.lab.fit.scores import ERRORS, SCORES, LayerScore
 from midstream.plan.vectors.matrix import Matrix
 from midstream.plan.vectors.vector import Vector
 from midstream.steering.files import read_file
@@ -22,6 +23,7 @@ from midstream.steering.gguf import read_gguf
 from midstream.steering.parse import DEFAULT_SITE, Placed
 from midstream.validation import (
     at,
+    check_suffix,
     is_int,
     kind,
     read_fields,
@@ -44,7 +46,7 @@ _MAX_METADATA = 64 << 20
 Loaded = tuple[
     NDArray[np.float32],
     tuple[int, ...],
-    str,
+    Any,  # the site
     "NDArray[np.float32] | None",
     dict[int, LayerScore],
     str,
@@ -58,7 +60,7 @@ def save(directions: DirectionSet, path: str | os.PathLike[str]) -> None:
     """Write directions to a safetensors file; see `Directions.save`."""
     from safetensors.numpy import save as to_bytes
 
-    name = _named(path, _SUFFIX)
+    name = check_suffix(path, _SUFFIX)
     tensors = {f"{directions.site}.{direction.layer}": direction.vector for direction in directions}
     midpoints = {
         str(direction.layer): Vector.parse(direction.midpoint).emit()
@@ -72,7 +74,7 @@ def save(directions: DirectionSet, path: str | os.PathLike[str]) -> None:
         "model_type": directions.model_type,
         "midpoints": midpoints,
         "scores": {
-            str(layer): [score.auc, score.accuracy, score.d_prime]
+            str(layer): [getattr(score, name) for name in (*SCORES, *ERRORS)]
             for layer, score in directions.scores.items()
         },
     }
@@ -100,11 +102,11 @@ def load(path: str | os.PathLike[str]) -> Loaded:
 
 def load_gguf(path: str | os.PathLike[str]) -> Loaded:
     """Read directions of a GGUF control vector; see `Directions.from_gguf`."""
-    name = _named(path, ".gguf")
+    name = check_suffix(path, ".gguf")
     *fields, _ = load(name)
     with open(name, "rb") as file:
         hint = read_gguf(file.read()).metadata.get(_HINT, "")
-    return (*fields, hint if isinstance(hint, str) else "")  # type: ignore[return-value]
+    return (*fields, hint if isinstance(hint, str) else "")
 
 
 def check_site(site: str) -> None:
@@ -117,22 +119,29 @@ def write_gguf(
     site: str, vectors: Mapping[int, NDArray[np.float32]], path: str | os.PathLike[str], hint: str
 ) -> None:
     """Write vectors by layer to a GGUF control vector; see `Directions.to_gguf`."""
-    name = _named(path, ".gguf")
+    name = check_suffix(path, ".gguf")
     check_site(site)
-    if 0 in vectors:
+    written = {layer: vector for layer, vector in vectors.items() if layer}
+    if not written:
         raise SpecError(
             "layers",
-            "llama.cpp cannot steer layer 0, and a control vector has none; write the others: "
-            "directions.at(range(1, …)).to_gguf(…)",
+            "llama.cpp counts layers from 0 and steers the output of layers 1 and up: a control "
+            "vector has no layer 0, the only one here",
         )
     MissingExtraError.require("gguf", "to_gguf")
+    if len(written) < len(vectors):
+        warnings.warn(
+            f"{name}: layer 0 is left out: llama.cpp counts layers from 0 and steers the output of "
+            "layers 1 and up, so a control vector has no direction.0",
+            stacklevel=3,
+        )
     import gguf
 
     def write(part: str) -> None:
         writer = gguf.GGUFWriter(part, ARCHITECTURE)
         writer.add_string(_HINT, hint)
-        writer.add_uint32(f"{ARCHITECTURE}.layer_count", len(vectors))
-        for layer, vector in vectors.items():
+        writer.add_uint32(f"{ARCHITECTURE}.layer_count", len(written))
+        for layer, vector in written.items():
             writer.add_tensor(f"direction.{layer}", np.ascontiguousarray(vector, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -159,14 +168,7 @@ def of_repeng(control_vector: Any) -> Loaded:
                     raise SpecError("", "expected a layer from 0, `int`")
                 placed.append(Placed("", DEFAULT_SITE, int(layer), Vector.parse(vector)))
         *fields, _ = _placed(placed)
-    return (*fields, str(getattr(control_vector, "model_type", "")))  # type: ignore[return-value]
-
-
-def _named(path: str | os.PathLike[str], suffix: str) -> str:
-    name = os.fspath(path)
-    if os.path.splitext(name)[1].lower() != suffix:
-        raise SpecError("path", f"expected a name that ends in {suffix}, got {show(name)}")
-    return name
+    return (*fields, str(getattr(control_vector, "model_type", "")))
 
 
 def _placed(placed: Any) -> Loaded:
@@ -233,9 +235,11 @@ def _by_layer(
 
 
 def _read_score(value: object) -> LayerScore:
-    if not isinstance(value, list) or len(value) != 3:
-        raise SpecError("", "expected [auc, accuracy, d_prime]")
-    return LayerScore(*map(read_float32, value))
+    # Files of earlier releases have no errors.
+    if not isinstance(value, list) or len(value) not in (3, 6):
+        raise SpecError("", f"expected [{', '.join((*SCORES, *ERRORS))}]")
+    scores = map(read_float32, value[:3])
+    return LayerScore(*scores, *(None if one is None else read_float32(one) for one in value[3:]))
 
 
 def _write(name: str, write: Callable[[str], object]) -> None:

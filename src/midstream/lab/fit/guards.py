@@ -33,7 +33,7 @@ class MaxKL:
 
     The mean of KL(steered ‖ unsteered) over the first tokens of the steered answers, in nats: both
     models read the same prompt and the same steered answer so far, and the sum is over the whole
-    vocabulary. The engine must tap `final_norm`.
+    vocabulary. The engine must tap what `Logits` reads.
 
     Attributes:
         nats: the largest mean.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from midstream.errors import SpecError
 from midstream.lab.fit.files import Loaded
-from midstream.lab.fit.scores import LayerScore
+from midstream.lab.fit.scores import ERRORS, SCORES, LayerScore
 from midstream.plan.selection import read_site
 from midstream.plan.vectors.vector import Vector
 from midstream.validation import at, is_int, kind, read_fields, read_float32, read_int
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 FORMAT = "midstream.directions/1"
 _FIELDS = ("format", "site", "method", "num_folds", "model_type", "best_layer", "layers")
 _LAYER = ("layer", "vector", "midpoint", "gap", "score")
-_SCORE = ("auc", "accuracy", "d_prime")
 
 
 def to_json(directions: DirectionSet) -> dict[str, Any]:
@@ -41,7 +39,7 @@ def to_json(directions: DirectionSet) -> dict[str, Any]:
                 else Vector.parse(direction.midpoint).emit(),
                 "gap": direction.gap,
                 "score": direction.score
-                and {name: getattr(direction.score, name) for name in _SCORE},
+                and {name: getattr(direction.score, name) for name in (*SCORES, *ERRORS)},
             }
             for direction in directions
         ],
@@ -108,6 +106,12 @@ def _read_layer(value: object) -> dict[str, Any]:
                 raise SpecError("", f"expected {len(vector)} numbers, got {len(midpoint)}")
     if fields["score"] is not None:
         with at("score"):
-            numbers: Mapping[str, Any] = read_fields(fields["score"], required=_SCORE, optional=())
-            score = LayerScore(*(float(read_float32(numbers[name])) for name in _SCORE))
+            given = read_fields(fields["score"], required=SCORES, optional=ERRORS)
+            # An error may be null: it is unknown.
+            numbers = {
+                name: float(read_float32(n))
+                for name, n in given.items()
+                if n is not None or name in SCORES
+            }
+            score = LayerScore(**numbers)
     return {"layer": fields["layer"], "vector": vector, "midpoint": midpoint, "score": score}

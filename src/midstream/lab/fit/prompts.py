@@ -34,7 +34,7 @@ def capture_rows(
     return split_classes(outputs, len(positive), capture.sites.names[0])
 
 
-def read_capture(layers: Any, site: str, positions: Any, reduce: str) -> Capture:
+def read_capture(layers: Any, site: Any, positions: Any, reduce: str) -> Capture:
     if reduce not in ("", "mean"):
         raise SpecError("reduce", f'expected "" or "mean", got {show(str(reduce))}')
     return Capture(layers, site, positions, reduce=reduce)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+SCORES = ("auc", "accuracy", "d_prime")
+ERRORS = tuple(f"{name}_error" for name in SCORES)
 
 
 @dataclass(frozen=True)
@@ -19,11 +23,17 @@ class LayerScore:
         accuracy: fraction on the right side of the midpoint between the two class means.
         d_prime: distance between the classes, in standard deviations within a class; 4.5e15 where
             neither class varies, and 0 where there is no distance.
+        auc_error, accuracy_error, d_prime_error: standard errors of these over the folds, by the
+            jackknife that leaves out one fold at a time (Quenouille 1956, Tukey 1958); None:
+            unknown.
     """
 
     auc: float
     accuracy: float
     d_prime: float
+    auc_error: float | None = None
+    accuracy_error: float | None = None
+    d_prime_error: float | None = None
 
     @staticmethod
     def of(positive: NDArray[Any], negative: NDArray[Any]) -> LayerScore:
@@ -48,6 +58,25 @@ class LayerScore:
             accuracy=float(right.mean()),
             d_prime=float(gap / spread) if spread > 0 else 0.0,
         )
+
+    def with_errors(
+        self, both: Sequence[NDArray[Any]], folds: Sequence[NDArray[np.int64]]
+    ) -> LayerScore:
+        """Return these scores with their standard errors over the folds of a cross-validation.
+
+        Args:
+            both: the projections of the positives and of the negatives, [rows] each.
+            folds: the fold of each row, likewise.
+        """
+        names, rest = np.unique(np.concatenate(folds)), []
+        for fold in names:
+            kept = [rows[of_rows != fold] for rows, of_rows in zip(both, folds, strict=True)]
+            if not all(map(len, kept)):
+                return self
+            left = LayerScore.of(*kept)
+            rest.append((left.auc, left.accuracy, left.d_prime))
+        spread = np.var(rest, axis=0) * (len(names) - 1)
+        return replace(self, **dict(zip(ERRORS, np.sqrt(spread).tolist(), strict=True)))
 
 
 def _variance(values: NDArray[np.float64]) -> float:

@@ -18,7 +18,7 @@ from midstream.lab.fit.guards import Guard, MaxKL, MaxPerplexity
 from midstream.lab.fit.text_scores import logprobs_of, perplexity_of, reading_params
 from midstream.lab.fit.tune_result import Tuning
 from midstream.plan.positions.items import Window
-from midstream.plan.readouts.logits import Logits
+from midstream.plan.readouts.logits import Logits, tap_of_logits
 from midstream.plan.shape import ModelShape
 from midstream.plan.tap_lookup import check_tapped
 from midstream.results.arrays import to_numpy
@@ -94,7 +94,7 @@ def read_tune(llm: Any, asked: Tune) -> TuneRequest:
             check_tapped((reading.site, reading.layer), shape, "", "")
     if isinstance(guard, MaxKL):
         with at("guard"):
-            check_tapped(("final_norm", shape.num_layers - 1), shape, "", "")
+            tap_of_logits(shape)
     prompt_ids = encode_prompts("prompts", asked.prompts, llm.get_tokenizer)
     max_model_len = llm.model_config.max_model_len
     params = _read_params(asked.sampling_params)

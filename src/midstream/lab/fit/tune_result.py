@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from midstream.errors import MissingExtraError, SpecError
 from midstream.lab.fit.guards import Guard, MaxKL, MaxPerplexity
 from midstream.steering.listing import text_table
-from midstream.viz import heatmap
+from midstream.viz import Chart, heatmap
+from midstream.viz.chart import Charted
+from midstream.viz.color_scale import written
 
 Grid = NDArray[np.float64]
 
@@ -40,7 +42,7 @@ class TuningCell:
 
 
 @dataclass(frozen=True, eq=False)
-class Tuning:
+class Tuning(Charted):
     """Effect and coherence by layer and strength.
 
     Attributes:
@@ -129,20 +131,44 @@ class Tuning:
     def __repr__(self) -> str:
         return f"Tuning({len(self.layers)} layers × {len(self.scales)} scales)"
 
-    def _repr_html_(self) -> str:
-        rows = [f"layer {layer}" for layer in self.layers]
-        columns = [f"{scale:g}" for scale in self.scales]
+    def picture(self) -> Chart:
+        """Return heatmaps by layer and scale: the effect, by which `best` is chosen, and the
+        perplexity, both against the plain answers, and the KL divergence if it was measured. `best`
+        has a ★; where the guard does not hold is a ×.
+        """
+        ratio = self.perplexity / self.plain_perplexity
         grids: list[tuple[str, Grid, float | None]] = [
-            ("effect, less that of plain answers", self.effect - self.plain_effect, 0.0)
+            ("effect, less that of plain answers", self.effect - self.plain_effect, 0.0),
+            ("perplexity, ratio to plain answers", ratio, None),
         ]
-        grids.append(("perplexity, ratio to plain", self.perplexity / self.plain_perplexity, None))
         if self.kl is not None:
-            grids.append(("KL, nats", self.kl, None))
-        return "".join(
-            heatmap(values, rows, columns, title=title, column_title="scale", center=center)
-            ._repr_html_()
-            for title, values, center in grids
-        )  # fmt: skip
+            grids.append(("KL of the first tokens (nats)", self.kl, None))
+        signs = np.where(self.holds, "", " ×").tolist()
+        if (self.holds & np.isfinite(self.effect)).any():
+            best = self.best
+            signs[self.layers.index(best.layer)][self.scales.index(best.scale)] = " ★"
+        charts = [
+            heatmap(
+                values,
+                self.layers,
+                [written(scale, "g") for scale in self.scales],
+                title=name.partition(",")[0].partition(" ")[0],
+                row_title="layer",
+                column_title="scale",
+                value_title=name,
+                center=center,
+                texts=[
+                    [f"{written(value, '.2f')}{sign}" for value, sign in zip(*line, strict=True)]
+                    for line in zip(values, signs, strict=True)
+                ],
+            )
+            for name, values, center in grids
+        ]
+        return Chart.beside(f"{self!r}; ★: best, ×: the guard does not hold", charts)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw `picture()`; see `Chart.plot`."""
+        return self.picture().plot(ax)
 
 
 def _numbers(effect: float, perplexity: float, kl: float | None) -> tuple[str, str, str]:

@@ -15,11 +15,11 @@ from contextlib import contextmanager, nullcontext
 from midstream.errors import StoreError
 from midstream.lab.jobs.job import Job
 from midstream.store import Store, open_store
+from midstream.store.backends.base import ERRORS
 from midstream.store.backends.local import LocalFolder, folder_of
 
 LOCK = ".capture.lock"
 WRITERS = ".capture.writers"
-ERRORS = "errors.jsonl"
 # Seconds that a job waits for the processes of a killed job, which notice its end and exit.
 PATIENCE = 30.0
 _POLL_SECONDS = 0.1

@@ -58,7 +58,8 @@ class Engine(Protocol):
 def start_vllm(job: Job) -> VllmEngine:
     """Start an engine whose taps are exactly those of the job."""
     check_model(job)
-    from midstream import LLM, Config
+    from midstream import LLM
+    from midstream.config.config import Config
 
     capture = job.capture
     config = Config.parse(

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from midstream.console import visible
-from midstream.lab.jobs.rates import Meter, clock
 from midstream.lab.jobs.records import Failed
 from midstream.lab.jobs.run import Counts, Summary
 
 _MOST_FAILURES = 20
 _LONGEST_REASON = 300
-_BETWEEN_FRAMES = 0.2  # seconds
-_BETWEEN_LINES = 10.0
+_BETWEEN_LINES = 10.0  # seconds
+_RATE_SECONDS = 20.0  # of which the speed is the average
 
 
 class Display:
@@ -25,18 +33,21 @@ class Display:
         """Create a display; `errors` is the path of the file that lists all failures."""
         self._console = console
         self._errors = errors
-        self._meter = Meter()
         self._failures = 0
-        self._next = 0.0
+        self._next = time.monotonic() + _BETWEEN_LINES
         self._progress = Progress(
             SpinnerColumn(),
             BarColumn(bar_width=24),
+            MofNCompleteColumn(),
             TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=console,
             transient=True,
             disable=not console.is_terminal,
+            speed_estimate_period=_RATE_SECONDS,
         )
-        self._task = self._progress.add_task("", total=None)
+        self._task = self._progress.add_task("lines", total=None)
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -46,19 +57,17 @@ class Display:
         self._progress.stop()
 
     def moved(self, counts: Counts) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return
-        is_first = not self._next
-        self._next = now + (_BETWEEN_FRAMES if self._console.is_terminal else _BETWEEN_LINES)
-        self._meter.note(counts)
-        words = describe(counts, self._meter)
-        if self._console.is_terminal:
-            self._progress.update(
-                self._task, total=counts.total, completed=counts.done, description=words
-            )
-        elif not is_first:
-            self.say(words)
+        # Lines that were stored before took no time.
+        total = None if counts.total is None else counts.total - counts.skipped
+        completed = counts.done - counts.skipped
+        words = describe(counts)
+        self._progress.update(self._task, total=total, completed=completed, description=words)
+        if not self._console.is_terminal and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _BETWEEN_LINES
+            of = "" if counts.total is None else f"/{counts.total:,}"
+            left = self._progress.tasks[0].time_remaining
+            eta = "" if left is None else f", ETA {duration(left)}"
+            self.say(f"{counts.done:,}{of} {words}{eta}")
 
     def failed(self, failed: Failed) -> None:
         self._failures += 1
@@ -76,16 +85,16 @@ class Display:
         self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
-def describe(counts: Counts, meter: Meter) -> str:
-    total = "" if counts.total is None else f"/{counts.total:,}"
-    parts = [f"{counts.done:,}{total} lines"]
-    if counts.failed:
-        parts.append(f"{counts.failed:,} failed")
-    parts.append(str(meter))
-    left = meter.left(counts)
-    if left is not None:
-        parts.append(f"ETA {clock(left)}")
-    return ", ".join(parts)
+def describe(counts: Counts) -> str:
+    seconds = max(counts.seconds, 1e-9)
+    failed = f", {counts.failed:,} failed" if counts.failed else ""
+    speed = f"{counts.rows / seconds:,.0f} rows/s, {counts.nbytes / seconds / 1e6:,.1f} MB/s"
+    return f"lines{failed}, {speed}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as `1:02:03`."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def conclude(summary: Summary) -> str:
@@ -95,7 +104,7 @@ def conclude(summary: Summary) -> str:
     seconds = max(counts.seconds, 1e-9)
     lines = [
         f"{summary.out}: {stored:,}{of} lines are stored; {counts.rows:,} rows, "
-        f"{counts.nbytes / 1e6:,.1f} MB in {clock(counts.seconds)}, "
+        f"{counts.nbytes / 1e6:,.1f} MB in {duration(counts.seconds)}, "
         f"{counts.rows / seconds:,.0f} rows/s"
     ]
     if counts.skipped:

@@ -18,6 +18,7 @@ from midstream.validation import BYTE_ORDER_MARK, hint, show
 
 STDIN = "-"
 _ROWS_AT_ONCE = 1024
+_CHECKED = 100  # lines of a file before the engine starts
 # Name of a Hugging Face dataset.
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _OTHERS = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
@@ -99,6 +100,19 @@ class Lines:
         self._limit = job.limit
         if path is not None:
             _open(path).close()
+        if self.can_be_read_again:
+            self._check_first()
+
+    def _check_first(self) -> None:
+        """Check that one of the first lines is a prompt, before an engine starts."""
+        first = list(islice(self, min(_CHECKED, self._limit or _CHECKED)))
+        failed = [line for line in first if isinstance(line, Failed)]
+        if first and len(failed) == len(first):
+            raise SpecError(
+                "data",
+                f"{self._path}: no prompt in the first {len(first)} lines; line {failed[0].line}: "
+                f'{failed[0].reason}; expected JSON lines, each as {{"{self._form[0]}": …}}',
+            )
 
     @property
     def can_be_read_again(self) -> bool:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from midstream.cli.command import Command, whole
 from midstream.console import ALWAYS, defaults, quiet
 from midstream.errors import MidstreamError, MissingExtraError
 from midstream.lab.report import ReportError
@@ -34,7 +34,7 @@ NUM_STAGES = 7
 DEFAULT_SCALES = (-2.0, -1.0, 1.0, 2.0)
 
 
-class ScalesCommand(TyperCommand):
+class ScalesCommand(Command):
     """A command with `--scales` as an option that takes several values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -55,6 +55,7 @@ Layer = Annotated[
     int | None,
     typer.Option(
         "--layer",
+        "--layers",
         "--steer-layer",
         metavar="N",
         help="Layer to steer.",
@@ -71,7 +72,7 @@ Scales = Annotated[
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option(min=2, max=4096, metavar="N", help="Tokens to generate for each answer.")
+    int, typer.Option(parser=whole(2), metavar="N", help="Tokens to generate for each answer.")
 ]
 Seed = Annotated[int, typer.Option(metavar="N", help="Seed of the cross-validation.")]
 Out = Annotated[Path, typer.Option(metavar="FILE", help="Where to write the report.")]
@@ -134,7 +135,8 @@ def called_as(name: str) -> str:
 
 def show(options: ReportOptions) -> int:
     """Run the job, print the answers, write the page, and return the exit status."""
-    MissingExtraError.require("vllm", "a report")
+    for package in ("vllm", "matplotlib"):
+        MissingExtraError.require(package, "a report")
     environment = dict(ALWAYS)
     if not options.is_offline:
         del environment["HF_HUB_OFFLINE"]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from midstream.plan import Sites
 from midstream.plan.forms import PositionWord
 
 SITE = "resid_post"
@@ -93,7 +94,7 @@ class MidstreamEngine:
             [{"prompt_token_ids": request.token_ids} for request in requests],
             [SamplingParams(temperature=0, max_tokens=r.max_tokens) for r in requests],
             capture=[
-                Capture(layers="all", sites=SITE, positions=r.capture) if r.capture else None
+                Capture(layers="all", sites=Sites(SITE), positions=r.capture) if r.capture else None
                 for r in requests
             ],
             steer=[
@@ -111,11 +112,11 @@ class MidstreamEngine:
 
 
 def _reply(output: Any) -> EngineReply:
-    acts, rows, token_ids = output.activations, None, []
+    acts, rows, token_ids = getattr(output, "activations", None), None, []
     if acts is not None and acts.layers:
         rows = torch.stack([acts[SITE, layer].float() for layer in acts.layers])
         token_ids = [int(token) for token in acts.token_ids]
-    receipt = output.receipt.to_dict() if output.receipt is not None else None
+    receipt = output.receipt.to_dict() if hasattr(output, "receipt") else None
     return EngineReply(
         output.outputs[0].text, rows, token_ids, list(output.outputs[0].token_ids), receipt
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from midstream import viz
 from midstream.lab.report.result import Answer, Result, TokenMap, format_signed
 from midstream.viz.markup import escape, tag
@@ -21,36 +23,35 @@ def layers_section(result: Result) -> str:
         f" {result.num_folds}-fold cross-validation, with both texts of a pair held out together,"
         f" layer {result.best_layer} does best: AUC {best.auc:.3f}, accuracy {best.accuracy:.1%},"
         f" d′ {best.d_prime:.2f}. {steered} The layer was chosen by these numbers, so they are"
-        " slightly optimistic; the curve around it is stronger evidence."
+        " slightly optimistic; the curve around it is stronger evidence. Bars are standard errors"
+        " over the folds."
     )
-    layers = range(len(result.scores))
-    accuracy = {
-        "AUC": [score.auc for score in result.scores],
-        "accuracy": [score.accuracy for score in result.scores],
-    }
     pictures = [
-        viz.curve(
-            layers,
-            accuracy,
-            title="AUC and accuracy on held-out texts",
-            y_title="fraction (dashed: guessing)",
-            level=0.5,
-            fmt=".3f",
-            x_title="layer",
-            marked=result.layer,
-        ),
-        viz.curve(
-            layers,
-            {"d′": [score.d_prime for score in result.scores]},
-            title="d′: distance between the classes",
-            y_title="in deviations within a class",
-            level=0.0,
-            fmt=".2f",
-            x_title="layer",
-            marked=result.layer,
-        ),
+        _by_layer(result, {"d_prime": "d′"}, "d′: distance between the classes", 0.0),
+        _by_layer(result, {"auc": "AUC", "accuracy": "accuracy"}, "AUC and accuracy", 0.5),
     ]
     return _words(words) + tag("div", "".join(picture.body for picture in pictures), "pair")
+
+
+def _by_layer(result: Result, names: dict[str, str], title: str, level: float) -> viz.Chart:
+    """Draw scores by layer, with their standard errors over the folds."""
+    lines, ranges = {}, {}
+    for field, name in names.items():
+        lines[name] = values = np.array([getattr(score, field) for score in result.scores])
+        errors = [getattr(score, f"{field}_error") for score in result.scores]
+        if None not in errors:
+            ranges[name] = [values - errors, values + errors]
+    return viz.curve(
+        range(len(result.scores)),
+        lines,
+        title=f"{title}, on held-out texts",
+        x_title="layer",
+        y_title="standard deviations" if "d_prime" in names else "fraction (dashed: guessing)",
+        fmt=".3f",
+        ranges=ranges,
+        marked=result.layer,
+        level=level,
+    )
 
 
 def maps_section(result: Result) -> str:
@@ -60,13 +61,13 @@ def maps_section(result: Result) -> str:
     words = (
         "Each cell is one token at one layer, with the last layer on top. Its colour is the cosine"
         " between the activation, minus the midpoint of the two classes, and the layer’s direction:"
-        f" orange is {positive}, blue is {negative}. A cell’s projection is in other units: +1 is"
-        f" the mean of the {positive} texts, −1 that of the {negative} ones. Layer {result.layer},"
-        " which is steered, is outlined."
+        f" orange is {positive}, blue is {negative}. Layer {result.layer}, which is steered, is"
+        " outlined. The page's data has the projections too: there +1 is the mean of the"
+        f" {positive} texts, −1 that of the {negative} ones."
     )
     caution = (
-        "A row means something only where its layer tells the classes apart. A cell says its"
-        " layer’s AUC, and where that is near 0.5, colours show other differences between tokens."
+        "A row means something only where its layer tells the classes apart: where the layer’s AUC"
+        " is near 0.5, colours show other differences between tokens."
         " Directions and midpoints come from the last token of each text, so compare the tokens of"
         " a row with each other rather than with zero. Where nearly a whole row has one colour, as"
         " often at the last layer, all of these tokens differ from the last tokens in the same way,"
@@ -77,26 +78,18 @@ def maps_section(result: Result) -> str:
     return _words(words) + tag("div", maps, "maps") + _words(caution)
 
 
-def _map(token_map: TokenMap, result: Result, limit: float) -> viz.Picture:
-    layers = range(len(result.scores) - 1, -1, -1)
-    details = [
-        [
-            f"projection {format_signed(value)}, AUC of the layer {result.scores[layer].auc:.2f}"
-            for value in token_map.projection[layer]
-        ]
-        for layer in layers
-    ]
+def _map(token_map: TokenMap, result: Result, limit: float) -> viz.Chart:
     return viz.heatmap(
-        [token_map.cosine[layer] for layer in layers],
-        layers,
+        token_map.cosine,
+        range(len(result.scores)),
         token_map.tokens,
         title=token_map.title,
         row_title="layer",
         column_title="token",
+        value_title="cosine with the direction",
         fmt="+.2f",
         limits=(-limit, limit),
-        details=details,
-        marked=layers.index(result.layer),
+        marked=result.layer,
     )
 
 
@@ -125,7 +118,8 @@ def effect_section(result: Result) -> str:
         " how likely the model without steering finds the answer after its question, per token; a"
         " steep fall is text that the model would not write. Repetition: the share of runs of three"
         " tokens that the answer had before; repeated text is likely, so the first measure misses"
-        " it. A larger reading counts for little where either is bad."
+        " it. A larger reading counts for little where either is bad. Points are means over the"
+        " questions; bars go from the least to the largest answer."
     )
     pictures = [
         _by_strength(result, "reading", "Reading", f"{negative} ← reading → {positive}"),
@@ -136,16 +130,18 @@ def effect_section(result: Result) -> str:
     return _words(words) + tag("div", charts + tag("p", escape(coherence)), "pair")
 
 
-def _by_strength(result: Result, name: str, title: str, y_title: str) -> viz.Picture:
-    rows = result.values_of(name)
+def _by_strength(result: Result, name: str, title: str, y_title: str) -> viz.Chart:
+    rows = np.array(result.values_of(name))
+    # Bars from the least to the largest answer, where there is one.
+    ends = [np.fmin.reduce(rows), np.fmax.reduce(rows)]
     return viz.curve(
         result.scales,
-        {"mean of the questions": result.means_of(name)},
+        {"mean": result.means_of(name)},
         title=title,
         x_title="strength",
         y_title=y_title,
         fmt=".2f",
-        background={f"question {n}": row for n, row in enumerate(rows, 1)},
+        ranges={"mean": ends},
     )
 
 

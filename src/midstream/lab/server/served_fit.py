@@ -19,7 +19,7 @@ from midstream.server import audit_log
 from midstream.server.server import Server
 from midstream.validation import at, is_int
 
-_ONE_ROW = ("last_prompt", "last")
+_ONE_ROW = ("last_prompt", "last_row")
 
 
 async def run_fit(server: Server, body: FitBody, lora_request: Any, client: str) -> Directions:

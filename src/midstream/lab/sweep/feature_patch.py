@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import SpecError
-from midstream.plan import Feature
+from midstream.plan import Feature, Sites
 from midstream.plan.shape import ModelShape
 from midstream.plan.vectors.named_lookup import FeatureSource
 from midstream.sites import Tap, show_tap
@@ -84,6 +84,6 @@ class FeaturePatch:
             value,
             feature.bias[0],
             feature.threshold[0],
-            site=site,
+            site=Sites(site),
             positions=positions,
         )

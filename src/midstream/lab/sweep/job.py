@@ -27,7 +27,7 @@ from midstream.lab.sweep.source import (
     RowsSource,
     ZeroSource,
 )
-from midstream.plan import Capture, CapturedRows, Logits, Plan
+from midstream.plan import Capture, CapturedRows, Logits, Plan, Sites
 from midstream.plan.captured_rows import OpenRows
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.readouts import ReadOut
@@ -339,7 +339,10 @@ def captures_of(taps: Iterable[Tap], positions: Iterable[int]) -> list[Capture]:
     for site, layer in taps:
         layers.setdefault(site, set()).add(layer)
     wanted = sorted(set(positions))
-    return [Capture(sorted(indices), site, wanted, codec="raw") for site, indices in layers.items()]
+    return [
+        Capture(sorted(indices), Sites(site), wanted, codec="raw")
+        for site, indices in layers.items()
+    ]
 
 
 def name_of(metric: Callable[..., Any]) -> str:

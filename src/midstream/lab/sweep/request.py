@@ -19,6 +19,7 @@ from midstream.plan.heads import read_indices, read_ordered_indices
 from midstream.plan.operation import read_scalar
 from midstream.plan.operations.feature import read_sae
 from midstream.plan.positions.positions import Positions
+from midstream.plan.readouts.logits import tap_of_logits
 from midstream.plan.selection import Layers, read_taps
 from midstream.plan.shape import ModelShape
 from midstream.plan.vectors.vector import Vector
@@ -109,7 +110,7 @@ class SweepRequest:
         )
         chosen_layers, chosen = read_taps(
             "all" if layers is None else layers,
-            "resid_pre" if sites is None else sites,
+            "resid_post" if sites is None else sites,
             "layers",
             "sites",
         )
@@ -159,12 +160,11 @@ class SweepRequest:
         Raises:
             SpecError: it cannot.
         """
-        if self.reads_all and not shape.tapped_layers("final_norm"):
-            raise SpecError(
-                "metric",
-                "KL reads the logits of all tokens: tap final_norm, "
-                'LLM(…, midstream={"sites": [..., "final_norm"]})',
-            )
+        if self.reads_all:
+            try:
+                tap_of_logits(shape)
+            except SpecError as error:
+                raise SpecError("metric", f"KL reads those of all tokens: {error}") from None
 
     def at_tap(self, tap: Tap | None) -> SweepRequest:
         """Return a copy whose omitted layers and sites are those of an SAE.
@@ -303,7 +303,7 @@ def _is_function(value: object) -> bool:
 def _check_prompt_only(positions: Positions) -> None:
     for index, item in enumerate(positions.include):
         path = "" if len(positions.include) == 1 else f"[{index}]"
-        if item in ("generated", "last"):
+        if item in ("generated", "last_row"):
             raise SpecError(path, f'a sweep patches the prompt; "{item}" is not in it')
     if positions.phase == "generated":
         raise SpecError("", 'a sweep patches the prompt; the phase is "generated"')

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
-from midstream.lab.sweep.charts import Panel, picture_of, plot
 from midstream.lab.sweep.metrics import Metric, Recovered, read_metric
 from midstream.lab.sweep.receipts import SweepReceipts
-from midstream.validation import at, check_regular, read_fields, read_json
-from midstream.viz.picture import Picture
+from midstream.validation import at, check_regular, check_suffix, read_fields, read_json
+from midstream.viz import Chart, heatmap
+from midstream.viz.chart import Charted
 
 if TYPE_CHECKING:
     import pandas
     import xarray
 
 FORMAT = "midstream.sweep/1"
+# Heatmaps that are drawn; a sweep of many heads at many positions has more.
+_MOST_PANELS = 12
 _FIELDS = (
     "format", "values", "dims", "coords", "metric", "clean", "corrupt", "noise_floor", "tokens",
     "receipts", "cached_tokens", "prompt_tokens",
@@ -32,7 +33,7 @@ _FIELDS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep:
+class Sweep(Charted):
     """The metric of each cell of a grid of patches.
 
     A cell that could not be patched is nan: its position has no source position, or its layer lacks
@@ -112,23 +113,21 @@ class Sweep:
 
         return pandas.DataFrame([self._cell(flat) for flat in range(self.values.size)])
 
-    def picture(self) -> Picture:
-        """Return heatmaps, one for each site and head: what a notebook shows. Its `save(path)`
-        writes a page.
-        """
-        picture = picture_of(self.panels(), self.title, *self._scale())
-        return Picture(picture.title, f"{picture.body}<p>{escape(repr(self))}</p>", picture.text)
-
-    def plot(self, **options: Any) -> Any:
-        """Draw the heatmaps of `picture` with matplotlib, and return the figure.
-
-        Args:
-            options: arguments of `matplotlib.pyplot.subplots`.
+    def picture(self) -> Chart:
+        """Return heatmaps, one for each site and head, with the same colours: what a notebook
+        shows. Of more than 12 the first 12 are drawn, and the title says so.
 
         Raises:
-            MissingExtraError: matplotlib is not installed.
+            SpecError: there are too many cells: see `viz.heatmap`.
         """
-        return plot(self.panels(), self.title, *self._scale(), **options)
+        charts = self._charts()
+        left = len(charts) - _MOST_PANELS
+        rest = f"; {left} of {len(charts)} heatmaps are not drawn, see Sweep.values"
+        return Chart.beside(f"{self!r}{rest if left > 0 else ''}", charts[:_MOST_PANELS])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw `picture()`; see `Chart.plot`."""
+        return self.picture().plot(ax)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, which `from_json` reads; nan is null."""
@@ -182,8 +181,8 @@ class Sweep:
             raise SpecError("", f"this is no sweep: {error}") from None
 
     def save(self, path: str | Path) -> Path:
-        """Write a JSON file, and return its path."""
-        target = Path(path)
+        """Write a JSON file, whose name ends in `.json`, and return its path."""
+        target = Path(check_suffix(path, ".json"))
         target.write_text(json.dumps(self.to_json(), allow_nan=False), encoding="utf-8")
         return target
 
@@ -198,7 +197,7 @@ class Sweep:
         check_regular(path)
         return Sweep.from_json(read_json(Path(path).read_bytes()))
 
-    def panels(self) -> list[Panel]:
+    def _charts(self) -> list[Chart]:
         """Return the two-dimensional slices of the grid. Rows are layers; columns are positions, or
         heads or features if there is one position.
         """
@@ -206,8 +205,8 @@ class Sweep:
         if len(self.dims) > 3 and len(self.coords["position"]) == 1:
             column = self.dims[3]
         others = [name for name in self.dims if name not in ("layer", column)]
-        rows, columns = self.labels("layer"), self.labels(column)
-        panels = []
+        center, most = self._scale()
+        charts = []
         for index in np.ndindex(*(len(self.coords[name]) for name in others)):
             where = dict(zip(others, index, strict=True))
             key = tuple(where.get(name, slice(None)) for name in self.dims)
@@ -216,13 +215,31 @@ class Sweep:
                 for name, place in where.items()
                 if name == "site" or len(self.coords[name]) > 1
             ]
-            panel = Panel(", ".join(told), "layer", column, rows, columns, self.values[key])
-            panels.append(panel)
-        return panels
+            chart = heatmap(
+                self.values[key],
+                self.labels("layer"),
+                self.labels(column),
+                title=", ".join(told),
+                row_title="layer",
+                column_title=column,
+                value_title=self.title,
+                unit=self._unit,
+                center=center,
+                limits=(center - most, center + most),
+            )
+            charts.append(chart)
+        return charts
+
+    @property
+    def _unit(self) -> str:
+        if isinstance(self.metric, str):
+            return ""
+        return "share" if isinstance(self.metric, Recovered) else "nats"
 
     def _scale(self) -> tuple[float, float]:
         """Return the value of no effect, and the largest difference from it, for colours."""
-        base = 0.0 if isinstance(self.metric, Recovered) else self.corrupt
+        is_known = not isinstance(self.metric, Recovered) and math.isfinite(self.corrupt)
+        base = self.corrupt if is_known else 0.0
         away = np.abs(self.values - base)
         most = 0.0 if np.isnan(away).all() else float(np.nanmax(away))
         return base, most or 1.0
@@ -243,8 +260,8 @@ class Sweep:
             f"noise floor {self.noise_floor:.2g})"
         )
 
-    def _repr_html_(self) -> str:
-        return self.picture()._repr_html_()
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.picture().text}"
 
     @property
     def title(self) -> str:

@@ -20,6 +20,7 @@ from midstream.plan.operations import (
     bind_edit,
     expand_edits,
     has_captured,
+    is_placed_vector,
     parse_edit,
 )
 from midstream.plan.vectors.named_lookup import Lookup
@@ -173,7 +174,8 @@ class Switch(Condition):
 
 def read_later_edits(value: object) -> tuple[Edit, ...]:
     """Read edits for a running request: one or its dict, or a list of these, maybe empty."""
-    forms = value if isinstance(value, (list, tuple)) else (value,)
+    is_list = isinstance(value, (list, tuple)) and not is_placed_vector(value)
+    forms: Any = value if is_list else (value,)
     if len(forms) > MAX_PARTS:
         raise SpecError("edits", f"expected at most {MAX_PARTS}, got {len(forms)}")
     edits = []

@@ -19,7 +19,7 @@ from midstream.plan.operations.reconstruct import Reconstruct
 from midstream.plan.operations.replace import Replace
 from midstream.plan.operations.route import Route
 from midstream.plan.operations.scale import Scale
-from midstream.plan.operations.steer import Steer
+from midstream.plan.operations.steer import Steer, in_full, is_placed_vector
 from midstream.validation import listed
 
 # The edits with a JSON form. A function has none, so that none is ever read from a network.
@@ -49,11 +49,17 @@ __all__ = [
     "expand_edits",
     "fill_edit",
     "has_captured",
+    "in_full",
+    "is_placed_vector",
     "parse_edit",
 ]
 
 
 def parse_edit(value: object) -> Edit:
+    """Read an edit, its dict with `op`, or a short form, see `in_full`."""
+    if isinstance(value, Edit):
+        return value
+    value = in_full(value)
     if isinstance(value, Edit):
         return value
     if isinstance(value, Mapping) and value.get("op") == Local.op:

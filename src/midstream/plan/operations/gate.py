@@ -8,14 +8,15 @@ from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.plan.argument_names import FrozenFields, accept_spellings, parameters_of
-from midstream.plan.forms import NumberLike, VectorOrName
+from midstream.plan.argument_names import FrozenFields, accept_spellings, parameters_of, shown_names
+from midstream.plan.forms import NumberLike, PlacedVector, SupportsEdit, VectorOrName
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, read_scalar
 from midstream.plan.operations.gate_memory import Hold, Memory
 from midstream.plan.operations.gate_probe import Reading
 from midstream.plan.operations.plain import PLAIN, PlainEdit, read_kind
 from midstream.plan.operations.route import Route
+from midstream.plan.operations.steer import in_full
 from midstream.plan.positions.positions import Positions
 from midstream.plan.selection import Layers, Sites
 from midstream.plan.shape import VectorSize
@@ -72,7 +73,7 @@ class Gate(FrozenFields):
     @accept_spellings
     def __init__(
         self,
-        edit: PlainEdit | Mapping[str, Any],
+        edit: PlainEdit | Mapping[str, Any] | SupportsEdit | PlacedVector,
         probe: Reading | Operation | VectorOrName,
         threshold: NumberLike = 0.0,
         sharpness: NumberLike | None = None,
@@ -83,7 +84,7 @@ class Gate(FrozenFields):
         """Create a gate; each field accepts any of its forms.
 
         Args:
-            edit: an edit, or a dict with `op`.
+            edit: an edit but a Gate, in any of the forms of `generate`.
             probe: any form of Reading.parse: a direction, a dict of `direction`, `bias`, `layer`,
                 `site` and `head`, or a Probe of directions.
             threshold: a number.
@@ -152,6 +153,9 @@ class Gate(FrozenFields):
         with at("op"):
             read_word(fields.pop("op", Gate.op), (Gate.op,))
         return Gate(**fields)
+
+    def __dir__(self) -> list[str]:
+        return shown_names(self)
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; `hold`, `smooth` and `release` if given."""
@@ -267,4 +271,5 @@ def _read_inner(value: object) -> PlainEdit:
         raise SpecError(
             "", "a `gate` cannot contain another `gate`; use the sum of their directions"
         )
-    return read_kind(value, PLAIN).parse(value)
+    value = in_full(value)
+    return value if isinstance(value, PlainEdit) else read_kind(value, PLAIN).parse(value)

@@ -12,7 +12,7 @@ from midstream.plan.forms import LayersLike, NumberLike, RowsOrNames, SitesLike
 from midstream.plan.heads import head_size, padded, read_indices
 from midstream.plan.operation import SITE, Operation, by_value, read_scalar
 from midstream.plan.positions.positions import Positions
-from midstream.plan.selection import LOGITS, Layers, read_taps
+from midstream.plan.selection import LOGITS, Layers, Sites, read_taps
 from midstream.plan.shape import VectorSize
 from midstream.plan.vectors.matrix import emit_rows, is_matrix
 from midstream.plan.vectors.named_lookup import Registered, pick
@@ -157,8 +157,8 @@ class Reading(FrozenFields):
 
     def at_tap(self, direction: Vector, tap: Tap | None) -> Reading:
         """Return a copy with the direction by value, read at `tap`."""
-        site, layer = (None, None) if tap is None else tap
-        layer = None if site in ENDS else layer
+        site, layer = (None, None) if tap is None else (Sites(tap[0]), tap[1])
+        layer = None if tap is not None and tap[0] in ENDS else layer
         return Reading(direction, self.bias, layer, site, self.head)
 
     def at_layers(self, name: str, registered: Registered, layers: Layers) -> Reading:
@@ -167,7 +167,7 @@ class Reading(FrozenFields):
         assert layers.indices != "all"
         site = self.tap[0]
         rows = {layer: pick(name, registered, (site, layer)) for layer in layers.indices}
-        return Reading(rows, self.bias, None, site, self.head)
+        return Reading(rows, self.bias, None, Sites(site), self.head)
 
     def vector(self, size: VectorSize, row: int = 0) -> Vector:
         """Return the direction, of the layer `row`, for vectors of a size: its head's part."""

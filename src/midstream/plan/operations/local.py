@@ -22,9 +22,9 @@ class Local(Operation):
 
     The engine calls `fn(h, info)` in each step, at each selected site and layer, with the rows of
     this request alone: h is [rows, width] in the model's dtype, a copy; `info` is a
-    `midstream.LocalInfo`. It returns the new rows, of the same shape and dtype, or None to leave
-    them unchanged. It runs before all other edits at the same site and layer, which read what it
-    returned, as captures and probes there do.
+    `midstream.results.local_info.LocalInfo`. It returns the new rows, of the same shape and dtype,
+    or None to leave them unchanged. It runs before all other edits at the same site and layer,
+    which read what it returned, as captures and probes there do.
 
     Only for engines with the setting `hooks="local"`, from Python, and never over HTTP. Where
     workers are other processes, they import the function by its module and name.

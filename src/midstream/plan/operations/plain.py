@@ -42,7 +42,7 @@ def read_kind(value: object, known: Mapping[str, type[K]]) -> type[K]:
         problem = f"expected an edit, or a dict with `op`, got {kind(value)}"
         if callable(value):
             problem += "; a function is called by Local(fn, layer=14), in engines that allow it"
-        problem += "; write for example Steer(vector, layer=14)"
+        problem += "; write for example Steer(vector, layer=14), or (vector, 14)"
         raise SpecError("", f"{problem}; known: {listed(known)}")
     if "op" not in value:
         raise SpecError("", f"missing field `op`; known: {listed(known)}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex, TypeGuard
 
 from midstream.errors import ScaleWarning, SpecError
 from midstream.ops.layout import Flags, Op
@@ -19,7 +20,7 @@ from midstream.plan.vectors.matrix import read_rows
 from midstream.plan.vectors.named_vector import Named
 from midstream.plan.vectors.row_per_layer import check_per_layer, read_per_layer
 from midstream.plan.vectors.vector import Vector
-from midstream.validation import MAX_ITEMS, at, float32, listed, read_word
+from midstream.validation import MAX_ITEMS, as_number, at, float32, is_int, listed, read_word
 
 NORMS = ("match", "keep")
 # A larger edit warns: above MAX_RMS per coordinate, a norm of MAX_RMS · √width; with norm="match",
@@ -98,7 +99,7 @@ class Steer(Operation):
             scale: a number.
             site: a site's name or alias, or a list of these; default "resid_post", or for a name
                 the sites it is registered for.
-            positions: any form of Positions, except "last".
+            positions: any form of Positions, except "last_row".
             phase: "prompt" or "generated" restricts the positions to tokens of that phase.
             norm: None, "match", or "keep".
             exclude: positions to exclude.
@@ -244,3 +245,38 @@ class Steer(Operation):
                 ScaleWarning,
                 stacklevel=4,
             )
+
+
+def in_full(value: object) -> object:
+    """Return what a short form of an edit stands for: a pair (vector, layer), or an object with
+    `as_edit()`, as a `Direction`. Other values are returned as they are.
+    """
+    as_edit = getattr(value, "as_edit", None)
+    if as_edit is not None:
+        return as_edit()
+    return Steer(*value) if is_placed_vector(value) else value
+
+
+def is_placed_vector(value: object) -> TypeGuard[tuple[Any, SupportsIndex]]:
+    """Return whether a value is the pair (vector, layer), a tuple, which stands for its Steer.
+
+    Raises:
+        SpecError: it is (name, number), where the number may be a layer or a scale.
+    """
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    vector, layer = value
+    if isinstance(vector, (str, Named)):
+        if isinstance(layer, numbers.Real):
+            shown = repr(vector) if isinstance(vector, str) else repr(vector.name)
+            raise SpecError(
+                "",
+                f"({shown}, {layer}) can be read two ways: write Steer({shown}, layer={layer}) or "
+                f"Steer({shown}, scale={layer})",
+            )
+        return False
+    if not is_int(as_number(layer)):
+        return False
+    if isinstance(vector, (list, tuple)):
+        return all(isinstance(number, numbers.Real) for number in vector)
+    return isinstance(vector, Vector) or hasattr(vector, "__array__")

@@ -38,13 +38,16 @@ from midstream.validation import (
     show,
 )
 
-_LAST = 'use "last_prompt" for the last token of the prompt, "last" for the last row of the request'
+_LAST = (
+    'use "last_prompt", which is −1, for the last token of the prompt, or "last_row" for the '
+    "last row of the request, with what it generates"
+)
 _GENERATED = 'use "generated" for the tokens that the model generates'
 _PROMPT = 'use "prompt" for the tokens of the prompt'
 _THINKING = 'use Between("<think>", "</think>"), or Role("assistant", part="thinking") of a chat'
 # Words of other tools, and what to write instead.
 _MEANT = {
-    **dict.fromkeys(("last_token", "last_tok", "final", "final_token", "end", "-1"), _LAST),
+    **dict.fromkeys(("last", "last_token", "last_tok", "final", "final_token", "end", "-1"), _LAST),
     **dict.fromkeys(("decode", "completion", "response", "output", "answer"), _GENERATED),
     **dict.fromkeys(("prefill", "input", "context"), _PROMPT),
     **dict.fromkeys(("thinking", "reasoning", "analysis", "cot"), _THINKING),

@@ -270,7 +270,7 @@ def Image(index: int | Literal["all"]) -> Media:
     return Media(index, "image")
 
 
-Mark = str | tuple[int, ...] | None
+Mark = str | tuple[int, ...] | list[int] | None  # no list once it is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +336,7 @@ def show_ids(ids: tuple[int, ...]) -> str:
 def meets(item: Item, phase: str) -> bool:
     """Return whether the item selects a token of the phase for some prompt."""
     if phase == "prompt":
-        return item.start < 0 if isinstance(item, Window) else item not in ("generated", "last")
+        return item.start < 0 if isinstance(item, Window) else item not in ("generated", "last_row")
     return phase == "all" or _meets_generated(item)
 
 

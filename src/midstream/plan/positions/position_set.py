@@ -106,7 +106,7 @@ class Where:
             raise SpecError(
                 "",
                 f"which {most} rows are the first depends on what is generated: select positions "
-                'without the word "last", and token ids and marks (Between) in the prompt alone',
+                'without "last_row", and token ids and marks (Between) in the prompt alone',
             )
         return Where(tuple(ranges))
 

@@ -40,7 +40,7 @@ __all__ = [
 
 Phase = Literal["all", "prompt", "generated"]
 
-WORDS = ("all", "prompt", "generated", "last_prompt", "last")
+WORDS = ("all", "prompt", "generated", "last_prompt", "last_row")
 EXCLUDE_WORDS = ("prompt", "generated", "last_prompt")
 PHASES = ("all", "prompt", "generated")
 
@@ -51,7 +51,7 @@ class Positions(FrozenFields):
 
     Rows that a request returns are in the order of their positions, whatever the order of the
     items, and a position of several items has one row. Where each item is a single position (an
-    int, `"last_prompt"` or `"last"`), captures and probes therefore reject a list that does not
+    int, `"last_prompt"` or `"last_row"`), captures and probes therefore reject a list that does not
     ascend, or that has a position twice. Rows that an edit is given, one for each position, go to
     the positions in the order of the items, those of one item ascending; no position may then be in
     two items.
@@ -59,14 +59,15 @@ class Positions(FrozenFields):
     Attributes:
         include: at least one of
             `"all"`; `"prompt"`, 0 … P − 1; `"generated"`, P …; `"last_prompt"`, P − 1;
-            `"last"`, the final row, known only when the request ends;
+            `"last_row"`, the final row, with the tokens that are generated, known only when the
+            request ends;
             an int; a negative one counts back from the prompt's end, so that it is known before
             generation: −1 is the last prompt token, not the request's last token;
             a Span; a Window; TokenIds; a Text; a Role; Media; Between two marks.
         phase: "all", or "prompt" or "generated" to select only such tokens.
-        exclude: the same kinds of items, except "all" and "last"; may be empty. Must be empty if
-            `include` has `"last"`: whether the final row is excluded would be known only when it
-            is computed.
+        exclude: the same kinds of items, except "all" and "last_row"; may be empty. Must be empty
+            if `include` has `"last_row"`: whether the final row is excluded would be known only
+            when it is computed.
     """
 
     include: tuple[Item, ...]
@@ -87,7 +88,7 @@ class Positions(FrozenFields):
         Raises:
             SpecError: an item of another kind, a duplicate item, an empty `include`, an item that
                 is always empty or cannot select a token of the phase, or an `exclude` together
-                with `"last"`. The path is relative to `include`, or starts with `phase` or
+                with `"last_row"`. The path is relative to `include`, or starts with `phase` or
                 `exclude`.
         """
         with at("phase"):
@@ -95,7 +96,7 @@ class Positions(FrozenFields):
         items = _read_include(include, word)
         with at("exclude"):
             left_out = _read_exclude(exclude, word)
-            if left_out and "last" in items:
+            if left_out and "last_row" in items:
                 raise SpecError("", _LAST_WITH_EXCLUDE)
         self._set(include=items, phase=word, exclude=left_out)
 
@@ -156,7 +157,7 @@ class Positions(FrozenFields):
 
 
 _LAST_WITH_EXCLUDE = (
-    '"last" cannot be combined with `exclude`; use a separate capture or probe for "last"'
+    '"last_row" cannot be combined with `exclude`; use a separate capture or probe for "last_row"'
 )
 
 

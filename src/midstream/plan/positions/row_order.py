@@ -8,7 +8,7 @@ from midstream.errors import SpecError
 from midstream.plan.positions.items import Item, show_item
 from midstream.plan.positions.positions import Positions
 
-# Where "last" may be: at the prompt's last token or after it.
+# Where "last_row" may be: at the prompt's last token or after it.
 _Place = tuple[int, int]
 
 
@@ -21,7 +21,7 @@ def check_row_order(positions: Positions, prompt_len: int | None) -> None:
     items = positions.include
     if len(items) < 2:
         return
-    if not all(isinstance(item, int) or item in ("last_prompt", "last") for item in items):
+    if not all(isinstance(item, int) or item in ("last_prompt", "last_row") for item in items):
         return
     if prompt_len is None:
         for from_end in (False, True):
@@ -58,8 +58,8 @@ def _is_from_end(item: Item) -> bool:
 
 
 def _place(item: Item, prompt_len: int) -> _Place:
-    """Return a key that ascends as positions do; "last" is after all others."""
-    if item == "last":
+    """Return a key that ascends as positions do; "last_row" is after all others."""
+    if item == "last_row":
         return (1, 0)
     position = -1 if item == "last_prompt" else item
     assert isinstance(position, int)

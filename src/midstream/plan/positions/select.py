@@ -112,7 +112,7 @@ class _Selector:
                     yield from merge(self.locator.token_ranges(item.ids))
             elif isinstance(item, Between):
                 yield from self.locator.between(item)[0]
-            elif item != "last":
+            elif item != "last_row":
                 yield from merge(self.locator.find(item, MAX_RANGES).ranges)
 
     def _included(self) -> _Located:
@@ -145,7 +145,7 @@ class _Selector:
         by_marks: list[Range] = []
         in_prompt = self.positions.phase != "generated"
         for index, item in enumerate(items):
-            if item == "last":
+            if item == "last_row":
                 continue
             with at(path(index)):
                 if isinstance(item, TokenIds):
@@ -230,7 +230,7 @@ class _Selector:
         return ranges if rows is None else tuple(span for span in ranges if span[0] < rows)
 
     def _last_from(self, ranges: Ranges) -> int | None:
-        if "last" not in self.positions.include:
+        if "last_row" not in self.positions.include:
             return None
         position = max(self.locator.prompt.length - 1, self.locator.phase_range[0])
         if self.locator.rows is not None and position >= self.locator.rows:

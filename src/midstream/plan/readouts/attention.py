@@ -348,7 +348,7 @@ def reduction_of(
                 raise SpecError(
                     "positions",
                     "the keys of a mass must be known before tokens are generated: ids of "
-                    'generated tokens and "last" are unsupported; restrict them with '
+                    'generated tokens and "last_row" are unsupported; restrict them with '
                     'phase="prompt"',
                 )
             return "mass", 1, keys.ranges

@@ -10,7 +10,13 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import FrozenFields, only_set, parameters_of, read_named
+from midstream.plan.argument_names import (
+    FrozenFields,
+    only_set,
+    parameters_of,
+    read_named,
+    shown_names,
+)
 from midstream.plan.positions.position_set import Where
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
@@ -104,6 +110,9 @@ class ReadOut(FrozenFields, ABC):
             return value
         assert isinstance(value, Mapping)
         return cls(**read_named(value, *parameters_of(cls)))
+
+    def __dir__(self) -> list[str]:
+        return shown_names(self)
 
     @abstractmethod
     def to_dict(self) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from midstream.plan.resolved import REDUCING, ResolvedCapture, limited
 from midstream.plan.selection import Layers, Sites
 from midstream.plan.sink_target import MEMORY, Metadata
 from midstream.plan.tap_lookup import find_taps
-from midstream.validation import INT_LIMIT, at, is_int, kind, read_int, show
+from midstream.validation import INT_LIMIT, as_list, at, is_int, kind, read_int, show
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -146,14 +147,23 @@ class Capture(ReadOut):
 
     @classmethod
     def parse(cls, value: object) -> Capture:
-        """Read a Capture, or a dict of the constructor's arguments with `return` for `return_`."""
+        """Read a Capture, a dict of the constructor's arguments with `return` for `return_`, or a
+        short form, see `read_short_capture`.
+        """
         if isinstance(value, Capture):
             return value
         if isinstance(value, ReadOut):
             problem = f"`{type(value).__name__}` is for single requests; capture activations here"
             raise SpecError("", problem)
+        short = read_short_capture(value)
+        if short is not None:
+            return short
         if not isinstance(value, Mapping):
-            raise bad_capture(value)
+            raise SpecError(
+                "",
+                f"expected a `Capture`, or its dict, got {kind(value)}, such as "
+                "Capture(layers=[3, 4]); or short: True, layers, or names such as `resid_post.10`",
+            )
         fields = read_named(value, (), FIELDS)
         by_rank = fields.pop("return", None)
         return Capture(**fields, return_=by_rank)
@@ -217,17 +227,21 @@ class Capture(ReadOut):
 FIELDS = tuple(name.rstrip("_") for name in parameters_of(Capture)[1])  # of its dict
 
 
-def bad_capture(value: object) -> SpecError:
-    problem = f"expected a `Capture`, or its dict, got {kind(value)}"
-    # Layers or sites in place of the capture that selects them.
-    is_list = isinstance(value, (list, tuple)) and all(is_int(layer) for layer in value)
-    if isinstance(value, bool) or value == "all":
-        problem += '; for every token at every layer, write Capture(layers="all")'
-    elif is_int(value) or is_list:
-        problem += "; to capture layers, write Capture(layers=[3, 4])"
-    else:
-        problem += ", such as Capture(layers=[3, 4])"
-    return SpecError("", problem)
+def read_short_capture(value: object) -> Capture | None:
+    """Return the capture of every token that a short form stands for: True or "all", layers as an
+    int, a list, a range or an array, or sites whose names have layers; None: it is none of these.
+    """
+    if isinstance(value, bool):
+        return Capture("all") if value else None
+    value = as_list(value)
+    items = [value] if isinstance(value, (str, numbers.Integral)) else value
+    if not isinstance(items, (list, tuple, range)) or not items:
+        return None
+    if isinstance(items, range) or all(map(is_int, items)) or value == "all":
+        return Capture(value)  # type: ignore[arg-type]
+    if all(isinstance(name, str) for name in items) and "all" not in items:
+        return Capture(sites=value)  # type: ignore[arg-type]
+    return None
 
 
 def _read_heads(value: object, sink: str) -> tuple[int, ...] | None:

@@ -12,9 +12,11 @@ from midstream.plan.forms import PhaseLike, PositionsLike
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
 from midstream.plan.readouts.base import Context, ReadOut, ReadOutEngine, check_tokens
-from midstream.plan.resolved import Pattern, ResolvedCapture
+from midstream.plan.resolved import LensMap, Pattern, ResolvedCapture
 from midstream.plan.selection import Layers, Sites
+from midstream.plan.shape import ModelShape
 from midstream.plan.tokens import ids_of, known_ids, read_tokens
+from midstream.sites import Tap
 from midstream.validation import read_int
 
 MAX_TOP = 1024
@@ -33,7 +35,8 @@ class Logits(ReadOut):
     temperature. They are computed on the worker from the output of the final norm, in float32 after
     the head. The result is `output.logits`, see `midstream.results.readouts.logits.LogitRows`.
 
-    The engine must tap `final_norm`.
+    The engine must tap `final_norm`; or `resid_post` of the last layer, as every engine does by
+    default, whose rows then go through the final norm again: the same but for rounding.
 
     Attributes:
         top: number of largest logits of each position; 0: those of `tokens`.
@@ -95,17 +98,10 @@ class Logits(ReadOut):
     def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
         """The size of rows of the whole vocabulary is 0 until `finish`."""
         where, shape = context.select(self.positions), context.shape
-        read = "final_norm", shape.num_layers - 1
-        why = shape.reason((HEAD, shape.num_layers - 1))
-        if why is not None:
-            raise SpecError("", f"logits cannot be read: {why}")
-        if read not in shape.taps:
-            why = shape.reason(read) or (
-                'the engine does not tap final_norm; add "final_norm" to midstream\'s setting '
-                '`sites`, as in LLM(…, midstream={"sites": ["resid_post", "final_norm"]})'
-            )
-            raise SpecError("", f"logits cannot be read: {why}")
-        pattern = Pattern("logits_all", 0, (), (), (read,), (1,))
+        read = tap_of_logits(shape)
+        # The stream goes through the final norm, without a map.
+        maps = (LensMap(),) if read[0] == "resid_post" else ()
+        pattern = Pattern("logits_all", 0, (), (), (read,), (1,), maps)
         if self.top:
             pattern = replace(pattern, kind="logits_top", size=2 * self.top + 1)
         elif not isinstance(self.tokens, str):
@@ -140,6 +136,29 @@ class Logits(ReadOut):
         if not self.top:
             fields = {"tokens": ALL if isinstance(self.tokens, str) else list(self.tokens)}
         return fields | self.positions.to_dict()
+
+
+def tap_of_logits(shape: ModelShape) -> Tap:
+    """Return the tap that logits are made of: `final_norm`, or `resid_post` of the last layer.
+
+    Raises:
+        SpecError: the engine has neither, or the model's head reads something else.
+    """
+    last = shape.num_layers - 1
+    why = shape.reason((HEAD, last))
+    if why is None and ("final_norm", last) in shape.taps:
+        return "final_norm", last
+    if why is None and ("resid_post", last) in shape.taps:
+        why = shape.reason(("lens", last))
+        if why is None:
+            return "resid_post", last
+    why = why or shape.reason(("final_norm", last))
+    why = why or (
+        'the engine taps neither final_norm nor resid_post of the last layer; add "final_norm" to '
+        'midstream\'s setting `sites`, as in LLM(…, midstream={"sites": ["resid_post", '
+        '"final_norm"]})'
+    )
+    raise SpecError("", f"logits cannot be read: {why}")
 
 
 def _read_top(value: object) -> int:

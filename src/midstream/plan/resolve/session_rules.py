@@ -12,7 +12,7 @@ from midstream.plan.probe import Probe
 from midstream.plan.readouts.capture import Capture
 from midstream.validation import at
 
-_INSTEAD = 'use "all", positions counted from the session\'s start, token ids, or "last"'
+_INSTEAD = 'use "all", positions counted from the session\'s start, token ids, or "last_row"'
 
 
 def check_growing(

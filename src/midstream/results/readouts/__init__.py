@@ -11,7 +11,7 @@ from midstream.results.readouts.features import FeatureResults
 from midstream.results.readouts.lens import LensResults
 from midstream.results.readouts.logits import LogitRows
 from midstream.results.readouts.norms import NormResults
-from midstream.results.table_row import TableRow
+from midstream.results.table_row import to_dict
 
 if TYPE_CHECKING:
     from midstream.plan.resolved import ResolvedCapture
@@ -59,7 +59,7 @@ RESULTS: dict[str, type[ReadOutResult]] = {
 
 
 @dataclass(slots=True, kw_only=True)
-class ChoiceReadOuts(TableRow):
+class ChoiceReadOuts:
     """Results of the read-outs of a choice; None if not asked for, or not yet known. `…_rows`: of a
     stream, partial rows of those with `stream`, in the order received.
     """
@@ -73,12 +73,14 @@ class ChoiceReadOuts(TableRow):
     feature_rows: list[FeatureResults] = field(default_factory=list)
     norms: NormResults | None = None
     norm_rows: list[NormResults] = field(default_factory=list)
+    to_dict = to_dict
 
 
-class OnlyReadOuts(TableRow):
+class OnlyReadOuts:
     """Results of the read-outs of an output's only choice."""
 
     __slots__ = ()
+    to_dict = to_dict
 
     @property
     def attention(self) -> AttentionResults | None:
@@ -109,7 +111,7 @@ class OnlyReadOuts(TableRow):
         raise NotImplementedError
 
 
-class OutputReadOuts(TableRow):
+class OutputReadOuts:
     """Types of the attributes of vLLM's outputs; None without such a read-out."""
 
     attention: AttentionResults
@@ -117,3 +119,4 @@ class OutputReadOuts(TableRow):
     lens: LensResults
     logits: LogitRows
     norms: NormResults
+    to_dict = to_dict

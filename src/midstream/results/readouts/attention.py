@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +12,7 @@ from midstream import viz
 from midstream.errors import SpecError
 from midstream.results.arrays import array_of, from_base64, to_base64, to_numpy
 from midstream.results.readouts.base import LayerRows
+from midstream.viz.chart import Charted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +24,18 @@ if TYPE_CHECKING:
 
 Key = tuple[str, int]  # (name of the `Attention`, layer from 0)
 _WORDS = {"top": "top_keys"}
-# Queries, keys and lines that a notebook shows.
-_SHOWN = 128
+# What the values are, for colour bars.
+_VALUES = {
+    "top_keys": "attention weight (share)",
+    "mass": "attention mass (share)",
+    "entropy": "entropy (nats)",
+    "full": "attention weight (share)",
+    "scores": "score before the softmax (logits)",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionRows:
+class AttentionRows(Charted):
     """What an `Attention` returned of one layer.
 
     Attributes:
@@ -62,7 +69,7 @@ class AttentionRows:
         shape = " × ".join(map(str, self.values.shape))
         return f"AttentionRows({self.reduce}: {shape})"
 
-    def picture(self, tokens: Any = None, head: int | None = None) -> viz.Picture:
+    def picture(self, tokens: Any = None, head: int | None = None) -> viz.Chart:
         """Return a picture of the weights.
 
         `full` and `scores` are a cell for each query and key, `mass` and `entropy` one for each
@@ -75,12 +82,50 @@ class AttentionRows:
                 heads of the others.
 
         Raises:
-            SpecError: there is no such head, or there are more than 20,000 cells.
+            SpecError: there is no such head, or there are too many cells: see `viz.heatmap`.
         """
-        return _draw(self, tokens, head)
+        if head is not None and head not in self.heads:
+            raise SpecError("head", f"expected one of {list(self.heads)}, got {head!r}")
 
-    def _repr_html_(self) -> str:
-        return _draw(self, None, None, _SHOWN)._repr_html_()
+        def name(position: int) -> str:
+            return str(position) if tokens is None else f"{position} {tokens[position]}"
+
+        at = slice(None) if head is None else [self.heads.index(head)]
+        values = np.asarray(to_numpy(self.values)[:, at], np.float64)
+        rows = [name(place) for place in self.positions.tolist()]
+        heads = list(self.heads) if head is None else [head]
+        columns: Any = heads
+        texts, column_title, title = None, "head", f"{self.reduce} of attention"
+        if self.keys is not None:
+            count = values.shape[2]
+            keys: Any = to_numpy(self.keys)[:, at].reshape(-1, count)
+            values = np.where(keys < 0, np.nan, values.reshape(-1, count))
+            rows = [f"{query}, head {one}" for query in rows for one in heads]
+            texts = [["" if key < 0 else name(key) for key in line] for line in keys.tolist()]
+            columns, column_title = range(1, count + 1), "key, by weight"
+            title = "keys with most attention"
+        elif self.reduce in ("full", "scores"):
+            mean = values.mean(1)
+            values = np.where(np.isfinite(mean), mean, np.nan)
+            columns, column_title = [name(key) for key in range(mean.shape[1])], "key"
+            of = f"head {heads[0]}" if len(heads) == 1 else f"mean of {len(heads)} heads"
+            title = f"{'attention' if self.reduce == 'full' else 'scores'}, {of}"
+        return viz.heatmap(
+            values,
+            rows,
+            columns,
+            title=title,
+            row_title="query",
+            column_title=column_title,
+            value_title=_VALUES[self.reduce],
+            center=None,
+            limits=None if self.reduce in ("entropy", "scores") else (0, 1),
+            texts=texts,
+        )
+
+    def plot(self, ax: Any = None, tokens: Any = None, head: int | None = None) -> Any:
+        """Draw `picture(tokens, head)`; see `Chart.plot`."""
+        return self.picture(tokens, head).plot(ax)
 
 
 class AttentionResults(LayerRows[AttentionRows]):
@@ -183,78 +228,6 @@ class AttentionResults(LayerRows[AttentionRows]):
             for (name, layer), rows in self._rows.items()
         )
         return f"AttentionResults({'; '.join(parts)})"
-
-
-def _draw(
-    rows: AttentionRows, tokens: Any, head: int | None, most: int | None = None
-) -> viz.Picture:
-    """Return the picture of a head, or of all, with at most so many queries and keys, or lines."""
-    if head is not None and head not in rows.heads:
-        raise SpecError("head", f"expected one of {list(rows.heads)}, got {head!r}")
-
-    def name(position: int) -> str:
-        return str(position) if tokens is None else f"{position} {tokens[position]}"
-
-    at = slice(None) if head is None else [rows.heads.index(head)]
-    values = np.asarray(to_numpy(rows.values)[:most, at], np.float64)
-    queries = [name(place) for place in rows.positions[:most].tolist()]
-    heads = list(rows.heads) if head is None else [head]
-    is_cut = most is not None and len(rows) > most
-    if rows.keys is not None:
-        keys = to_numpy(rows.keys)[:most, at]
-        return _top_keys(values, keys, (queries, heads), name, most)
-    columns: list[Any] = heads
-    column_title, title = "head", f"{rows.reduce} of attention"
-    if rows.reduce in ("full", "scores"):
-        mean = values.mean(1)[:, :most]
-        is_cut = is_cut or mean.shape[1] < values.shape[2]
-        values = np.where(np.isfinite(mean), mean, np.nan)
-        columns, column_title = [name(key) for key in range(mean.shape[1])], "key"
-        of = f"head {heads[0]}" if len(heads) == 1 else f"mean of {len(heads)} heads"
-        title = f"{'attention' if rows.reduce == 'full' else 'scores'}, {of}"
-    return viz.heatmap(
-        values,
-        queries,
-        columns,
-        title=f"{title}{_part(is_cut)}",
-        row_title="query",
-        column_title=column_title,
-        unit="nats" if rows.reduce == "entropy" else "",
-        center=None,
-        limits=(0, 1) if rows.reduce in ("mass", "full") else None,
-    )
-
-
-def _top_keys(
-    values: Any,
-    keys: Any,
-    names: tuple[list[str], list[int]],
-    name: Callable[[int], str],
-    most: int | None,
-) -> viz.Picture:
-    """Draw a line for each query and head, of [queries, heads, k]; a key of −1 is none."""
-    lines = [f"{query}, head {head}" for query in names[0] for head in names[1]]
-    count = keys.shape[2]
-    texts = [
-        ["" if key < 0 else name(key) for key in line]
-        for line in keys.reshape(len(lines), count)[:most].tolist()
-    ]
-    weights = values.reshape(len(lines), count)[:most]
-    return viz.heatmap(
-        np.where(keys.reshape(len(lines), count)[:most] < 0, np.nan, weights),
-        lines[:most],
-        range(1, count + 1),
-        title=f"keys with most attention{_part(len(texts) < len(lines))}",
-        row_title="query",
-        column_title="key",
-        center=None,
-        limits=(0, 1),
-        texts=texts,
-    )
-
-
-def _part(is_cut: bool) -> str:
-    return ", the first part" if is_cut else ""
 
 
 def _rows_of(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from midstream.results.arrays import array_of, from_base64, to_base64
+import numpy as np
+
+from midstream.results.arrays import array_of, from_base64, to_base64, to_numpy
 from midstream.results.readouts.base import NamedRows
+from midstream.viz import Chart, heatmap
+from midstream.viz.chart import Charted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +20,6 @@ if TYPE_CHECKING:
     from midstream.plan.readouts.features import Features
     from midstream.plan.resolved import ResolvedCapture
     from midstream.results.activations import Activations
-    from midstream.viz import Picture
 
 # Arrays of the JSON form, with the dtypes in it and here.
 _ARRAYS = {
@@ -27,12 +30,10 @@ _ARRAYS = {
 }
 # Features of a row that a picture shows.
 _SHOWN = 8
-# Rows that a notebook shows.
-_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FeatureRows:
+class FeatureRows(Charted):
     """What a `Features` returned.
 
     Attributes:
@@ -77,59 +78,56 @@ class FeatureRows:
             top: number of features of each position.
         """
         lines = []
-        for row, cells in self._cells(top):
-            position = int(self.positions[row])
+        for row, position in enumerate(self.positions.tolist()):
             word = [] if tokens is None else [repr(tokens[position])]
-            lines.append(
-                [str(position), *word, *(f"{feature} {value:.3g}" for feature, value in cells)]
-            )
+            pairs = zip(self.ids[row, :top].tolist(), self.values[row, :top].tolist(), strict=True)
+            cells = [f"{feature} {value:.3g}" for feature, value in pairs if feature >= 0]
+            lines.append([str(position), *word, *cells])
         widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
-    def picture(self, tokens: Any = None, top: int = _SHOWN, rows: slice = slice(None)) -> Picture:
-        """Return the table as a picture: features coloured by their activations.
+    def picture(self, tokens: Any = None, top: int = _SHOWN, rows: slice = slice(None)) -> Chart:
+        """Return a picture: the chosen features, or the most active ones, by position, coloured by
+        their activations. Of the most active ones, a cell is empty where the feature is not among
+        the `top` of its position that the request asked for.
 
         Args:
             tokens: as for `table`.
-            top: number of features of each position.
+            top: number of features that are shown, if none were chosen.
             rows: the rows to show.
 
         Raises:
-            SpecError: there are more than 20,000 cells.
+            SpecError: there are too many cells: see `viz.heatmap`.
         """
-        from midstream import viz
-
-        every = list(self._cells(top))
-        cells = every[rows]
-        width = max((len(pairs) for _, pairs in cells), default=0)
-        places = [int(self.positions[row]) for row, _ in cells]
-        names = [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places]
-        values = [value for _, pairs in cells for _, value in pairs]
-        left_out = f": {len(cells)} of {len(every)} positions" if len(cells) < len(every) else ""
-        return viz.heatmap(
-            [[value for _, value in _padded(pairs, width)] for _, pairs in cells],
-            names,
-            range(1, width + 1),
-            title=f"features at {self.site} of layer {self.layer}{left_out}",
-            row_title="position",
-            column_title="most active",
+        ids: Any = to_numpy(self.ids)[rows]
+        values = to_numpy(self.values)[rows]
+        shown, grid = list(self.features), to_numpy(self.feature_values)[rows].T
+        if not shown:
+            active = ids[ids >= 0]
+            largest = {int(one): float(values[ids == one].max()) for one in np.unique(active)}
+            shown = sorted(largest, key=lambda one: -largest[one])[:top]
+            grid = np.full((len(shown), len(ids)), np.nan)
+            for line, feature in zip(grid, shown, strict=True):
+                place, rank = np.nonzero(ids == feature)
+                line[place] = values[place, rank]
+        places = self.positions[rows].tolist()
+        cut = f": {len(places)} of {len(self)} positions" if len(places) < len(self) else ""
+        return heatmap(
+            grid,
+            shown,
+            [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places],
+            title=f"features at {self.site} of layer {self.layer}{cut}",
+            row_title="feature",
+            column_title="position",
+            value_title="activation",
             center=None,
-            limits=(0, max(values)) if values else None,
+            limits=(0, float(np.nanmax(grid))) if np.nansum(grid) > 0 else None,
             fmt=".3g",
-            texts=[
-                ["" if feature < 0 else str(feature) for feature, _ in _padded(pairs, width)]
-                for _, pairs in cells
-            ],
         )
 
-    def _repr_html_(self) -> str:
-        return self.picture(rows=slice(_ROWS))._repr_html_()
-
-    def _cells(self, top: int = _SHOWN) -> Iterator[tuple[int, list[tuple[int, float]]]]:
-        """Yield the number of each row, and its active features with their activations."""
-        for row in range(len(self)):
-            pairs = zip(self.ids[row, :top].tolist(), self.values[row, :top].tolist(), strict=True)
-            yield row, [pair for pair in pairs if pair[0] >= 0]
+    def plot(self, ax: Any = None, tokens: Any = None, top: int = _SHOWN) -> Any:
+        """Draw `picture(tokens, top)`; see `Chart.plot`."""
+        return self.picture(tokens, top).plot(ax)
 
     @staticmethod
     def of(rows: Activations, capture: ResolvedCapture, asked: Features) -> FeatureRows:
@@ -195,7 +193,3 @@ class FeatureResults(NamedRows[FeatureRows]):
     fewer: ClassVar[str] = "fewer positions, or a smaller `top`"
     unknown = "there are no features {}; there are {}"
     kind = FeatureRows
-
-
-def _padded(pairs: list[tuple[int, float]], width: int) -> list[tuple[int, float]]:
-    return pairs + [(-1, float("nan"))] * (width - len(pairs))

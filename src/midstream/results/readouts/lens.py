@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from midstream.results.arrays import array_of, from_base64, to_base64
 from midstream.results.readouts.base import NamedRows
+from midstream.viz import Chart, heatmap
+from midstream.viz.chart import Charted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,15 +26,16 @@ _INTS = "ids", "ranks"
 
 
 class LensCell(NamedTuple):
-    """A cell: its text, and the probability by which notebooks colour it, 0 to 1."""
+    """A cell: its text, the probability by which charts colour it, 0 to 1, and its token alone."""
 
     text: str
     probability: float = 0.0
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LensTable:
-    """A table; prints as plain text, and is coloured by probability in a notebook."""
+class LensTable(Charted):
+    """A table; prints as plain text, and is a chart coloured by probability in a notebook."""
 
     headings: Sequence[str]
     lines: Sequence[Sequence[LensCell]]
@@ -46,27 +49,35 @@ class LensTable:
     def __repr__(self) -> str:
         return str(self)
 
-    def _repr_html_(self) -> str:
-        from midstream import viz
+    def picture(self) -> Chart:
+        """Return the tokens by layer, coloured by probability.
 
+        Raises:
+            SpecError: there are too many cells: see `viz.heatmap`.
+        """
         first, *columns = self.headings
-        picture = viz.heatmap(
-            [[cell.probability or math.nan for cell in line[1:]] for line in self.lines],
-            [line[0].text for line in self.lines],
-            columns,
+        lines = self.lines[::-1]  # layer 0 is at the bottom
+        return heatmap(
+            [[cell.probability or math.nan for cell in line[1:]] for line in lines],
+            [line[0].text for line in lines],
+            columns if self.column_title else [one or n for n, one in enumerate(columns, 1)],
             title="" if first == "layer" else first,
             row_title="layer",
-            column_title=self.column_title,
+            column_title=self.column_title or "rank of the token",
+            value_title="probability",
             center=None,
             limits=(0, 1),
             fmt=".3f",
-            texts=[[cell.text for cell in line[1:]] for line in self.lines],
+            texts=[[cell.token or cell.text for cell in line[1:]] for line in lines],
         )
-        return picture._repr_html_()
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw `picture()`; see `Chart.plot`."""
+        return self.picture().plot(ax)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LensRows:
+class LensRows(Charted):
     """What a `Lens` returned.
 
     Attributes:
@@ -153,8 +164,13 @@ class LensRows:
         top = self.positions.tolist() if self.ids.shape[2] else []
         return LensTable(["layer", *map(str, top)], lines, "position")
 
-    def _repr_html_(self) -> str:
-        return self.grid()._repr_html_()
+    def picture(self, tokenizer: Any = None) -> Chart:
+        """Return the picture of `grid(tokenizer)`."""
+        return self.grid(tokenizer).picture()
+
+    def plot(self, ax: Any = None, tokenizer: Any = None) -> Any:
+        """Draw `picture(tokenizer)`; see `Chart.plot`."""
+        return self.picture(tokenizer).plot(ax)
 
     @staticmethod
     def of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:
@@ -241,7 +257,7 @@ def _as_listed(layers: list[int], asked: Layers) -> tuple[int, ...]:
 
 def _token_cell(show: Callable[[int], str], token: int, logprob: float) -> LensCell:
     probability = math.exp(logprob)
-    return LensCell(f"{show(token)} {100 * probability:.0f}%", probability)
+    return LensCell(f"{show(token)} {100 * probability:.0f}%", probability, show(token))
 
 
 def _shown_by(tokenizer: Any) -> Callable[[int], str]:

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from midstream import viz
-from midstream.errors import SpecError
-from midstream.results.arrays import array_of, from_base64, to_base64, to_numpy
+from midstream.results.arrays import array_of, from_base64, to_base64
+from midstream.results.norm_chart import norm_chart
 from midstream.results.readouts.base import LayerRows
 from midstream.sites import Tap, parse
+from midstream.viz.chart import Chart, Charted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,9 +18,6 @@ if TYPE_CHECKING:
     from midstream.plan.readouts.norms import Norms
     from midstream.plan.resolved import ResolvedCapture
     from midstream.results.activations import Activations
-
-# Positions that a notebook shows.
-_SHOWN = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +42,7 @@ class NormRows:
         return 4 * len(self)
 
 
-class NormResults(LayerRows[NormRows]):
+class NormResults(LayerRows[NormRows], Charted):
     """What the `Norms` of a request returned for one completion: `norms["resid_post", 5]` is that
     of this site and layer. Layer −1 is the model's last one.
     """
@@ -75,9 +70,9 @@ class NormResults(LayerRows[NormRows]):
         shown = (f"{site} {layer}: {len(rows)}" for (site, layer), rows in self.items())
         return f"NormResults({', '.join(shown)})"
 
-    def picture(self, site: str | None = None, tokens: Any = None) -> viz.Picture:
-        """Return a picture of the norms of a site: a cell for each position and layer, coloured by
-        the logarithm of its norm to base 10. Outlier tokens stand out as rows.
+    def picture(self, site: str | None = None, tokens: Any = None) -> Chart:
+        """Return a picture of the norms of a site: a cell for each layer and position, coloured by
+        the logarithm of its norm to base 10. Outlier tokens stand out as columns.
 
         Args:
             site: the site; None: the only one.
@@ -86,41 +81,17 @@ class NormResults(LayerRows[NormRows]):
 
         Raises:
             SpecError: there are no norms of this site, or of several and none is named; its layers
-                have other positions; or there are more than 20,000 cells.
+                have other positions; or there are too many cells: see `viz.heatmap`.
         """
-        return self._draw(site, tokens, None)
 
-    def _repr_html_(self) -> str:
-        return self._draw(next(iter(self._rows))[0], None, _SHOWN)._repr_html_()
+        def read(tap: Tap) -> tuple[Any, Any]:
+            return self._rows[tap].values, self._rows[tap].positions
 
-    def _draw(self, site: str | None, tokens: Any, most: int | None) -> viz.Picture:
-        sites = list(dict.fromkeys(name for name, _ in self._rows))
-        if site is None and len(sites) == 1:
-            site = sites[0]
-        named = None if site is None else parse(site)
-        layers = sorted(layer for name, layer in self._rows if named and name == named[0])
-        if named is None or not layers:
-            raise SpecError("site", f"expected one of {', '.join(sites)}, got {site!r}")
-        rows = [self._rows[named[0], layer] for layer in layers]
-        places = rows[0].positions.tolist()
-        if any(other.positions.tolist() != places for other in rows):
-            raise SpecError("site", f"the layers of {named[0]} have norms at different positions")
-        values = np.stack([np.asarray(to_numpy(other.values), np.float64) for other in rows], 1)
-        values, places = values[:most], places[:most]
-        part = ", the first part" if len(rows[0]) > len(places) else ""
-        with np.errstate(divide="ignore"):
-            logarithms = np.log10(values)
-        return viz.heatmap(
-            np.where(np.isfinite(logarithms), logarithms, np.nan),
-            [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places],
-            layers,
-            title=f"norms at {named[0]}{part}",
-            row_title="position",
-            column_title="layer",
-            unit="log₁₀",
-            center=None,
-            details=[[f"norm {value:.4g}" for value in line] for line in values.tolist()],
-        )
+        return norm_chart(tuple(self._rows), read, site, tokens)
+
+    def plot(self, ax: Any = None, site: str | None = None, tokens: Any = None) -> Any:
+        """Draw `picture(site, tokens)`; see `Chart.plot`."""
+        return self.picture(site, tokens).plot(ax)
 
     @staticmethod
     def decode(

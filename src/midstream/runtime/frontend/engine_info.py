@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 
+from midstream.console import format_ranges
 from midstream.errors import UnsupportedError
 from midstream.plan import ModelShape
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.runtime.vllm.additional_config import api_process
+from midstream.sites import ENDS, NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class FrontEnds:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class EngineInfo:
     """Description of one engine."""
 
@@ -52,6 +54,18 @@ class EngineInfo:
     room: Room  # of a worker for running requests of this front end
     workers: tuple[WorkerInfo, ...]
     front_ends: FrontEnds = FrontEnds()
+
+    def __repr__(self) -> str:
+        shape, first = self.shape, self.workers[0]
+        sites = sorted({tap[0] for tap in shape.taps}, key=NAMES.index)
+        layers = sorted({tap[1] for tap in shape.taps if tap[0] not in ENDS})
+        devices = f"{len(self.workers)} workers on {first.device}, runner {first.runner}"
+        return (
+            f"EngineInfo({shape.num_layers} layers, {shape.hidden_size} wide, {self.dtype}; "
+            f"taps: {', '.join(sites)}; layers {format_ranges(layers)}; "
+            f"{len(shape.reasons)} sites lacking; codec {self.codec}, return {self.return_}; "
+            f"{devices}; {self.room})"
+        )
 
 
 def describe(

@@ -272,7 +272,7 @@ class _Attention:
         unknown = self._unknown(value.of(name)) - ELEMENTWISE
         if unknown or reader in self.flow.bypassed:
             return Lack(UNPROVEN)
-        if linear.input_size_per_partition != heads * size:
+        if getattr(linear, "input_size_per_partition", linear.input_size) != heads * size:
             return Lack(UNPROVEN)
         path = _joined(self.owner_path, reader)
         return InnerPlace(path, "input", None, 0, heads * size, heads, ranks)
@@ -280,7 +280,8 @@ class _Attention:
 
 def _sizes(owner: nn.Module, part: OutputPart, linear: Any) -> list[int] | None:
     """Return the widths of the pieces of a matrix's output, which must be all of it."""
-    width = linear.output_size_per_partition
+    # A replicated matrix has no width of this rank.
+    width = getattr(linear, "output_size_per_partition", linear.output_size)
     if part.sizes is None:
         return [width]
     if isinstance(part.sizes, int):

@@ -136,7 +136,7 @@ def lookup(cls: type, layer: object | None = None) -> Entry:
         module, name = key or (cls.__module__, cls.__qualname__)
         return Refusal(
             f"midstream does not know what {module}.{name} takes and returns; say it with "
-            "midstream.register_layer"
+            "midstream.layers.register_layer"
         )
     return convention if layer is None else convention.resolve(layer)
 

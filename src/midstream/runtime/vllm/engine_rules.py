@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from midstream.config.config import Config, from_additional_config
-from midstream.errors import UnsupportedError
+from midstream.errors import ConfigError, UnsupportedError
 
 _GUARD = (
     "the engine's process imports this script, which starts an engine again; put the script's body "
     'under `if __name__ == "__main__":`'
 )
+
+
+def check_model(model: str) -> None:
+    """Raise ConfigError for the path of a folder that does not exist, before a hub is asked."""
+    if isinstance(model, str) and model.startswith(("/", ".", "~")) and not os.path.exists(model):
+        problem = f"there is no folder {model!r} in {os.getcwd()}"
+        if model.startswith("/"):
+            problem = f"there is no folder {model!r}"
+        elif os.path.exists(os.path.expanduser(model)):
+            problem = f"write {os.path.expanduser(model)!r}: `~` is of the shell"
+        raise ConfigError(f"model: {problem}; expected a folder, or a name such as org/model")
 
 
 class Rule(NamedTuple):

@@ -75,16 +75,21 @@ def _request_schema() -> dict[str, Any]:
     captures = {**marks, **_arguments(Capture, *KINDS.values()), "layers": _LAYERS}
     operations = {"op": {"enum": list(OPS)}, **_arguments(*KINDS_BY_OP.values())}
     edits = one_or_more("Edits, applied in order.", **operations)
+    capture = one_or_more(
+        "Captures. Or true, layers, or names of sites with their layers, for every token; or an "
+        "object of capture requests by name of the sink.",
+        **captures,
+    )
+    short = ({"const": True}, {"type": "string"}, {"type": "integer"})
+    listed = ({"type": "array", "items": {"type": kind}} for kind in ("integer", "string"))
+    capture["anyOf"] += [*short, *listed]
     return {
         "title": _REQUEST,
         "description": "What to capture, edit and probe, and how to return captured rows.",
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            "capture": one_or_more(
-                "Captures. Alternatively an object of capture requests by name of the sink.",
-                **captures,
-            ),
+            "capture": capture,
             "edits": edits,
             "steer": {**edits, "description": "Edits; `op` defaults to `steer`."},
             "probes": one_or_more("Probes: one score per token.", **_arguments(Probe)),

@@ -10,8 +10,9 @@ from fastapi.concurrency import run_in_threadpool
 
 from midstream.errors import HttpError, SpecError
 from midstream.server.routes.request_body import content_type
-from midstream.steering.files import LONE_KEY, read_control_vector
+from midstream.steering.files import read_control_vector
 from midstream.steering.gguf import MAGIC
+from midstream.steering.parse import LONE_WORDS
 from midstream.validation import MAX_ITEMS, kind
 
 FILES = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
@@ -55,7 +56,8 @@ def _read_safetensors(body: bytes) -> Any:
         tensors = load(body)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise SpecError("", f"expected a safetensors file: {error}") from None
-    return tensors[LONE_KEY] if set(tensors) == {LONE_KEY} else tensors
+    is_alone = len(tensors) == 1 and set(tensors) <= set(LONE_WORDS)
+    return next(iter(tensors.values())) if is_alone else tensors
 
 
 def _check_header(body: bytes) -> None:

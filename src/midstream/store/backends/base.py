@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from midstream.errors import StoreError
+
+F = TypeVar("F", bound="Folder")
+
+# What a capture job leaves in its folder besides shards: its list of failed lines.
+ERRORS = "errors.jsonl"
+_SHOWN = 5
+_LEFT = re.compile(rf"\..*|.*\.(tmp|damaged)|{re.escape(ERRORS)}")
 _SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
 
 
 def is_shard_name(name: str) -> bool:
     """Whether a file name is that of a shard: `*.safetensors` of plain characters, not hidden."""
     return _SHARD.fullmatch(name) is not None
+
+
+def check_store(folder: F) -> F:
+    """Return a folder that is one of a store: with shards, or without anything that is none."""
+    shards, others = folder.names(), folder.others()
+    if others and not shards:
+        shown = ", ".join(others[:_SHOWN]) + (", …" if len(others) > _SHOWN else "")
+        raise StoreError(f"{folder}: no store: it has no shards (*.safetensors), but {shown}")
+    return folder
+
+
+def is_left(name: str) -> bool:
+    """Whether a file name is of what writers, merges and jobs leave in a store besides shards."""
+    return _LEFT.fullmatch(name) is not None
 
 
 class File(Protocol):
@@ -36,6 +58,9 @@ class Folder(Protocol):
 
     def names(self) -> list[str]:
         """Return the shards' names, ascending. Raises StoreError if the folder does not exist."""
+
+    def others(self) -> list[str]:
+        """Return the other names in the folder, ascending, without what writers leave there."""
 
     def open(self, name: str) -> File:
         """Return a shard, cached if it was opened before."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import StoreError
-from midstream.store.backends.base import is_shard_name
+from midstream.store.backends.base import is_left, is_shard_name
 
 # Written by `make`, to distinguish an empty store from a mistyped URL.
 MARKER = ".midstream"
@@ -61,6 +61,12 @@ class CloudFolder:
         return (CloudFolder, (self._url,))
 
     def names(self) -> list[str]:
+        return sorted(filter(is_shard_name, self._listed()))
+
+    def others(self) -> list[str]:
+        return sorted(name for name in self._listed() if not (is_shard_name(name) or is_left(name)))
+
+    def _listed(self) -> list[str]:
         with self._named():
             try:
                 paths = self._connected(fresh=True).ls(self._path, detail=False)
@@ -69,8 +75,7 @@ class CloudFolder:
                     f"{self}: no such store: there is no such bucket or object"
                 ) from None
         parent = f"{self._path}/"
-        names = (path.removeprefix(parent) for path in paths if path.startswith(parent))
-        return sorted(filter(is_shard_name, names))
+        return [path.removeprefix(parent) for path in paths if path.startswith(parent)]
 
     def open(self, name: str) -> _Object:
         with self._lock:

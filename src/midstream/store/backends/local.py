@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import StoreError
-from midstream.store.backends.base import File, Folder, is_shard_name
+from midstream.store.backends.base import File, Folder, is_left, is_shard_name
 
 _MAX_PIECES = 1024  # buffers per writev: Linux's IOV_MAX
 _WRITE_BYTES = 8 << 20  # bytes that are buffered before a write
@@ -45,7 +45,7 @@ def local_folder_of(root: str | os.PathLike[str]) -> LocalFolder:
     if not isinstance(folder, LocalFolder):
         raise StoreError(
             f"{folder}: unsupported here; expected a local directory, such as one into which "
-            f"`midstream merge {folder} --into DIR` copies the store"
+            f"`midstream store merge {folder} --into DIR` copies the store"
         )
     return folder
 
@@ -68,6 +68,11 @@ class LocalFolder:
     def names(self) -> list[str]:
         with self._named():
             return sorted(filter(is_shard_name, os.listdir(self.root)))
+
+    def others(self) -> list[str]:
+        with self._named():
+            names = os.listdir(self.root)
+        return sorted(name for name in names if not (is_shard_name(name) or is_left(name)))
 
     def open(self, name: str) -> File:
         with self._lock:

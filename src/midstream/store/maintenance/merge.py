@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from midstream.errors import StoreError
 from midstream.sites import Tap
-from midstream.store.backends.base import Folder
+from midstream.store.backends.base import Folder, check_store
 from midstream.store.backends.local import LocalFolder, folder_of, local_folder_of
 from midstream.store.format.entry import Header
 from midstream.store.format.layout import MAX_HEADER, MAX_REQUESTS
@@ -88,7 +88,7 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
     check_shard_bytes(shard_bytes)
     folders = [folder_of(source) for source in _listed(sources)]
     for folder in folders:
-        folder.names()  # raises if the folder does not exist, before the target is created
+        check_store(folder)  # raises if the folder does not exist, before the target is created
     target = local_folder_of(into)
     target.make()
     with target.exclusive():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from midstream.errors import StoreError
+from midstream.store.backends.base import check_store
 from midstream.store.backends.local import LocalFolder, local_folder_of
 from midstream.store.format.shard import Shard
 from midstream.store.format.shard_builder import ShardBuilder
@@ -66,8 +67,7 @@ def prune(
             cannot be written.
     """
     options = _Options(older_than_s, damaged, duplicates, requests, tags)
-    folder = local_folder_of(root)
-    folder.names()
+    folder = check_store(local_folder_of(root))
     with folder.exclusive():
         pruned, unwanted = _find(folder, options)
         folder.sweep(pruned.temporaries)
@@ -90,7 +90,7 @@ def find_prunable(
     tags: Collection[str] = (),
 ) -> Pruned:
     """Return what `prune` would remove now. Arguments and exceptions are those of `prune`."""
-    folder = local_folder_of(root)
+    folder = check_store(local_folder_of(root))
     return _find(folder, _Options(older_than_s, damaged, duplicates, requests, tags))[0]
 
 

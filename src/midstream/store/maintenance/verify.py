@@ -11,7 +11,7 @@ import torch
 from midstream.codecs import Raw
 from midstream.errors import CodecError, StoreError
 from midstream.sites import Tap
-from midstream.store.backends.base import Folder
+from midstream.store.backends.base import Folder, check_store
 from midstream.store.backends.local import folder_of
 from midstream.store.format.entry_rows import check_positions
 from midstream.store.format.shard import Shard
@@ -77,7 +77,7 @@ def verify(root: str | os.PathLike[str]) -> Verification:
     Raises:
         StoreError: the store does not exist.
     """
-    return verify_folder(folder_of(root))
+    return verify_folder(check_store(folder_of(root)))
 
 
 def verify_folder(folder: Folder) -> Verification:

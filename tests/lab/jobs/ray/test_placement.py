@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.jobs.fakes import job
 
-from midstream import EngineError, SpecError, StoreError, UnsupportedError, errors
+from midstream import errors
+from midstream.errors import EngineError, SpecError, StoreError, UnsupportedError
 from midstream.lab.jobs.local_executor import CapturedLine
 from midstream.lab.jobs.ray.chunks import Outcome, pack_error, unpack_error
 from midstream.lab.jobs.ray.placement import EngineLayout, Placement

@@ -6,7 +6,7 @@ import pytest
 from lab.jobs.checking import check_rows, lines_in
 from lab.jobs.fakes import WIDE_ORIGIN, FakeEngine, job, prompts
 
-from midstream import StoreError
+from midstream.errors import StoreError
 from midstream.lab.jobs.ray.chunks import ChunkAttempt
 from midstream.lab.jobs.ray.worker import Worker
 from midstream.lab.jobs.records import Record

@@ -9,7 +9,8 @@ import torch
 from lab.server.routes.test_sweep import Connection
 from support.serving_fake import TOKENS, WIDTH, completion, outputs_of, refused, serving
 
-from midstream import Directions, SpecError
+from midstream import Directions
+from midstream.errors import SpecError
 from midstream.lab.fit.json_form import to_json
 from midstream.results.activations import Activations
 

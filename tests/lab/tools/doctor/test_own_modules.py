@@ -69,13 +69,22 @@ class Scaled(Fused):
         return hidden + 0.2 * self.mlp(self.norm_2(hidden)), None
 
 
-class Visited(Fused):
-    """As vLLM's Mobius: called with experts that layers share, which read what the MLP reads."""
+class Beside(Fused):
+    """As vLLM's Step3: shared experts are a child beside the MLP."""
 
-    def forward(self, positions, hidden, residual, experts):
+    def __init__(self):
+        super().__init__()
+        self.share_expert = Mix()
+
+    def forward(self, positions, hidden, residual, experts=None):
+        shared = self.share_expert if experts is None else experts[0]
         residual = hidden if residual is None else hidden + residual
         hidden, residual = self.norm_2(self.self_attn(self.norm_1(residual)), residual)
-        return experts[0](hidden) + self.mlp(hidden), residual
+        return shared(hidden) + self.mlp(hidden), residual
+
+
+class Visited(Beside):
+    """As vLLM's Mobius: called with experts that layers share."""
 
 
 class LogitsProcessor(nn.Module):
@@ -189,10 +198,18 @@ def test_an_engine_in_another_process_is_none_to_compare_with():
         own.find_sites(PROMPT)
 
 
-def test_what_a_layers_mlp_reads_is_not_told_where_a_module_that_it_is_called_with_reads_it_too():
-    own = reference(Visited)
-    sites = {site for site in OUTER if own.missing((site, 1)) is None}
-    assert sites == {"resid_pre", "attn_in", "attn_out", "resid_mid", "resid_post"}
+@pytest.mark.parametrize("kind", [Beside, Visited])
+def test_an_edit_of_what_the_mlp_reads_reaches_the_other_modules_that_read_it(kind):
+    own = reference(kind)
+    layer, plain = own.layers[1], own.run(PROMPT)
+    shared = own._model.given[0][0] if kind is Visited else layer.share_expert
+    edit = Steer(VECTOR, layer=1)
+    seen = own.run(PROMPT, {("mlp_in", 1): lambda rows: formulas.apply(edit, rows)})
+    read = formulas.apply(edit, plain.values["mlp_in", 1]).float()
+    with torch.no_grad():
+        wanted = plain.values["resid_mid", 1] + shared(read) + layer.mlp(read)
+    assert row_error(seen.values["resid_post", 1], wanted) < 1e-6
+    assert own.missing(("mlp_out", 1)) is not None
 
 
 def test_the_layers_are_those_of_the_language_model_not_of_a_tower_with_as_many():

@@ -123,9 +123,7 @@ def test_an_embedding_that_is_normalised_before_the_first_layer_is_said_to_be_mi
     assert found.missing(("final_norm", 1)) is None
 
 
-def test_what_is_scaled_where_it_is_added_is_not_found_and_said_to_be_missing(
-    tmp_path,
-):
+def test_what_is_scaled_where_it_is_added_is_not_found_and_said_to_be_missing(tmp_path):
     found = copy_of(hf.GraniteConfig(residual_multiplier=0.3), tmp_path)
     for site in ("attn_out", "mlp_out"):
         assert "scaled" in found.missing((site, 0)), site

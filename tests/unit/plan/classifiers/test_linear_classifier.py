@@ -1,7 +1,5 @@
 """Probes of scikit-learn's classifiers, against their own decision functions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
@@ -17,7 +15,8 @@ from sklearn.preprocessing import MinMaxScaler, StandardScaler
 from sklearn.svm import SVC, LinearSVC
 from support.refusals import refused
 
-from midstream import Probe, SpecError
+from midstream import Probe
+from midstream.errors import SpecError
 
 ROWS = np.random.default_rng(0).normal(size=(60, 5)) * [1, 2, 3, 0.1, 5] + 2
 LABELS = np.array(["no", "yes"])[(ROWS[:, 0] + ROWS[:, 3] > 4).astype(int)]

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from support.conditions import first_met
 from support.refusals import refused, refused_calls
 
-from midstream import Flag, Gate, Local, Plan, Probe, SpecError, Steer, Stop, Switch
+from midstream import Gate, Local, Probe, Steer
+from midstream.errors import SpecError
+from midstream.plan import Flag, Plan, Stop, Switch
 from midstream.plan.control.act import Progress, follow, read_act
 
 POOLS = st.sampled_from(["none", "max", "mean:1", "mean:3", "mean:40", "ema:0.9", "ema:.5"])
@@ -116,7 +118,7 @@ def test_a_malformed_act_is_refused_by_its_field():
     refused_calls(
         (lambda: Switch([STEER, Local(print, 1)], above=1), "edits[1]", "cannot be switched on"),
         (
-            lambda: Probe([1.0], 0, positions=["prompt", "last"], act=Stop(above=1)),
+            lambda: Probe([1.0], 0, positions=["prompt", "last_row"], act=Stop(above=1)),
             "known only when the request has ended",
         ),
     )

@@ -1,13 +1,13 @@
 """Controllers of requests: read from any form, and bound."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.refusals import refused, refused_calls
 
-from midstream import Controller, Plan, Probe, SpecError, Steer, Threshold, Vector
+from midstream import Controller, Probe, Steer, Threshold
+from midstream.errors import SpecError
+from midstream.plan import Plan, Vector
 from midstream.plan.control.control_laws import Observed
 
 numbers = st.floats(-100, 100, width=32)

@@ -1,7 +1,5 @@
 """`Bias`: its forms, what is refused, and what it becomes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -204,8 +204,16 @@ def test_a_malformed_field_is_refused_by_its_path():
         (lambda: Steer("no such name!", 0), "vector", "expected 1 to 128 of the char.*'no such"),
         (lambda: Steer([1]), "layer", "missing; it can be omitted only where .* a registered"),
         (lambda: Steer([1], 0, -1e39), "scale", r"-1e\+39 overflows float32"),
-        (lambda: Steer([1], 0, positions="last"), "positions", "unsupported in edits, .* known"),
-        (lambda: Steer([1], 0, positions=[0, "last"]), "positions[1]", '"last" is unsupported in'),
+        (
+            lambda: Steer([1], 0, positions="last_row"),
+            "positions",
+            "unsupported in edits, .* known",
+        ),
+        (
+            lambda: Steer([1], 0, positions=[0, "last_row"]),
+            "positions[1]",
+            '"last_row" is unsupported in',
+        ),
         (lambda: Steer([1], 0, exclude="nope"), "exclude", "got 'nope'"),
         (lambda: Steer([1], 0, norm="kept"), "norm", "got 'kept' .did you mean `keep`"),
         (lambda: Ablate([[1, 0], [0, 0]], 0), "directions[1]", "the row is zero"),

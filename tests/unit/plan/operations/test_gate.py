@@ -63,7 +63,7 @@ def test_a_malformed_field_is_refused_by_its_path():
         ({"probe": {"direction": [1], "site": "resid_pre"}}, "probe.layer", "missing: `site`"),
         ({"probe": Named("a", 2.0)}, "probe.direction.scale", "expected 1, because only the dir"),
         (
-            {"probe": Probe([1], 0, positions="last")},
+            {"probe": Probe([1], 0, positions="last_row")},
             "probe.positions",
             "uses the edit's positions",
         ),

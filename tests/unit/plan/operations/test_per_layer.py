@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from support.refusals import refused_calls
 
-from midstream import Ablate, Gate, Plan, Steer
+from midstream import Ablate, Gate, Steer
+from midstream.plan import Plan
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.shape import ModelShape

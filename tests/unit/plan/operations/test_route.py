@@ -1,7 +1,5 @@
 """`Route`: its fields, its instructions, and what a model's router must be for it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -106,7 +104,7 @@ def test_wrong_arguments_are_rejected_by_name():
         (lambda: Route(None, 1, {1: 1}, layer=0), "bias[1]", "in `deactivate`"),
         (lambda: Route(1), "layer", "missing"),
         (lambda: Route(1, layer=0, site="mlp_in"), "site", "at `router` only, got 'mlp_in'"),
-        (lambda: Route(1, layer=0, positions="last"), "positions", "known only when"),
+        (lambda: Route(1, layer=0, positions="last_row"), "positions", "known only when"),
         (lambda: Gate(Route(1, layer=0), [1.0], sharpness=2), "sharpness", "chosen or not"),
     )
 

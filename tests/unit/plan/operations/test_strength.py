@@ -2,7 +2,8 @@
 
 import pytest
 
-from midstream import Ablate, Affine, Bias, Clamp, Gate, Replace, Route, Scale, SpecError, Steer
+from midstream import Ablate, Affine, Bias, Clamp, Gate, Replace, Route, Scale, Steer
+from midstream.errors import SpecError
 from midstream.plan.operations.strength import with_strength
 
 V = [1.0, 2.0]

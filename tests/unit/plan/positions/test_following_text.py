@@ -1,7 +1,5 @@
 """A text that follows another has the tokens of a text that goes on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ def scored(tokenizer: Any, text: Any, prompt: Any) -> tuple[list[str], list[str]
     return names(tokenizer, before), names(tokenizer, after)
 
 
-def test_a_space_is_not_put_before_a_text_that_goes_on() -> None:
+def test_a_space_is_not_put_before_a_text_that_goes_on():
     for name, tokenizer in SPACED.items():
         start = "▁" if name != "never" else ""
         for text, wanted in ((" the", ["▁the"]), ("cat", ["cat"]), (" a cat", ["▁a", "▁cat"])):
@@ -48,13 +46,13 @@ def test_a_space_is_not_put_before_a_text_that_goes_on() -> None:
             )
 
 
-def test_a_prompt_that_ends_with_the_space_keeps_it() -> None:
+def test_a_prompt_that_ends_with_the_space_keeps_it():
     for tokenizer in SPACED.values():
         before, after = scored(tokenizer, "cat", "the ")
         assert (before[-1], after) == ("▁", ["cat"])
 
 
-def test_a_token_that_would_span_both_is_not_made() -> None:
+def test_a_token_that_would_span_both_is_not_made():
     assert scored(BYTES, "e", "h") == (["h"], ["e"])
     assert names(BYTES, BYTES.encode("he")) == ["he"]
     assert scored(BYTES, " \n", " ")[1] == ["Ġ", "Ċ"]
@@ -63,22 +61,20 @@ def test_a_token_that_would_span_both_is_not_made() -> None:
 
 @pytest.mark.parametrize("tokenizer", [*SPACED.values(), BYTES])
 @given(prompt=texts, text=texts)
-def test_prompt_and_text_spell_what_both_spell_together(
-    tokenizer: Any, prompt: str, text: str
-) -> None:
+def test_prompt_and_text_spell_what_both_spell_together(tokenizer, prompt, text):
     ((before, after),) = encode_texts("texts", [text], [prompt], lambda: tokenizer)
     assert before == tokenizer(prompt)["input_ids"]
     assert tokenizer.decode([*before, *after]) == tokenizer.decode(tokenizer.encode(prompt + text))
 
 
-def test_special_tokens_are_themselves() -> None:
+def test_special_tokens_are_themselves():
     for tokenizer in (*SPACED.values(), BYTES):
         (end,) = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
         assert one_token_id(tokenizer, "<|im_end|>") == end
         assert following_ids(tokenizer, "cat<|im_end|>")[-1] == end
 
 
-def test_a_word_is_the_token_that_spells_it_with_its_space() -> None:
+def test_a_word_is_the_token_that_spells_it_with_its_space():
     for tokenizer in SPACED.values():
         assert names(tokenizer, [one_token_id(tokenizer, " the")]) == ["▁the"]
         assert names(tokenizer, [one_token_id(tokenizer, "cat")]) == ["cat"]
@@ -88,7 +84,7 @@ def test_a_word_is_the_token_that_spells_it_with_its_space() -> None:
         assert caught.value.problem == problem
 
 
-def test_a_text_that_cannot_be_told_from_its_prompt_is_rejected() -> None:
+def test_a_text_that_cannot_be_told_from_its_prompt_is_rejected():
     tokenizer = metaspace("never", joined=(" a", "cat"))
     problem = "after its prompt, 'a' has no tokens of its own: a token spans the end of the prompt"
     with pytest.raises(SpecError, match=problem) as caught:
@@ -96,7 +92,7 @@ def test_a_text_that_cannot_be_told_from_its_prompt_is_rejected() -> None:
     assert caught.value.path == "texts[1]"
 
 
-def test_what_is_malformed_is_refused() -> None:
+def test_what_is_malformed_is_refused():
     wrong = "expected a text, or a list of token ids"
     refused(
         lambda given: encode_texts("texts", *given, lambda: BYTES),

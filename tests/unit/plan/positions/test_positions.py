@@ -23,7 +23,7 @@ from midstream.plan.positions.positions import Positions
 def test_positions_are_read_from_one_item_or_a_list():
     for value, include in (
         ("all", ("all",)),
-        (["prompt", "last"], ("prompt", "last")),
+        (["prompt", "last_row"], ("prompt", "last_row")),
         (3, (3,)),
         (np.int64(-1), (-1,)),
         ((1, 2), (1, 2)),
@@ -82,7 +82,7 @@ def test_what_selects_nothing_or_is_malformed_is_refused():
         ([], "", "at least one position"),
         ("thinking", "", r"got 'thinking'; use Between.\"<think>\", \"</think>\"., or Role"),
         ("last_promt", "", "expected one of `all`.*got 'last_promt' .did you mean `last_prompt`"),
-        (["all", "first"], "[1]", "`generated`, `last_prompt`, `last`, got 'first'"),
+        (["all", "first"], "[1]", "`generated`, `last_prompt`, `last_row`, got 'first'"),
         ([0, False], "[1]", "got `bool`"),
         (1.0, "", "got `float`"),
         ([[1]], "[0]", "got `list`"),
@@ -120,7 +120,11 @@ def test_what_selects_nothing_or_is_malformed_is_refused():
         ({"window": [0, 3, 0]}, "window[2]", "at least 1, got 0"),
         ([0, {"tokens": [5, 5]}], "[1].tokens[1]", "token id 5 is listed twice"),
         ({"tokens": [5], "occurrence": 0}, "", "unknown field 'occurrence'; known: `tokens`"),
-        ({"text": "a", "occurrence": "last"}, "occurrence", "`int` or \"all\", got 'last'"),
+        (
+            {"text": "a", "occurrence": "last_row"},
+            "occurrence",
+            "`int` or \"all\", got 'last_row'",
+        ),
         ([TokenIds(5), {"tokens": 5}], "[1]", r"TokenIds\(5\) is listed twice"),
         ([TokenIds(list(range(4096))), 3, TokenIds(9999)], "[2]", "4096 token ids in total"),
         ({1: 2}, "", "field names must be `str`, got `int`"),
@@ -131,7 +135,7 @@ def test_what_selects_nothing_or_is_malformed_is_refused():
 def test_an_item_that_has_no_token_of_the_phase_is_refused():
     for item, phase in (
         ("generated", "prompt"),
-        ("last", "prompt"),
+        ("last_row", "prompt"),
         ("prompt", "generated"),
         ("last_prompt", "generated"),
         (-1, "generated"),
@@ -144,7 +148,7 @@ def test_an_item_that_has_no_token_of_the_phase_is_refused():
         (Role("user"), "generated"),
     ):
         words = f'cannot select a token of phase "{phase}"'
-        left_out = [] if item == "last" else [(("all", phase, [99, item]), "exclude[1]", words)]
+        left_out = [] if item == "last_row" else [(("all", phase, [99, item]), "exclude[1]", words)]
         refused(
             lambda fields: Positions(*fields), ((["all", item], phase), "[1]", words), *left_out
         )
@@ -178,7 +182,11 @@ def test_what_is_left_out_is_read_as_strictly():
     refused(
         lambda exclude: Positions("all", exclude=exclude),
         ("all", "exclude", "expected one of `prompt`, `generated`, `last_prompt`, got 'all'"),
-        (["prompt", "last"], "exclude[1]", "expected one of `prompt`.*got 'last'"),
+        (
+            ["prompt", "last_row"],
+            "exclude[1]",
+            "expected one of `prompt`.*got 'last_row'",
+        ),
         ([3, 3], "exclude[1]", "3 is listed twice"),
         (slice(5, 5), "exclude", "the span 5:5 is empty"),
         ({"tokens": [-1]}, "exclude.tokens[0]", "0 to 2"),
@@ -187,7 +195,7 @@ def test_what_is_left_out_is_read_as_strictly():
     )
     refused(
         lambda include: Positions(include, exclude=3),
-        (["all", "last"], "exclude", "use a separate capture or probe"),
+        (["all", "last_row"], "exclude", "use a separate capture or probe"),
     )
 
 
@@ -221,7 +229,7 @@ def test_fields_beside_positions_narrow_them():
 
 def test_positions_know_whether_they_need_more_than_the_prompts_length():
     for positions, needed in (
-        (Positions([0, -1, slice(2, 3), Window(-5, 0), "last"]), False),
+        (Positions([0, -1, slice(2, 3), Window(-5, 0), "last_row"]), False),
         (Positions(TokenIds(3)), True),
         (Positions(TokenIds(3), "generated"), False),
         (Positions("all", exclude=TokenIds(3)), True),

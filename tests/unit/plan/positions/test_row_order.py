@@ -1,14 +1,12 @@
 """Lists of single positions have the order of the rows that they return, and their number."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 
-from midstream import Attention, Capture, Features, Lens, Logits, Probe, Steer, TopKeys
+from midstream import Attention, Capture, Features, Lens, Logits, Probe, Steer
 from midstream.errors import SpecError
-from midstream.plan import ModelShape, Plan, Prompt, Text, Window
+from midstream.plan import ModelShape, Plan, Prompt, Text, TopKeys, Window
 from midstream.plan.positions.text_map import TextMap
 from midstream.plan.resolve.resolve import resolve
 
@@ -64,9 +62,9 @@ def test_lists_that_ascend_and_unions_of_other_items_are_kept():
 
 @pytest.mark.parametrize("name", ["Capture", "Probe"])
 def test_the_last_row_may_be_that_of_the_prompts_end_and_comes_last(name):
-    asked(name, ["last_prompt", "last"])
-    with pytest.raises(SpecError, match="position 0 is before 'last'"):
-        asked(name, ["last", 0])
+    asked(name, ["last_prompt", "last_row"])
+    with pytest.raises(SpecError, match="position 0 is before 'last_row'"):
+        asked(name, ["last_row", 0])
 
 
 def test_lists_without_a_row_each_may_be_in_any_order():

@@ -38,7 +38,7 @@ def _is_empty_handed(positions, prompt, max_tokens):
         for item in positions.include
     ):
         return True
-    # Whether a row is selected depends on its own id alone, and, for "last", on the length.
+    # Whether a row is selected depends on its own id alone, and, for "last_row", on the length.
     return not any(
         rows_of(positions, prompt, [*prompt.token_ids, *[token] * generated])
         for token in IDS
@@ -120,9 +120,9 @@ def test_ten_prompt_tokens_and_at_most_five_generated():
         ("last_prompt", "all", ((9, 10),), None),
         (-10, "all", ((0, 1),), None),
         (13, "all", ((13, 14),), None),
-        ("last", "generated", (), 10),
-        (["last", "generated"], "generated", ((10, None),), None),
-        (["last", "generated"], "all", ((10, None),), 9),
+        ("last_row", "generated", (), 10),
+        (["last_row", "generated"], "generated", ((10, None),), None),
+        (["last_row", "generated"], "all", ((10, None),), 9),
         (slice(-3, None), "prompt", ((7, 10),), None),
         (slice(-30, -8), "all", ((0, 2),), None),
         (slice(8, 1000), "all", ((8, 1000),), None),
@@ -211,7 +211,7 @@ def test_what_selects_nothing_is_refused_and_explained():
         (lambda: ten(Window(0, 4), "all", 1), "positions", f"selects nothing.*{LAST_SAMPLED}"),
         (lambda: ten("generated", "all", 1), "positions", f"max_tokens is 1; {LAST_SAMPLED}"),
         (lambda: ten("all", "generated", 1), "positions", generated),
-        (lambda: ten("last", "generated", 1), "positions", generated),
+        (lambda: ten("last_row", "generated", 1), "positions", generated),
         (lambda: ten([3, slice(2, 9)], "generated"), "positions", 'only tokens of phase "gener'),
         (lambda: ten(slice(10, 12), "prompt"), "positions", 'only tokens of phase "prompt"'),
         (lambda: ten(slice(0, 2**31, 2), "all", None), "positions", "1073741824 separate.*65536"),

@@ -1,7 +1,5 @@
 """Gates and rows by position, made concrete: which score is read where, and which row by whom."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import formulas

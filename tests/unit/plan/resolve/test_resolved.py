@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -84,14 +82,14 @@ def test_what_is_selected_agrees_with_enumeration(plan, prompt_len, generated):
 
 
 def test_the_last_row_is_where_the_request_ended():
-    where = _resolved(Capture(0, positions="last")).captures[0].where
+    where = _resolved(Capture(0, positions="last_row")).captures[0].where
     assert where == Where((), last_from=9)
     assert where.possible == ((9, None),)
     assert where.final(10, ()) == ((9, 10),)
     assert where.final(12, ()) == ((11, 12),)
     # Aborted within the prompt: there is no last row.
     assert where.final(4, ()) == ()
-    generated = _resolved(Capture(0, positions="last", phase="generated")).captures[0].where
+    generated = _resolved(Capture(0, positions="last_row", phase="generated")).captures[0].where
     assert (generated.possible, generated.final(10, ())) == (((10, None),), ())
     assert generated.final(11, ()) == ((10, 11),)
 

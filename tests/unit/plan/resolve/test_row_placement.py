@@ -1,7 +1,5 @@
 """The k-th row of an edit goes to the k-th listed position, however the positions are written."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

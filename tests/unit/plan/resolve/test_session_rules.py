@@ -1,7 +1,5 @@
 """Positions in a prompt that grows: what means the same however long it gets, and what does not."""
 
-from __future__ import annotations
-
 import pytest
 from support.refusals import refused_calls
 
@@ -29,7 +27,7 @@ def plan_at(positions: object) -> Plan:
 def test_positions_counted_from_the_start_and_ids_are_known_whatever_comes():
     for positions in (
         "all",
-        "last",
+        "last_row",
         0,
         [3, 7],
         Span(2, 9, 3),
@@ -38,7 +36,9 @@ def test_positions_counted_from_the_start_and_ids_are_known_whatever_comes():
         Positions(["all"], exclude=[2, TokenIds(9), Span(0, 4)]),
     ):
         check_growing(plan_at(positions), ())
-        check_growing(None, (Steer([1.0], 0, positions=positions),) if positions != "last" else ())
+        check_growing(
+            None, (Steer([1.0], 0, positions=positions),) if positions != "last_row" else ()
+        )
 
 
 def test_what_depends_on_where_the_prompt_ends_is_refused_by_its_place():

@@ -45,7 +45,7 @@ POST = ("resid_post", 1)
 
 def _golden():
     plan = Plan.make(
-        Capture(-1, positions=[0, "last"]),
+        Capture(-1, positions=[0, "last_row"]),
         [Steer([1, 2, 3], 0), Ablate([0, 0, 2], 1), Steer([1, 2, 3], 2, positions="prompt")],
         Probe([0, 0, 1], 3, bias=0.5, name="p", positions={"tokens": [7, 5]}, phase="generated"),
     )

@@ -1,7 +1,5 @@
 """Keys of read-outs' results."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

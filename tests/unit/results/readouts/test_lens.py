@@ -1,13 +1,10 @@
 """Results of lenses as the caller reads them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from unit.viz.pages import Page
 
 from midstream.results.readouts.lens import LensResults, LensRows
 
@@ -75,21 +72,3 @@ def test_the_grid_has_a_column_for_each_position() -> None:
         "11     ' a' 64%  '<i>' 100%\n"
         "4      '\\n' 64%  ' b' 93%"
     )  # fmt: skip
-
-
-def test_notebooks_show_tables_whose_texts_are_escaped() -> None:
-    page = Page(rows().grid(TOKENIZER)._repr_html_())
-    page.check_harmless()
-    assert [cell.attributes["aria-label"] for cell in page.all("td")] == [
-        "layer 11, position 3: ' a' 64%, 0.644",
-        "layer 11, position 7: '<i>' 100%, 0.999",
-        "layer 4, position 3: '\\n' 64%, 0.644",
-        "layer 4, position 7: ' b' 93%, 0.930",
-    ]
-    assert page.all("td")[1].text == "'<i>' 100%"
-    assert page.all("td")[1].classes == {"c", "b40"}
-    assert rows()._repr_html_() == rows().grid()._repr_html_()
-    page = Page(rows().table(TOKENIZER)._repr_html_())
-    assert page.one("figcaption").text == "position 7"
-    ranks = [cell for cell in page.all("td") if "#" in cell.text]
-    assert [(cell.text, cell.classes) for cell in ranks] == [("#1", {"c"}), ("#4", {"c"})]

@@ -3,8 +3,6 @@ probes that stop them or switch their edits, in chunks, with drafts, with steps 
 ahead, and preempted.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections import deque

@@ -1,7 +1,5 @@
 """Controllers in the engine core: which scores they are given, and when a call has failed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Requests that the front end asks the engine core to stop."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

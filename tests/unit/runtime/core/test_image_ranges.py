@@ -2,8 +2,6 @@
 which token's KV depends on which other token.
 """
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from types import SimpleNamespace

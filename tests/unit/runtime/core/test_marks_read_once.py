@@ -1,7 +1,5 @@
 """Tokens between marks that several probes of a request read, each of them once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

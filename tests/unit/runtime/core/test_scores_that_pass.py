@@ -1,7 +1,5 @@
 """Scores that change nothing are passed over, as they would be by the evaluation of all scores."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Vectors on their way to the workers: ahead of every request that names them."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from types import SimpleNamespace

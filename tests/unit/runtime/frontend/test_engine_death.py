@@ -1,7 +1,5 @@
 """A front end that waits for an engine's process is told when that process is gone."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import queue

@@ -1,7 +1,5 @@
 """Several front ends of one engine: their parts of its capacity never add up to more."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

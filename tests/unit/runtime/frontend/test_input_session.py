@@ -1,7 +1,5 @@
 """Sessions of streaming input: what the front end makes of inputs, outputs and what workers say."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace

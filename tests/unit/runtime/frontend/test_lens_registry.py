@@ -1,13 +1,12 @@
 """Where the maps of registered lenses are in the workers' memory, and who may take it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
-from midstream import BusyError, JacobianLens, SpecError, TunedLens
+from midstream.errors import BusyError, SpecError
+from midstream.lenses import JacobianLens, TunedLens
 from midstream.plan import ModelShape
 from midstream.plan.resolved import LensMap
 from midstream.runtime.frontend.lens_registry import LensRegistry

@@ -1,7 +1,5 @@
 """Rows of earlier requests, against a model whose rows follow from tokens and edits alone."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

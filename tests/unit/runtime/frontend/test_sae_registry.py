@@ -1,7 +1,5 @@
 """Where the encoders of registered SAEs are in the workers' memory, beside lenses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,9 @@ import pytest
 import torch
 from support.sae_oracle import RandomSae
 
-from midstream import SAE, BusyError, ConfigError, JacobianLens, SpecError
+from midstream import SAE
+from midstream.errors import BusyError, ConfigError, SpecError
+from midstream.lenses import JacobianLens
 from midstream.plan import ModelShape
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.sae_registry import SaeRegistry

@@ -1,7 +1,5 @@
 """Controllers of an engine that its caller steps: when they are called, and what is done then."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace
@@ -10,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream import BusyError, Controller, Plan, Probe, SpecError
-from midstream.plan import ModelShape, Prompt
+from midstream import Controller, Probe
+from midstream.errors import BusyError, SpecError
+from midstream.plan import ModelShape, Plan, Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.step_controllers import StepControllers

@@ -1,7 +1,5 @@
 """vLLM's spans of requests that ask for something wait for their receipts."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from types import SimpleNamespace

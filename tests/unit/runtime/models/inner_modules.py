@@ -1,7 +1,5 @@
 """Layers, attention, MLPs and mixtures as vLLM's, without numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +22,17 @@ class Linear(nn.Module):
 
 Column = type("Column", (Linear,), {})
 QKV = type("QKV", (Column,), {})
-Row, Replicated = type("Row", (Linear,), {}), type("Replicated", (Linear,), {})
+Row = type("Row", (Linear,), {})
+
+
+class Replicated(Linear):
+    """Whole on each rank: it has no widths of one."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        del self.input_size_per_partition, self.output_size_per_partition
+
+
 Latent, Rotary, SiluAndMul, MulAndSilu, SwigluOAIAndMul = (
     type(name, (nn.Module,), {})
     for name in ("Latent", "Rotary", "SiluAndMul", "MulAndSilu", "SwigluOAIAndMul")

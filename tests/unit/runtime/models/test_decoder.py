@@ -141,7 +141,7 @@ def test_an_unknown_class_is_refused_by_name(known):
     message = (
         "layer 1 of SomeForCausalLM, a StrangerLayer, cannot be tapped: midstream does not know "
         "what model_executor.models.tests_own.StrangerLayer takes and returns; say it with "
-        "midstream.register_layer"
+        "midstream.layers.register_layer"
     )
     with pytest.raises(UnsupportedError) as caught:
         find(model)

@@ -1,7 +1,5 @@
 """How experts are chosen, by what vLLM's modules say of it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

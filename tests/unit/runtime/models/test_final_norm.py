@@ -1,7 +1,5 @@
 """The norm whose output a model's head reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

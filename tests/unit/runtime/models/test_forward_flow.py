@@ -1,7 +1,5 @@
 """Reading from a forward's source which sub-modules it calls, and with what."""
 
-from __future__ import annotations
-
 import ast
 import textwrap
 

@@ -1,7 +1,5 @@
 """Places of the sites inside attention and the MLP: the rules, on modules made here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from unit.runtime.models.inner_modules import (
     Mixture,
     MulAndSilu,
     OtherAttention,
+    Replicated,
     SelfAttention,
     SiluAndMul,
     SwigluOAIAndMul,
@@ -52,7 +51,7 @@ def attention_reason(attention: nn.Module) -> str | None:
     return reasons(find_inner_sites(Layer(attention))).get("q")
 
 
-def test_a_plain_layer_has_all_but_a_router() -> None:
+def test_a_plain_layer_has_all_but_a_router():
     found = find_inner_sites(Layer())
     assert set(reasons(found)) == {"router"}
     qkv, attn = "self_attn.qkv_proj", "self_attn.attn"
@@ -68,7 +67,7 @@ def test_a_plain_layer_has_all_but_a_router() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "ranks"), [(1, "sliced"), (2, "replicated")])
-def test_heads_are_split_over_the_ranks(replicas: int, ranks: str) -> None:
+def test_heads_are_split_over_the_ranks(replicas, ranks):
     layer = Layer()
     for module in layer.modules():
         if isinstance(module, Linear):
@@ -185,14 +184,12 @@ MATRICES = {"q_proj": Column(64, 32), "k_proj": Column(64, 16), "v_proj": Column
         (_twice, {}, {"q": Lack(UNPROVEN)}),
     ],
 )
-def test_places_are_what_the_code_proves(
-    forward: Any, has: dict[str, Any], expected: dict[str, Found]
-) -> None:
+def test_places_are_what_the_code_proves(forward, has, expected):
     places = find_inner_sites(Layer(_with(forward, **has)))
     assert {site: places[site] for site in expected} == expected
 
 
-def test_code_that_cannot_be_read_gives_no_place() -> None:
+def test_code_that_cannot_be_read_gives_no_place():
     for_ = "midstream cannot read this model's code: its forward has a for statement"
     assert attention_reason(_with(_looping)) == for_
     assert "does not just call its 'attn'" in (attention_reason(_with(_by_impl)) or "")
@@ -201,7 +198,7 @@ def test_code_that_cannot_be_read_gives_no_place() -> None:
     assert "its forward was replaced" in (attention_reason(replaced) or "")
 
 
-def test_sizes_that_are_not_attentions_give_no_place() -> None:
+def test_sizes_that_are_not_attentions_give_no_place():
     attention = SelfAttention()
     attention.q_size, attention.kv_size = 16, 24
     assert attention_reason(attention) == UNPROVEN
@@ -210,7 +207,16 @@ def test_sizes_that_are_not_attentions_give_no_place() -> None:
     assert attention_reason(attention) == UNPROVEN
 
 
-def test_a_bias_outside_the_module_gives_no_place() -> None:
+def test_a_replicated_matrix_has_the_places_of_one_whose_only_rank_is_this():
+    attention, sliced = SelfAttention(), find_inner_sites(Layer())
+    attention.qkv_proj = Replicated(64, 64)  # type: ignore[assignment]
+    attention.o_proj = Replicated(32, 64)  # type: ignore[assignment]
+    found = find_inner_sites(Layer(attention))
+    sites = ("q", "k", "v", "rot_q", "rot_k", "z")
+    assert [found[site] for site in sites] == [sliced[site] for site in sites]
+
+
+def test_a_bias_outside_the_module_gives_no_place():
     layer = Layer()
     for linear in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj):
         linear.skip_bias_add = True  # type: ignore[union-attr, assignment]
@@ -219,7 +225,7 @@ def test_a_bias_outside_the_module_gives_no_place() -> None:
     assert {found[site] for site in ("q", "k", "v", "mlp_pre", "mlp_pre_linear")} == {BIAS}
 
 
-def test_an_attention_of_another_kind_gives_no_place() -> None:
+def test_an_attention_of_another_kind_gives_no_place():
     attention = SelfAttention()
     attention.attn = OtherAttention()
     assert attention_reason(attention) == "its attention is a OtherAttention"
@@ -234,7 +240,7 @@ def test_an_attention_of_another_kind_gives_no_place() -> None:
     assert attention_reason(attention) == "it has several attentions"
 
 
-def test_a_layer_that_calls_a_method_of_its_attention_gives_no_place() -> None:
+def test_a_layer_that_calls_a_method_of_its_attention_gives_no_place():
     class Calling(Layer):
         def forward(self, positions: Any, hidden_states: Any) -> Any:
             return self.mlp(self.self_attn.run(positions, hidden_states))
@@ -243,7 +249,7 @@ def test_a_layer_that_calls_a_method_of_its_attention_gives_no_place() -> None:
     assert found["q"].endswith("Calling does not just call its 'self_attn'")
 
 
-def test_attention_may_be_called_by_a_method_of_the_layer() -> None:
+def test_attention_may_be_called_by_a_method_of_the_layer():
     class Own(SelfAttention):
         def forward(self, positions: Any, hidden_states: Any) -> Any:
             return self.attend(positions, hidden_states)
@@ -256,7 +262,7 @@ def test_attention_may_be_called_by_a_method_of_the_layer() -> None:
     assert getattr(find_inner_sites(Own())["q"], "path", None) == "qkv_proj"
 
 
-def test_a_lora_layer_keeps_its_path() -> None:
+def test_a_lora_layer_keeps_its_path():
     class WithLoRA(nn.Module):
         def __init__(self, base_layer: nn.Module) -> None:
             super().__init__()
@@ -271,7 +277,7 @@ def test_a_lora_layer_keeps_its_path() -> None:
     assert find_inner_sites(layer) == plain
 
 
-def test_channels_in_another_order_than_the_checkpoints_give_no_place() -> None:
+def test_channels_in_another_order_than_the_checkpoints_give_no_place():
     llama4 = type("Llama4Attention", (SelfAttention,), {})()
     found = reasons(find_inner_sites(Layer(llama4)))
     assert found.keys() == {"q", "k", "rot_q", "rot_k", "router"}
@@ -288,7 +294,7 @@ def test_channels_in_another_order_than_the_checkpoints_give_no_place() -> None:
         (SwigluOAIAndMul, ("its activation is SwigluOAIAndMul",) * 2),
     ],
 )
-def test_the_activation_tells_the_gate(activation: Any, expected: tuple[Any, Any]) -> None:
+def test_the_activation_tells_the_gate(activation, expected):
     layer = Layer()
     layer.mlp.act_fn = activation()
     places = find_inner_sites(layer)
@@ -298,13 +304,13 @@ def test_the_activation_tells_the_gate(activation: Any, expected: tuple[Any, Any
     assert isinstance(places["mlp_act"], InnerPlace)
 
 
-def test_two_mlps_give_no_place() -> None:
+def test_two_mlps_give_no_place():
     layer = Layer()
     layer.other = MLP()
     found = reasons(find_inner_sites(layer))
     assert found["mlp_act"] == "this layer has no MLP of a form that midstream knows"
 
 
-def test_a_mixture_has_no_neurons() -> None:
+def test_a_mixture_has_no_neurons():
     lacking = reasons(find_inner_sites(Layer(mlp=Mixture(is_inside=False))))
     assert {lacking[site] for site in ("mlp_pre", "mlp_pre_linear", "mlp_act")} == {EXPERTS}

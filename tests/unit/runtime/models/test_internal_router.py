@@ -1,7 +1,5 @@
 """The router of a mixture, which its block calls or its experts, on modules made here."""
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

@@ -1,15 +1,12 @@
 """Layers that other packages register."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
-from typing import Any
 
 import pytest
 
-from midstream import SpecError, UnsupportedError, register_layer
-from midstream.layers import Input, Output, pair, single
+from midstream.errors import SpecError, UnsupportedError
+from midstream.layers import Input, Output, pair, register_layer, single
 from midstream.runtime.models import registry
 from midstream.runtime.models.convention import Half, LayerConvention, Returns
 
@@ -35,14 +32,14 @@ class Kept(Layer):
 
 
 @pytest.mark.parametrize("layer", [Layer, f"{__name__}.Layer"])
-def test_a_registered_layer_and_its_subclasses_are_known(layer: Any) -> None:
-    assert "midstream.register_layer" in registry.lookup(Layer, Layer()).reason  # type: ignore[union-attr]
+def test_a_registered_layer_and_its_subclasses_are_known(layer):
+    assert "midstream.layers.register_layer" in registry.lookup(Layer, Layer()).reason  # type: ignore[union-attr]
     register_layer(layer, CONVENTION)
     assert registry.lookup(Layer, Layer()) is CONVENTION
     assert registry.lookup(Kept, Kept()) is CONVENTION
 
 
-def test_the_same_may_be_registered_again_and_nothing_else() -> None:
+def test_the_same_may_be_registered_again_and_nothing_else():
     register_layer(Layer, CONVENTION)
     register_layer(Layer, pair("norm"))
     with pytest.raises(SpecError, match="Layer is known already"):
@@ -51,7 +48,7 @@ def test_the_same_may_be_registered_again_and_nothing_else() -> None:
         register_layer("vllm.model_executor.models.llama.LlamaDecoderLayer", single("norm"))
 
 
-def test_a_path_to_the_layers_is_tried_before_the_usual_ones() -> None:
+def test_a_path_to_the_layers_is_tried_before_the_usual_ones():
     register_layer(Layer, CONVENTION, layers="trunk.stages")
     assert registry.layer_lists()[0] == "trunk.stages"
     register_layer(Layer, CONVENTION, layers="model.layers")
@@ -65,9 +62,7 @@ def test_a_path_to_the_layers_is_tried_before_the_usual_ones() -> None:
         (Layer, "pair", "convention: expected pair"),
     ],
 )
-def test_what_is_no_layer_or_no_convention_is_refused(
-    layer: Any, convention: Any, message: str
-) -> None:
+def test_what_is_no_layer_or_no_convention_is_refused(layer, convention, message):
     with pytest.raises(SpecError, match=message):
         register_layer(layer, convention)
 
@@ -89,7 +84,7 @@ def test_what_is_no_layer_or_no_convention_is_refused(
         (lambda: LayerConvention(Returns.PAIR, no_mid="none", attn_out=Half.AT_MID), "at a mid"),
     ],
 )
-def test_places_that_contradict_each_other_are_refused(make: Any, message: str) -> None:
+def test_places_that_contradict_each_other_are_refused(make, message):
     with pytest.raises(SpecError, match=message):
         make()
 
@@ -102,7 +97,7 @@ def _fail() -> None:
     raise RuntimeError("no licence")
 
 
-def test_entry_points_register_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_register_once_in_a_process(monkeypatch):
     entry = EntryPoint("mine", f"{__name__}:_register", registry.GROUP)
     calls: list[str] = []
 
@@ -118,7 +113,7 @@ def test_entry_points_register_once_in_a_process(monkeypatch: pytest.MonkeyPatch
     assert calls == ["midstream.layers"]
 
 
-def test_an_entry_point_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_that_fails_is_named(monkeypatch):
     entry = EntryPoint("mine", f"{__name__}:_fail", registry.GROUP)
     monkeypatch.setattr(EntryPoint, "load", lambda self: _fail)
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])

@@ -1,7 +1,5 @@
 """Where the embedding and the final norm are, by the source of the module with the layers."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import linecache

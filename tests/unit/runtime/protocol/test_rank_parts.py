@@ -1,7 +1,5 @@
 """Each rank's part of an edit, and rows put together from parts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -12,10 +10,10 @@ from support.nightly import rounds
 from support.plans import plan_of
 from support.stored import worker_info
 
-from midstream import Ablate, Affine, Clamp, Gate, LoReFT, Probe, Reading, Replace, Scale, Steer
+from midstream import Ablate, Affine, Clamp, Gate, LoReFT, Probe, Replace, Scale, Steer
 from midstream.codecs import Raw
 from midstream.errors import SpecError
-from midstream.plan import ModelShape, Plan, Prompt
+from midstream.plan import ModelShape, Plan, Prompt, Reading
 from midstream.plan.operations import Feature
 from midstream.plan.positions.position_set import Where
 from midstream.plan.resolve.resolve import resolve

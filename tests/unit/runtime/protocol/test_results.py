@@ -1,7 +1,5 @@
 """What a worker sent, cut by its header."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

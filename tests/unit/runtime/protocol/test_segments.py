@@ -1,15 +1,14 @@
 """Segments of a plan on the ranks of a tensor-parallel group."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from midstream import Attention, Capture, Entropy, Plan, Probe, SpecError, Steer, TopKeys
-from midstream.plan import ModelShape, Prompt
+from midstream import Attention, Capture, Probe, Steer
+from midstream.errors import SpecError
+from midstream.plan import Entropy, ModelShape, Plan, Prompt, TopKeys
 from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.protocol.segments import RankShare, cut
 
@@ -46,9 +45,7 @@ ASKED: st.SearchStrategy[Any] = st.one_of(
     ranks=st.sampled_from([2, 3, 6]),
     stage=st.sampled_from([TAPS, [tap for tap in TAPS if tap[1] != 1]]),
 )
-def test_all_ranks_run_the_tapped_model_at_the_same_positions(
-    asked: list[Any], sharded: bool, ranks: int, stage: list[Any]
-) -> None:
+def test_all_ranks_run_the_tapped_model_at_the_same_positions(asked, sharded, ranks, stage):
     """Where one rank alone captures, or computes rows, too: a CUDA graph reads the memory of the
     same graph on the other ranks.
     """

@@ -1,7 +1,5 @@
 """Seams as lines of text: what is written is what is read, and nothing else is read."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -80,7 +78,7 @@ def text_of(*lines: str) -> str:
         max_size=len(seam_lines.HEADINGS),
     )
 )
-def test_seams_are_read_as_they_were_written(groups: list[list[Seam | Fields]]) -> None:
+def test_seams_are_read_as_they_were_written(groups):
     lines = ["# a comment"]
     for heading, group in zip(seam_lines.HEADINGS, groups, strict=True):
         lines += ["", f"[{heading}]  # what it is", *map(written, group)]
@@ -91,9 +89,7 @@ def test_seams_are_read_as_they_were_written(groups: list[list[Seam | Fields]]) 
 
 
 @given(functions() | attributes(), st.data())
-def test_a_line_that_is_read_is_the_line_of_what_was_read(
-    seam: Seam | Fields, data: st.DataObject
-) -> None:
+def test_a_line_that_is_read_is_the_line_of_what_was_read(seam, data):
     """No two lines mean the same, so that nothing in a line is overlooked."""
     line = written(seam)
     start = data.draw(st.integers(0, len(line)))
@@ -139,26 +135,24 @@ FORMS = "expected [heading], `module:function(argument, ...)  # why` or `module:
         ("[worker]", "expected a heading of offline, async, server, model, v1, v2"),
     ],
 )
-def test_a_line_that_is_wrong_is_named_with_its_number_and_what_would_be_right(
-    line: str, expected: str
-) -> None:
+def test_a_line_that_is_wrong_is_named_with_its_number_and_what_would_be_right(line, expected):
     start = re.escape(f"seams, line 3: {line!r}: {expected}")
     with pytest.raises(ValueError, match=f"^{start}"):
         seam_lines.parse(text_of("vllm.a:g()  # a seam", line))
 
 
-def test_a_seam_above_all_headings_is_rejected() -> None:
+def test_a_seam_above_all_headings_is_rejected():
     with pytest.raises(ValueError, match=r"^seams, line 2: .*: expected a heading above it, such"):
         seam_lines.parse("# comment\nvllm.a:f()  # why\n[process]")
 
 
-def test_a_text_without_some_heading_is_rejected() -> None:
+def test_a_text_without_some_heading_is_rejected():
     """A group without seams would be checked without any effect."""
     with pytest.raises(ValueError, match=r"^seams: expected the headings \[v1\], \[v2\] as well$"):
         seam_lines.parse("[process]\n[offline]\n[async]\n[server]\n[model]")
 
 
-def test_arguments_by_name_and_arguments_that_are_passed_on_are_told_apart() -> None:
+def test_arguments_by_name_and_arguments_that_are_passed_on_are_told_apart():
     groups = seam_lines.parse(
         text_of(
             "vllm.a:A.f(x, *, y, z) @runner.state  # calls",

@@ -1,7 +1,5 @@
 """Bits of tokens that automata select, compared with a scan, however steps are cut and repeated."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -2,8 +2,6 @@
 overwrite the rows of another request.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Biases of the rows from which tokens are sampled, draft tokens among them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """That ranks which were told, or do, different things are found out, and others are not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

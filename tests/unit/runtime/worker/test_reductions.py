@@ -1,7 +1,5 @@
 """Sums of rows on the device, against numpy in float64."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

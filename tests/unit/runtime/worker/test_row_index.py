@@ -1,7 +1,5 @@
 """The ledger against one that notes every row by itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

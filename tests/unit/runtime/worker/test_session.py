@@ -1,7 +1,5 @@
 """A session through thousands of steps, each row of them held against a naive reader of plans."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

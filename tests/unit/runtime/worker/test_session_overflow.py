@@ -1,7 +1,5 @@
 """A full arena that drops rows: some requests lose theirs, so that the others keep all of them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Parts of scores: the first rank has the sums, and what the front end adds up stays the same."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

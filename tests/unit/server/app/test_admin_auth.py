@@ -1,7 +1,5 @@
 """Who may change vectors and steering: every setting, key and host."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

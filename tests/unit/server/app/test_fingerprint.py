@@ -1,7 +1,5 @@
 """`system_fingerprint` names the server-wide steering that is active."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

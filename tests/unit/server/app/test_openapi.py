@@ -1,7 +1,5 @@
 """The OpenAPI schema has the field `midstream` where vLLM's own endpoints take and give it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

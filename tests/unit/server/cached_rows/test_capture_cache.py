@@ -1,7 +1,5 @@
 """Rows that are held: found by whoever knows their id, up to a limit and for a while."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

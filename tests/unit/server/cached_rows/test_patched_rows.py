@@ -1,18 +1,16 @@
 """Edits of a request with the cached rows of an earlier one, over HTTP."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
+from support.codec_rows import encoded
 from support.open_files import open_files
 from support.serving_fake import Site, make, refused, rows, serving
 
 from midstream.codecs import parse_codec
 from midstream.plan import Replace, Vector
 from midstream.results.activations import Activations
-from midstream.results.encoded_rows import Rows
 from midstream.results.serialization import pack
 from midstream.server.cached_rows.patched_rows import opened_rows
 
@@ -115,9 +113,9 @@ async def test_more_rows_than_a_body_could_have_are_refused():
 
 async def test_rows_that_lost_precision_are_refused():
     codec = parse_codec("full8")
-    encoded = Rows(codec, 3, torch.float32, (codec.encode(torch.randn(4, 3))[:, None],), (0,))
+    rows = encoded(codec, torch.randn(4, 3))
     at = torch.arange(4)
-    lossy = Activations({("resid_post", 1): encoded}, {("resid_post", 1): at}, at)
+    lossy = Activations({("resid_post", 1): rows}, {("resid_post", 1): at}, at)
     async with serving() as (site, client):
         data = pack(lossy, 3, torch.float32)
         id_ = site.server.captures.store(data, "127.0.0.1", "r", {}).id

@@ -1,7 +1,5 @@
 """Bodies of midstream's own routes: limited before they are parsed, and parsed in a thread."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

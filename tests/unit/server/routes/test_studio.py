@@ -1,7 +1,5 @@
 """Studio's page: there only if it is switched on, and under a policy that loads nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

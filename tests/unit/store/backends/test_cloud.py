@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support.object_store import bucket, object_client, object_server, other_bucket, s3  # noqa: F401
 from unit.store.making import TAPS, entry, header, same, write
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import Writer
 from midstream.store.backends.cloud import _BLOCK, MARKER, CloudFolder, _Object
 

@@ -8,7 +8,8 @@ import time
 import pytest
 from unit.store.making import TAPS, entry, header, ids, same, vectors, write
 
-from midstream import StoreError, open_store
+from midstream import open_store
+from midstream.errors import StoreError
 from midstream.store import merge, prune, verify
 from midstream.store.backends.local import LocalFolder, temporary_name
 
@@ -314,7 +315,7 @@ def test_duplicates_of_a_store_that_cannot_be_pruned_are_removed_from_its_merged
     assert same(open_store(copy).get("a")[TAPS[0]], vectors(3, 2, header()))
     assert len(open_store(copy)) == 4
     monkeypatch.setattr("midstream.store.backends.local.folder_of", lambda root: f"{root}")
-    with pytest.raises(StoreError, match="`midstream merge s3://bucket --into DIR` copies"):
+    with pytest.raises(StoreError, match="`midstream store merge s3://bucket --into DIR` copies"):
         prune("s3://bucket", duplicates=True)
 
 

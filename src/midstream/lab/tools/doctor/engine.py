@@ -10,11 +10,25 @@ from typing import Any
 from midstream import Capture
 from midstream.lab.attribution.hooked.end_hooks import COMPARED
 from midstream.lab.tools.doctor.cases import Case, compares
+from midstream.plan import Sites
 from midstream.sites import ENDS, IN_LAYERS, Tap
 
 MAX_MODEL_LEN = 256
 BLOCKS = 128
 LOGPROBS = 3
+
+
+def _latent_attention(dtype: str) -> dict[str, Any]:
+    """Return vLLM's setting of latent attention (MLA) in float32 on a CPU with AMX, which by
+    default takes kernels that have bfloat16 alone.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    is_asked = current_platform.is_cpu() and dtype in ("float32", "float")
+    if not is_asked or "CPU_MLA" not in AttentionBackendEnum.__members__:
+        return {}
+    return {"attention_backend": "CPU_MLA"}
 
 
 @contextmanager
@@ -43,6 +57,7 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
         # The requests are short, so few KV blocks are enough.
         "num_gpu_blocks_override": BLOCKS,
         "seed": 0,
+        **_latent_attention(dtype),
         **more,
     }
     # One matrix at a time: the cases that have one wait for each other.
@@ -62,7 +77,7 @@ def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) 
             if compares(tap, (site, layer)):
                 layers.setdefault(site, []).append(layer)
         return [
-            Capture(sites=site) if site in ENDS else Capture(layers=sorted(chosen), sites=site)
+            Capture(sites=Sites(site)) if site in ENDS else Capture(sorted(chosen), Sites(site))
             for site, chosen in layers.items()
         ]
 

@@ -43,7 +43,10 @@ class HookedModules:
         self._model: nn.Module = llm.apply_model(lambda model: model)[0]
         text = llm.llm_engine.model_config.hf_text_config
         self.vocabulary = int(text.vocab_size)
-        self._width, self.layers = llm.info.shape.hidden_size, self._find_layers()
+        self._width, self.layers = (
+            llm.info.shape.hidden_size,
+            find_layers(self._model, llm.info.shape.num_layers),
+        )
         self.image_prompts: list[list[int]] = []
         self._requests: dict[tuple[int, ...], dict[str, Any]] = {}
         self._changes: Mapping[Tap, Change] = {}
@@ -55,9 +58,11 @@ class HookedModules:
         # Layers that are called with modules, which read and give what no child of the layer does.
         self._visited: set[int] = set()
         # Halves at the entry (False) and exit (True) of each layer, where it is known; and by
-        # (site, layer) the child whose input or output the site is.
+        # (site, layer) the child whose input or output the site is; of an input that other modules
+        # read too, the child that gives it.
         self._halves: dict[tuple[int, bool], Halves] = {}
         self._children: dict[Tap, str] = {}
+        self._givers: dict[Tap, str] = {}
         self._ends: dict[str, nn.Module] = {}
 
     def add_image(self, request: dict[str, Any]) -> None:
@@ -115,22 +120,6 @@ class HookedModules:
         before = {tap: torch.cat(parts) for tap, parts in self._before.items()}
         return tokens, ForwardPass(torch.cat([earlier, logits]), values, before)
 
-    def _find_layers(self) -> list[nn.Module]:
-        count = self._llm.info.shape.num_layers
-        # vLLM's multimodal classes say which of their modules that is.
-        named = getattr(self._model, "get_language_model", None)
-        language_model = self._model if named is None else named()
-        lists = [
-            (name.count("."), list(module))
-            for name, module in language_model.named_modules()
-            if isinstance(module, nn.ModuleList)
-            and len(module) == count
-            and not any(part in name for part in TOWERS)
-        ]
-        if not lists:
-            raise NoOwnModules(f"no module list of it has {count} layers")
-        return min(lists, key=lambda candidate: candidate[0])[1]
-
     def _request(self, prompt: Sequence[int], count: int, **plan: Any) -> list[int]:
         """Run one request with hooks; return the generated tokens."""
         for record in (self._rows, self._before, self._logits, self._taken, self._given):
@@ -169,7 +158,12 @@ class HookedModules:
                 name = self._children.get((site, index))
                 if name is None:
                     continue
-                child = layer.get_submodule(name)
+                giver = self._givers.get((site, index))
+                child = layer.get_submodule(giver or name)
+                if giver is not None:
+                    hook = self._output((site, index))
+                    handles.append(child.register_forward_hook(hook, with_kwargs=True))
+                    continue
                 if site.endswith("_in"):
                     hook = self._argument((site, index))
                 elif site == "resid_mid" and name != self._children["attn_out", index]:
@@ -234,6 +228,14 @@ class HookedModules:
 
         return hook
 
+    def _output(self, tap: Tap) -> Any:
+        """Return a hook that edits what a child gives, for all that read it."""
+
+        def hook(_module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            self._meet(tap, self._results(args, kwargs, out)[:1], FIRST)
+
+        return hook
+
     def _sum(self, tap: Tap) -> Any:
         """Return a hook for a child that takes both halves of a sum."""
 
@@ -273,6 +275,23 @@ class HookedModules:
                 changed = changed - part.cpu().double()
             rows = stream(parts, halves)
         self._rows[tap].append(rows.flatten(1).cpu().float().clone())
+
+
+def find_layers(model: nn.Module, count: int) -> list[nn.Module]:
+    """Return the decoder layers of a model that has `count` of them."""
+    # vLLM's multimodal classes say which of their modules that is.
+    named = getattr(model, "get_language_model", None)
+    language_model = model if named is None else named()
+    lists = [
+        (name.count("."), list(module))
+        for name, module in language_model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and not any(part in name for part in TOWERS)
+    ]
+    if not lists:
+        raise NoOwnModules(f"no module list of it has {count} layers")
+    return min(lists, key=lambda candidate: candidate[0])[1]
 
 
 def stream(parts: Sequence[Tensor], halves: Halves) -> Tensor:

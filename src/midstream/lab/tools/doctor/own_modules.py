@@ -73,8 +73,12 @@ class OwnModules(HookedModules):
                 pre, post = stream(taken[index], entry), stream(given[index], halves)
                 if pre.dim() == 2:  # one stream
                     names = find_branches(calls[index], pre, post)
-            if index in self._visited:
-                names.pop("mlp_in", None)
+            if reads_with_others(calls[index], index in self._visited):
+                giver = find_giver(calls[index])
+                if giver is None:
+                    names.pop("mlp_in", None)
+                else:
+                    self._givers["mlp_in", index] = giver
             for site, name in names.items():
                 self._children[site, index] = name
         self._find_ends(tokens)
@@ -171,6 +175,34 @@ def find_inputs(calls: Sequence[ChildCall]) -> dict[str, str]:
 
 def _first_of(calls: Sequence[ChildCall], names: Sequence[str]) -> int:
     return next((i for i, call in enumerate(calls) if call.name in names), len(calls))
+
+
+def reads_with_others(calls: Sequence[ChildCall], is_visited: bool) -> bool:
+    """Return whether modules other than attention read the MLP's input too, as shared experts do.
+
+    Args:
+        is_visited: the layer is called with modules, which are none of its children.
+    """
+    place = _first_of(calls, MLPS)
+    if place == len(calls) or not calls[place].taken:
+        return False
+    rows = calls[place].taken[0]
+    others = [
+        call.name
+        for call in (*calls[:place], *calls[place + 1 :])
+        if any(torch.equal(part, rows) for part in call.taken)
+    ]
+    return (is_visited or bool(others)) and not set(others) & set(ATTENTION)
+
+
+def find_giver(calls: Sequence[ChildCall]) -> str | None:
+    """Return the child that gives the MLP's input; None if no child does."""
+    place = _first_of(calls, MLPS)
+    rows = calls[place].taken[0]
+    givers = [
+        call.name for call in calls[:place] if call.given and torch.equal(call.given[0], rows)
+    ]
+    return givers[-1] if givers else None
 
 
 def find_branches(calls: Sequence[ChildCall], pre: Tensor, post: Tensor) -> dict[str, str]:

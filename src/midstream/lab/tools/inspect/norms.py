@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from midstream.errors import StoreError
 from midstream.store import Selection, Store
 from midstream.store.format.layout import tap_order
+from midstream.viz import Chart, curve
 
-PERCENTILES = (5, 25, 50, 75, 95)
+PERCENTILES = (5, 50, 95)
 # Largest number of rows read per site and layer; more would not visibly change the chart.
 _MOST_ROWS = 4096
 _MOST_ROWS_BY_POSITION = 16384
@@ -29,7 +30,7 @@ class Spread:
 
     name: str
     x: Floats  # layers or positions, ascending, [n]
-    percentiles: Floats  # [n, 5]; see `PERCENTILES`
+    percentiles: Floats  # [n, 3]; see `PERCENTILES`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,16 @@ class NormSample:
     rows: int  # sampled, with a finite norm
     not_finite: int  # sampled, with a NaN or infinity, and left out
     request: str = ""  # empty: all
+
+    def picture(self) -> Chart:
+        """Return the medians by layer and by position, with the 5th and 95th percentiles."""
+        of = f" of request {self.request[:60]}" if self.request else ""
+        title = f"Norms of {self.rows:,} rows{of}, codec {self.codec}"
+        if self.not_finite:
+            title += f" ({self.not_finite:,} non-finite rows omitted)"
+        by_position = _curves(self.by_position, f"by position, {self.site}", "position")
+        charts = [_curves(self.by_layer, "by layer", "layer"), by_position]
+        return Chart.beside(f"{title}: medians, 5th to 95th percentiles", charts)
 
     @staticmethod
     def of(store: Store, seed: int = 0, request: str = "") -> NormSample:
@@ -86,6 +97,24 @@ class NormSample:
             not_finite=not_finite,
             request=request,
         )
+
+
+def _curves(spreads: Sequence[Spread], title: str, x_title: str) -> Chart:
+    """Return the medians of spreads, with their other percentiles as ranges."""
+    x = np.unique(np.concatenate([spread.x for spread in spreads]))
+    grids = {}
+    for spread in spreads:
+        grids[spread.name] = grid = np.full((3, len(x)), np.nan)
+        grid[:, np.searchsorted(x, spread.x)] = spread.percentiles.T
+    return curve(
+        x,
+        {name: grid[1] for name, grid in grids.items()},
+        title=title,
+        x_title=x_title,
+        y_title="L2 norm",
+        ranges={name: grid[::2] for name, grid in grids.items()},
+        log=True,
+    )
 
 
 def _taps(store: Store, request: str) -> set[tuple[str, int]]:

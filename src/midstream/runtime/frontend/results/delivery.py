@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import RequestOutput
 
 from midstream.plan import ModelShape, ResolvedPlan
 from midstream.plan.readouts.capture import GATHERED, SHARDED
@@ -28,6 +27,7 @@ from midstream.runtime.frontend.results.assembly import (
     no_rows,
     select_final,
 )
+from midstream.runtime.frontend.results.outputs import with_results
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.readouts import parted
 from midstream.runtime.protocol.results import ResultBlock, WorkerAnswers
@@ -58,41 +58,6 @@ _DONE: Future[CaptureResult] = Future()
 _DONE.set_result(_STORED)
 # The manifest of this sink is also set on the output.
 _MANIFEST_SINK = "npz"
-
-
-# Attributes that each completion has of its own.
-PER_COMPLETION = (
-    "activations",
-    *READOUTS,
-    "probes",
-    "receipt",
-    "hidden_states",
-    "prefill_hidden_states",
-)
-
-
-class SeveralCompletions(RequestOutput):  # type: ignore[misc]
-    """vLLM's output of a request with n > 1, whose `outputs` have the results: here their names
-    raise an AttributeError that says so.
-    """
-
-    @staticmethod
-    def convert(output: Any) -> None:
-        """Make an output of several completions one of this class, in place."""
-        for name in PER_COMPLETION:
-            output.__dict__.pop(name, None)
-        if type(output) is RequestOutput:
-            output.__class__ = SeveralCompletions
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in PER_COMPLETION:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        # Of a half-made copy `outputs` may be missing.
-        count = len(self.__dict__.get("outputs", ()))
-        raise AttributeError(
-            f"this output has {count} completions (n > 1), each with its own `{name}`: read "
-            f"output.outputs[i].{name}, i from 0 to {count - 1}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +176,7 @@ def set_on_output(output: Any, finished: FinishedRequest) -> bool:
     }
     only.__dict__.update(attributes)
     output.__dict__.update(attributes)
+    with_results(output, several=False)
     return True
 
 
@@ -309,11 +275,12 @@ def _set_results(
         sink: CaptureResult.joined(results) for sink, results in every.items()
     } or None
     if len(output.outputs) > 1:
-        SeveralCompletions.convert(output)
+        with_results(output, several=True)
         output.activation_manifest = None
     else:
         (only,) = output.outputs
         output.__dict__.update({name: getattr(only, name) for name in RESULTS})
+        with_results(output, several=False)
         metrics = getattr(output, "metrics", None)
         if metrics is not None and only.activation_manifest is not None:
             # vLLM's metrics have no such field; there are none with `disable_log_stats`.

@@ -144,7 +144,7 @@ class _Stream:
         every = []
         for query in (query for form in forms for query in form):
             columns, number = query.columns, -1
-            if columns.kind == "lens":
+            if columns.map is not None:
                 number = numbers.setdefault(columns.map, len(numbers))
             every.append(np.full(len(query.rows), number))
         self.maps = list(numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from midstream.codecs import Raw, RowEncoding, parse_codec
-from midstream.plan.resolved import LensMap
+from midstream.plan.resolved import LensMap, Pattern
 from midstream.runtime.protocol.segments import PatternRead
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
@@ -52,7 +52,7 @@ class CodecTable:
                 read.is_row,
                 read.slot,
                 1 if read.slot is None else read.pattern.counts[0],
-                read.pattern.maps[read.place] if read.pattern.maps else LensMap(),
+                _map_of(read.pattern, read.place),
                 read.pattern.encoder,
             )
             for read in patterns
@@ -81,3 +81,10 @@ class CodecTable:
 
     def encoding(self, number: int) -> RowEncoding:
         return self._encodings[number]
+
+
+def _map_of(pattern: Pattern, place: int) -> LensMap | None:
+    """Return the map of the stream that a tap is read with; None: it is not the stream."""
+    if pattern.maps:
+        return pattern.maps[place]
+    return LensMap() if pattern.kind == "lens" else None

@@ -27,7 +27,8 @@ class PatternColumns:
     is_row: bool = True
     slot: int | None = None  # column of a score, which is not in the encoded row
     divisor: int = 1  # of a score, the number of heads over all ranks
-    map: LensMap = LensMap()  # of a lens
+    # Of a lens, and of logits of the stream; None: what is read is an output of the final norm.
+    map: LensMap | None = None
     encoder: SaeEncoder | None = None
 
     @property

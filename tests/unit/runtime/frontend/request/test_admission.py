@@ -1,7 +1,5 @@
 """The queue in front of the engine, against a simple model of one."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Room for captured rows, as the front end counts it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

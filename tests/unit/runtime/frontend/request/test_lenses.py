@@ -1,7 +1,5 @@
 """What the front end makes of lenses: ids of texts, and the rows that they read in a step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +8,9 @@ from support.readings import readings
 from support.stored import worker_info
 from support.tokenizers import metaspace
 
-from midstream import Lens, Logits, Plan, SpecError
-from midstream.plan import ModelShape, Prompt
+from midstream import Lens, Logits
+from midstream.errors import SpecError
+from midstream.plan import ModelShape, Plan, Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.frontend.request.readouts import bound, finished, readout_rows
 

@@ -1,7 +1,5 @@
 """Changes of running requests in the front end: of all or of none, and of whole requests."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,11 +23,6 @@ from midstream.runtime.protocol.segments import Room
 pytestmark = pytest.mark.anyio
 ROWS = 10
 EMPTY = ResolvedPlan(3, (), ())
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def need(name: str, rows: int) -> Need:

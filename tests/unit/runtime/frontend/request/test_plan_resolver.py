@@ -1,7 +1,5 @@
 """A plan that was resolved is resolved again for whatever makes a difference, and only for that."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Vectors that are sent once: which plans name them, and when the workers drop them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.plans import SMALL, VECTORS, add, gated, plan_of, probe, rows

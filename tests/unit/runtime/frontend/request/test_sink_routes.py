@@ -1,7 +1,5 @@
 """Which captures go where, and under which names."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -122,7 +122,7 @@ def test_a_capture_without_any_row_is_empty_but_of_the_models_shape_and_dtype(dt
     assert found.activations[POST].dtype == getattr(torch, dtype)
     assert found.activations.positions.tolist() == []
     assert found.activations.positions.dtype == torch.int64
-    assert found.activations.save(tmp_path / "empty").exists()
+    assert found.activations.save(tmp_path / "empty.safetensors").exists()
 
 
 def test_a_prompt_of_embeddings_has_positions_all_the_same():

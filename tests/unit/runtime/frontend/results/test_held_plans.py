@@ -1,7 +1,5 @@
 """Which version of a plan held at which positions."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

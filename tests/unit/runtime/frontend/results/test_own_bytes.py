@@ -1,7 +1,5 @@
 """Rows that leave the process take no other row with them, of whatever way they leave."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

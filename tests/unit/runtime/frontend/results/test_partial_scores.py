@@ -1,7 +1,5 @@
 """What is known of a completion that goes on is a beginning of what is known at its end."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import hypothesis.strategies as st

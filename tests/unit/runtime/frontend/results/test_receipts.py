@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from midstream import Config, ReceiptError, ReceiptWarning
+from midstream.config.config import Config
+from midstream.errors import ReceiptError, ReceiptWarning
 from midstream.results.receipt import Receipt
 from midstream.runtime.frontend.results.receipts import ReceiptReporter
 

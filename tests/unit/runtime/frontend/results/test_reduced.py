@@ -1,7 +1,5 @@
 """Reduced rows in a completion: what the receipt says of them, and what the caller gets."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from midstream import Capture, Plan
-from midstream.plan import ModelShape, Prompt
+from midstream import Capture
+from midstream.plan import ModelShape, Plan, Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.results.activations import Activations
 from midstream.results.receipt import Receipt
@@ -54,7 +52,7 @@ def receipt(counted: int | None, dropped: int = 0) -> Receipt:
     )
 
 
-def test_the_rows_that_were_reduced_are_counted() -> None:
+def test_the_rows_that_were_reduced_are_counted():
     found = receipt(9)
     assert found.status == "ok"
     assert [(one.site, one.expected, one.actual) for one in found.captured] == [
@@ -64,20 +62,18 @@ def test_the_rows_that_were_reduced_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("counted", "dropped"), [(5, 0), (5, 4), (10, 0), (10, 1), (None, 0)])
-def test_a_row_of_other_rows_than_were_selected_is_reported(
-    counted: int | None, dropped: int
-) -> None:
+def test_a_row_of_other_rows_than_were_selected_is_reported(counted, dropped):
     (problem,) = receipt(counted, dropped).problems
     wanted = f"mean.resid_post of layer 1: {counted or 0} rows came, expected 9"
     assert problem == wanted
 
 
-def test_a_reduced_row_that_was_dropped_is_one_row() -> None:
+def test_a_reduced_row_that_was_dropped_is_one_row():
     found = receipt(None, dropped=1)
     assert (found.status, found.dropped, found.problems) == ("partial", 1, ())
 
 
-def test_the_caller_gets_it_by_its_site_and_layer() -> None:
+def test_the_caller_gets_it_by_its_site_and_layer():
     every = rows(9)
     whole = Activations(
         {("resid_post", 0): torch.ones(LENGTH, 4)}, {("resid_post", 0): torch.arange(LENGTH)}, []

@@ -1,7 +1,5 @@
 """Rows of an async engine's requests on their way: to sinks and outputs at once, none lost."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Parameters that are read in parts from several ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

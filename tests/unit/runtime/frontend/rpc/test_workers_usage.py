@@ -1,7 +1,5 @@
 """The workers' usage is shown also while a worker does not answer: its last one."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Layouts of KV caches are found by writing numbered keys, whatever they are."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,16 +92,14 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keys_are_read_where_the_backend_writes_them(layout: str, dtype: torch.dtype) -> None:
+def test_keys_are_read_where_the_backend_writes_them(layout, dtype):
     check_keys_are_read(Backend(layout, dtype))
 
 
 @pytest.mark.parametrize("dtype", list(FP8))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
-def test_quantised_keys_are_read_where_the_backend_writes_them(
-    layout: str, dtype: torch.dtype, of: torch.dtype
-) -> None:
+def test_quantised_keys_are_read_where_the_backend_writes_them(layout, dtype, of):
     check_keys_are_read(Backend(layout, dtype, of))
 
 
@@ -121,7 +117,7 @@ def check_keys_are_read(backend: Backend) -> None:
     assert torch.equal(found.read(backend.cache, blocks).float(), expected)
 
 
-def test_a_backend_that_stores_something_else_is_refused_by_name() -> None:
+def test_a_backend_that_stores_something_else_is_refused_by_name():
     backend = Backend("keys, blocks", torch.float32)
 
     def write(_: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -172,9 +168,7 @@ def test_a_backend_that_stores_something_else_is_refused_by_name() -> None:
         ("amx", torch.bfloat16, 32, 64, False, "fp8_e4m3"),
     ],
 )
-def test_the_layouts_of_vllms_cpu_backend_are_found(
-    isa: str, dtype: torch.dtype, size: int, dim: int, is_regular: bool, name: str
-) -> None:
+def test_the_layouts_of_vllms_cpu_backend_are_found(isa, dtype, size, dim, is_regular, name):
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
     if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):

@@ -1,7 +1,5 @@
 """Which layers' attention can be computed again, and why the others' cannot."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

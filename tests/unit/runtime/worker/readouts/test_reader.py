@@ -1,7 +1,5 @@
 """Rows of attention of queries in records against keys in a paged cache, and the reductions."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace

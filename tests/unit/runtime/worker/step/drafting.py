@@ -4,8 +4,6 @@ The truth is noted from accepted rows alone. What the host is told may be exact,
 asynchronous scheduling: as if all of the last step's drafts had been accepted.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field

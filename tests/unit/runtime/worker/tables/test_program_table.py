@@ -1,7 +1,5 @@
 """The tables of programs: what they say to the device, what is shared, and what finds no room."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 modules, as a model has it, and as plain arithmetic that names its sites. And their taps.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sums of the stream in a trial run: those that layers claim hold, or the engine does not start."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -103,7 +101,7 @@ class Trunk:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_whose_sums_hold_starts(kind: type, dtype: torch.dtype) -> None:
+def test_a_layer_whose_sums_hold_starts(kind, dtype):
     Trunk(kind, dtype=dtype).check()
 
 
@@ -135,22 +133,20 @@ def _is_not_finite(layers: list[Any]) -> None:
         (Single, _is_not_finite, "is not resid_post of layer 2"),
     ],
 )
-def test_a_sum_that_does_not_hold_is_refused_by_layer_and_site(
-    kind: type, change: Callable[[list[Any]], None], message: str, dtype: torch.dtype
-) -> None:
+def test_a_sum_that_does_not_hold_is_refused_by_layer_and_site(kind, change, message, dtype):
     with pytest.raises(UnsupportedError, match=message):
         Trunk(kind, dtype=dtype, change=change).check()
 
 
 @pytest.mark.parametrize("kind", [Pair, Single])
-def test_a_stream_that_changes_between_layers_is_refused(kind: type) -> None:
+def test_a_stream_that_changes_between_layers_is_refused(kind):
     trunk = Trunk(kind)
     trunk.between = lambda hidden: hidden + 0.5
     with pytest.raises(UnsupportedError, match="resid_post of layer 0 is not resid_pre of layer 1"):
         trunk.check()
 
 
-def test_sums_that_a_convention_does_not_claim_are_not_compared() -> None:
+def test_sums_that_a_convention_does_not_claim_are_not_compared():
     convention = replace(Single.convention, unsummed=("resid_post", "resid_pre"))
     trunk = Trunk(Single, convention, change=_scales_sum)
     trunk.between = lambda hidden: hidden + 0.5
@@ -174,7 +170,7 @@ HALF: dict[Tap, int] = {("k", 0): WIDTH // 2}  # as the keys of grouped heads ar
         {"narrow": HALF},
     ],
 )
-def test_little_room_is_enough_for_a_check(sizes: dict[str, Any]) -> None:
+def test_little_room_is_enough_for_a_check(sizes):
     trunk = Trunk(Pair, **sizes)
     trunk.check()
     assert (trunk.runs == 2) == ("ring_rows" not in sizes)
@@ -182,7 +178,7 @@ def test_little_room_is_enough_for_a_check(sizes: dict[str, Any]) -> None:
         Trunk(Pair, **sizes, change=_scales_skip).check()
 
 
-def test_a_check_leaves_the_buffers_as_they_were() -> None:
+def test_a_check_leaves_the_buffers_as_they_were():
     trunk = Trunk(Pair)
     for tensor in (trunk.buffers.table, trunk.buffers.instructions, trunk.buffers.params):
         tensor.random_(0, 2)
@@ -201,7 +197,7 @@ def test_a_check_leaves_the_buffers_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("kind", [Pair, Single])
-def test_what_branches_return_in_a_trial_does_not_matter(kind: type) -> None:
+def test_what_branches_return_in_a_trial_does_not_matter(kind):
     """Attention does not run in vLLM's trial runs: what it returns is whatever memory had."""
 
     def change(layers: list[Any]) -> None:

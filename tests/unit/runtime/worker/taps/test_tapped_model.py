@@ -1,7 +1,5 @@
 """The copy of a model that has the taps: same weights, other modules."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

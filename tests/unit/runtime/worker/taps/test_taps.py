@@ -1,7 +1,5 @@
 """Taps on layers of every form: what each site reads and edits, what is refused, compiled."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

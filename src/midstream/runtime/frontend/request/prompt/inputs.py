@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,14 @@ def list_prompts(prompts: Any) -> list[Any]:
 
 def conversations(messages: Any) -> list[Any]:
     """Return the conversations in `LLM.chat`'s first argument: a list of messages is one."""
+    each = messages if isinstance(messages, (list, tuple)) else [messages]
+    if any(isinstance(message, str) for message in each):
+        text = next(message for message in each if isinstance(message, str))
+        raise SpecError(
+            "messages",
+            f'expected a list of messages, got a text; write [{{"role": "user", "content": '
+            f"{json.dumps(text[:60], ensure_ascii=False)}}}], or give it to generate",
+        )
     return list(conversation_to_seq(messages))
 
 

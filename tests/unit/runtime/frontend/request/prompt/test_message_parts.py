@@ -1,7 +1,5 @@
 """What answers thought and said, and their tool calls, in the tokens of a chat template."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,0 +1,98 @@
+"""The classes of midstream's commands: arguments that all of them read alike, and their help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+# What people type that is no command, and where it is.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("steer", "generate", "chat", "run", "complete"),
+        "in Python, LLM(MODEL).generate(PROMPT, edits=Steer(vector, layer=14)); in a browser, "
+        "`midstream studio MODEL`; on a server, `midstream serve MODEL --vectors NAME=FILE`",
+    ),
+    **dict.fromkeys(
+        ("fit", "train", "direction", "directions"),
+        "`midstream report MODEL --pairs FILE`, or in Python Directions.fit(llm, positive, "
+        "negative)",
+    ),
+    **dict.fromkeys(
+        ("probe", "score", "monitor"),
+        "in Python, LLM(MODEL).generate(PROMPT, probes=Probe(vector, layer=14)); on a server, "
+        "`midstream serve MODEL --steering JSON`",
+    ),
+    **dict.fromkeys(("plan", "estimate"), "`midstream capture MODEL … --estimate`"),
+    "patch": "`midstream sweep MODEL PROMPT --source TEXT --metric METRIC`",
+}
+
+
+def whole(least: int = 1) -> Callable[[Any], int]:
+    """Return the reader of an option that is a whole number, as `100000`, `1e5` or `100_000`."""
+
+    def read(text: Any) -> int:
+        try:
+            number = Decimal(str(text))
+        except InvalidOperation:
+            number = Decimal("nan")
+        if not number.is_finite() or number != int(number) or number < least:
+            raise typer.BadParameter(
+                f"expected a whole number of at least {least}, such as 2000 or 2e3, got {text!r}"
+            )
+        return int(number)
+
+    return read
+
+
+def _without_types(params: list[Any]) -> list[Any]:
+    """Return parameters with no type named in the help for flags, which take no value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+def model_first(args: list[str]) -> list[str]:
+    """Return arguments with the value of `--model` first, as the argument MODEL."""
+    words, models = list[str](), list[str]()
+    rest = iter(args)
+    for word in rest:
+        if word == "--":
+            return [*models, *words, word, *rest]
+        name, equals, value = word.partition("=")
+        if name != "--model":
+            words.append(word)
+        elif not equals and (value := next(rest, "")) == "":
+            raise typer.BadParameter("--model: expected a folder or a name")
+        else:
+            models.append(value)
+    return [*models, *words]
+
+
+class Command(TyperCommand):
+    """A sub-command. Its argument MODEL, if it has one, may also be given as `--model`."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        arguments = [param for param in self.params if param.param_type_name == "argument"]
+        if any("MODEL" in (param.metavar or "") for param in arguments):
+            args = model_first(args)
+        return super().parse_args(ctx, args)
+
+
+class CommandGroup(TyperGroup):
+    """The command, or a group of sub-commands; of what is no command, it says where it is."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _ELSEWHERE and args[0] not in self.commands:
+            ctx.fail(f"there is no command {args[0]!r}: {_ELSEWHERE[args[0]]}")
+        return super().resolve_command(ctx, args)
