@@ -51,8 +51,9 @@ MOVED = {
         (
             *("BusyError", "CodecError", "ConfigError", "ControllerError", "EngineError"),
             *("ExistsError", "FetchError", "MidstreamError", "MissingExtraError", "NoRoomError"),
-            *("NothingSelectedError", "RankError", "ReceiptError", "ReceiptWarning", "SeamError"),
-            *("ServerError", "SpecError", "StoreError", "TapError", "UnsupportedError"),
+            *("NotAskedError", "NothingSelectedError", "RankError", "ReceiptError"),
+            *("ReceiptWarning", "SeamError", "ServerError", "SpecError", "StoreError"),
+            *("TapError", "UnsupportedError"),
         ),
         "midstream.errors",
     ),

@@ -69,11 +69,12 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
     return file_stat
 
 
-def check_suffix(path: str | os.PathLike[str], suffix: str, instead: str = "") -> str:
+def check_suffix(path: str | os.PathLike[str], *suffixes: str, instead: str = "") -> str:
     """Return the path of a file to write, whose name must say its format."""
     name = os.fspath(path)
-    if os.path.splitext(name)[1].lower() != suffix:
-        raise SpecError("path", f"expected a name that ends in {suffix}, got {show(name)}{instead}")
+    if os.path.splitext(name)[1].lower() not in suffixes:
+        known = " or ".join(part for part in (", ".join(suffixes[:-1]), suffixes[-1]) if part)
+        raise SpecError("path", f"expected a name that ends in {known}, got {show(name)}{instead}")
     return name
 
 

@@ -81,7 +81,6 @@ def test_a_mistake_is_rejected_with_what_to_write():
     function = re.escape("a function is called by Local(fn, layer=14)")
     refused_calls(
         (lambda: Plan.make(edits=V), "write for example " + example),
-        (lambda: Plan.make(edits=(V, 14)), example),
         (lambda: Plan.make(edits=lambda h: h), f"{function}.*{example}"),
         (lambda: to_async(hooks=[]), "capture=… to read them"),
         (lambda: SamplingParams(steer=E), re.escape("mean edits=Steer(vector, layer=…)?")),

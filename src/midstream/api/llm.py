@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from vllm import LLM as VllmLLM
-from vllm import EngineArgs, SamplingParams
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 
 from midstream.api.arguments import (
     CallArguments,
@@ -77,7 +78,7 @@ class LLM(Updates, VllmLLM):
             include_decode: with `layers`: fill `hidden_states` with the generated tokens' rows. The
                 last generated token is never computed on, so there is one row fewer than tokens.
             last_prefill_token: only the prompt's last row (implies `include_prefill`).
-            last_decode_token: only the last row of the generated tokens.
+            last_decode_token: only their last row.
             last_token_row: with `layers`: `hidden_states` also has the row of the last generated
                 token, so there are as many rows as tokens. It takes a second request per
                 completion. Rejected then: edits that select positions or a phase, names of vectors
@@ -153,12 +154,10 @@ class LLM(Updates, VllmLLM):
         It is read from the engine's weights and gathered over its ranks, in parts, between steps.
 
         Args:
-            name: its name in the checkpoint, for example `lm_head.weight`, `model.norm.weight` or
-                `model.embed_tokens.weight`.
+            name: its name in the checkpoint, for example `lm_head.weight` or `model.norm.weight`.
 
         Returns:
-            The whole parameter on the CPU, in its dtype. An embedding or a head is
-            [vocabulary, width].
+            The whole parameter on the CPU, in its dtype; an embedding is [vocabulary, width].
 
         Raises:
             SpecError: there is no such parameter (the message names those that there are), or it is

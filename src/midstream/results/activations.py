@@ -237,7 +237,7 @@ class Activations(NormPlots):
         Raises:
             SpecError: another codec or suffix. UnsupportedError: a codec without torch.
         """
-        check_suffix(path, ".safetensors", "; for NumPy, give what numpy() returns to numpy.savez")
+        check_suffix(path, ".safetensors", instead="; for NumPy: numpy.savez(path, rows=x[tap])")
         rows, indices = dict[str, Any](), dict[str, Any]()
         for (site, layer), value in with_heads(self, {}).items():
             rows[f"{site}.{layer}"] = value

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from midstream.errors import SpecError
+from midstream.validation import check_suffix
 from midstream.viz.markup import escape, tag
 from midstream.viz.theme import PAGE_CSS, source_of, style_sheet
 
@@ -51,26 +51,13 @@ class Picture:
             MissingExtraError: it is a chart, and matplotlib is not installed.
             OSError: the file cannot be written.
         """
-        file = check_suffix(path, self.suffixes)
+        file = Path(check_suffix(path, *self.suffixes)).expanduser().resolve()
         file.write_bytes(self.encode(file.suffix.lower()))
         return file
 
     def encode(self, suffix: str) -> bytes:
         """Return the contents of a file with this suffix."""
         return document(self.title or "midstream", self.body).encode()
-
-
-def check_suffix(path: str | os.PathLike[str], suffixes: Sequence[str]) -> Path:
-    """Return the absolute path of a file to write.
-
-    Raises:
-        SpecError: its name ends in none of the suffixes.
-    """
-    file = Path(path).expanduser().resolve()
-    if file.suffix.lower() not in suffixes:
-        known = " or ".join(part for part in (", ".join(suffixes[:-1]), suffixes[-1]) if part)
-        raise SpecError("path", f"expected a name that ends in {known}, got {file.name!r}")
-    return file
 
 
 def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] = ()) -> str:

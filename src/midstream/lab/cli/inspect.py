@@ -70,10 +70,10 @@ def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
 def _draw(store: Store, path: Path, request: str) -> None:
     from midstream.errors import MissingExtraError
     from midstream.lab.tools.inspect.norms import NormSample
+    from midstream.validation import check_suffix
     from midstream.viz import Chart
-    from midstream.viz.picture import check_suffix
 
     # Before rows are read.
-    check_suffix(path, Chart.suffixes)
+    check_suffix(path, *Chart.suffixes)
     MissingExtraError.require("matplotlib", "--plot")
     NormSample.of(store, request=request).picture().save(path)
