@@ -261,21 +261,14 @@ class Store(HubObject):
         return Selection(self.shards, read_filter(self.shards, chosen))
 
     def to_arrow(self, **chosen: Any) -> Any:
-        """Return rows as a `pyarrow.RecordBatchReader`, which reads them lazily, batch by batch.
+        """Return the rows of `select(**chosen)` as a `pyarrow.RecordBatchReader`, read lazily.
 
-        Args:
-            **chosen: as for `select`.
-
-        Returns:
-            `request`, `tag`, `site` string; `child`, `layer` int32; `position`, `token_id` int64;
-            `media` string, such as `image.0` for the tokens of a prompt's first image, null for
-            text; `vector` [width], decoded: float16 for float16 rows with codec raw, else float32.
-            (Arrow has no bfloat16; float32 represents all of its values.) The schema's metadata
-            has the shards' headers under `midstream`, as JSON.
+        `request`, `tag`, `site` are string; `child`, `layer` int32; `position`, `token_id` int64;
+        `media`, such as `image.0`, null for text; `vector` [width], decoded: float16 for float16
+        rows with codec raw, else float32. The metadata has the shards' headers, as JSON.
 
         Raises:
-            StoreError: as `select`; there are no such rows, so that the width of their vectors is
-                unknown; or they differ in width. During iteration: rows are damaged.
+            StoreError: as `select`; there are no such rows, or their widths differ.
             MissingExtraError: pyarrow is not installed.
         """
         return record_batches(self.select(**chosen))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import re
 import threading
@@ -23,12 +22,6 @@ from midstream.store.backends.base import is_left, is_shard_name
 # Written by `make`, to distinguish an empty store from a mistyped URL.
 MARKER = ".midstream"
 
-# By the scheme of a URL.
-_CLIENTS = {
-    "s3": ("s3fs", "S3FileSystem"),
-    "gs": ("gcsfs.core", "GCSFileSystem"),
-    "az": ("adlfs", "AzureBlobFileSystem"),
-}
 # Beginnings of environment variables that they read.
 _VARIABLES = ("AWS_", "AZURE_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 _URL = re.compile(r"(s3|gs|az)://([a-z0-9][a-z0-9._-]{1,61}[a-z0-9](?:/[^/?#]+)*)/?")
@@ -196,8 +189,13 @@ class _Object:
 @functools.lru_cache(maxsize=4)
 def _client(scheme: str, process: int, environment: tuple[tuple[str, str], ...]) -> Any:
     """Return the client: a fork lacks its thread, and other settings need another."""
-    module, name = _CLIENTS[scheme]
-    client = getattr(importlib.import_module(module), name)
+    client: Any
+    if scheme == "gs":
+        from gcsfs.core import GCSFileSystem as client
+    elif scheme == "az":
+        from adlfs import AzureBlobFileSystem as client
+    else:
+        from s3fs import S3FileSystem as client
     return client(skip_instance_cache=True, use_listings_cache=False)
 
 
