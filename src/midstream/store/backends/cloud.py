@@ -189,14 +189,20 @@ class _Object:
 @functools.lru_cache(maxsize=4)
 def _client(scheme: str, process: int, environment: tuple[tuple[str, str], ...]) -> Any:
     """Return the client: a fork lacks its thread, and other settings need another."""
-    client: Any
+    made: Any
     if scheme == "gs":
-        from gcsfs.core import GCSFileSystem as client
+        from gcsfs.core import GCSFileSystem
+
+        made = GCSFileSystem
     elif scheme == "az":
-        from adlfs import AzureBlobFileSystem as client
+        from adlfs import AzureBlobFileSystem
+
+        made = AzureBlobFileSystem
     else:
-        from s3fs import S3FileSystem as client
-    return client(skip_instance_cache=True, use_listings_cache=False)
+        from s3fs import S3FileSystem
+
+        made = S3FileSystem
+    return made(skip_instance_cache=True, use_listings_cache=False)
 
 
 def _gaps(blocks: dict[int, bytes], first: int, last: int) -> Iterator[tuple[int, int]]:
