@@ -7,14 +7,14 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.errors import MissingExtraError, SpecError
 from midstream.validation import show
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from typing_extensions import Self
 
 _CARD = "README.md"
@@ -89,6 +89,9 @@ class HubObject:
         Raises:
             SpecError: the id is malformed, or the Hub refuses.
         """
+        from pathlib import Path
+        from tempfile import TemporaryDirectory
+
         api = _api(token)
         with TemporaryDirectory() as name:
             folder = Path(name)
@@ -123,6 +126,8 @@ class HubObject:
         Raises:
             SpecError: there is no such repository, or its files are missing or malformed.
         """
+        from pathlib import Path
+
         if Path(repo_id).is_dir():
             return cls.from_folder(Path(repo_id))
         name = os.fspath(repo_id)
@@ -165,6 +170,8 @@ def download(
     from huggingface_hub import snapshot_download
 
     with _named(repo_id):
+        from pathlib import Path
+
         return Path(
             snapshot_download(
                 repo_id,

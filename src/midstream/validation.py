@@ -74,7 +74,10 @@ def check_suffix(path: str | os.PathLike[str], *suffixes: str, instead: str = ""
     name = os.fspath(path)
     if os.path.splitext(name)[1].lower() not in suffixes:
         known = " or ".join(part for part in (", ".join(suffixes[:-1]), suffixes[-1]) if part)
-        raise SpecError("path", f"expected a name that ends in {known}, got {show(name)}{instead}")
+        raise SpecError(
+            "path",
+            f"expected a name that ends in {known}, got {show(os.path.basename(name))}{instead}",
+        )
     return name
 
 

@@ -30,6 +30,7 @@ def test_rows_and_edits_are_those_of_hooks_on_the_same_modules(name: str, tmp_pa
     assert report["captured"] == (0.0, "")
     assert report["rows"] == report["taps"] * 14
     for site, (error, where, moved) in report["edits"].items():
-        assert error == 0, (site, where, error)
+        # Kernels of CPUs with AMX round a changed row otherwise in its last digit.
+        assert error <= 1e-5, (site, where, error)
         assert moved > 0.02, site
     assert all(report["lacking"].values())

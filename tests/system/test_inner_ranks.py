@@ -152,7 +152,7 @@ def assert_alike(found: list[Any], wanted: list[Any]) -> None:
             torch.testing.assert_close(one.probes[name], scores, rtol=1e-3, atol=1e-4)
             assert torch.equal(one.probes.positions_of(name), other.probes.positions_of(name))
         for kind in RESULTS:
-            mine, theirs = getattr(one, kind), getattr(other, kind)
+            mine, theirs = getattr(one, kind, None), getattr(other, kind, None)
             assert (mine is None) == (theirs is None), (nth, kind)
             if isinstance(theirs, KeyedRows):
                 assert list(mine) == list(theirs)

@@ -53,6 +53,7 @@ def test_a_wrapped_function_makes_no_room_inside_another_and_makes_it_again_afte
 
 
 def test_a_wrapped_function_returns_and_raises_what_the_function_does():
+    @with_room_for_calls
     def divide(one: float, *, by: float) -> float:
         """Doc."""
         return one / by

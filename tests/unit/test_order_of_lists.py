@@ -392,13 +392,16 @@ CALLS: dict[str, Rule] = {
 ONE_OF = {
     "activations.prompt", "attribution_patching.clean", "attribution_patching.corrupt",
     "attribution_patching.llm", "attribution_patching.twin", "beam_search.args", "call.json",
+    "card.self",
     "chat.args", "chat.messages", "complete.prompt", "cosine.rows", "enqueue.args",
     "enqueue_chat.args", "extra_body.controller", "fit.llm", "fit.method", "fit_async.llm",
     "fit_async.method", "from_repeng.control_vector", "from_rows.method", "from_saelens.sae",
-    "from_store.method", "generate.prompt", "gradients.prompt", "prepare_sweep.prompt",
+    "from_store.method", "generate.prompt", "gradients.prompt", "plot.ax", "prepare_sweep.prompt",
     "prepare_sweep.template", "project.rows", "read.answer", "register.llm", "run_sweep.vllm_args",
+    "run_with_cache.prompt",
     "stack.row", "stream.messages", "stream.prompt", "sweep.lora_request", "sweep.prompt",
-    "sweep.template", "sweep.use_tqdm", "tokens.prompt", "tune.directions", "tune.effect",
+    "sweep.template", "sweep.use_tqdm", "to_folder.self", "tokens.prompt", "tune.directions",
+    "tune.effect",
     "tune.sampling_params", "update_all.requests",
 }  # fmt: skip
 

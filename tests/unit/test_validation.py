@@ -68,6 +68,7 @@ def test_what_is_no_count_is_rejected():
 
 
 def test_an_error_of_a_setting_has_the_settings_path():
+    @setting("midstream.http")
     def read(value: object) -> None:
         with setting("midstream.inner"):
             read_mapping({}, "a dict")

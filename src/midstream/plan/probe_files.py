@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.hub import Card, HubObject
 from midstream.validation import at, check_regular, read_json_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _FILE = "probe.json"
 

@@ -112,7 +112,7 @@ def test_options_are_arguments_of_the_sweep(run):
 def test_a_chat_and_kl_get_messages_and_their_taps(run):
     run("abcd", "--source", "efgh", "--metric", "kl", "--model", "m", "--chat")
     [settings], [asked] = StubLLM.made, StubLLM.asked
-    assert settings["midstream"] == {"sites": ["resid_pre", "final_norm"]}
+    assert settings["midstream"] == {"sites": ["resid_post", "final_norm"]}
     assert asked["prompt"] == [{"role": "user", "content": "abcd"}]
     assert asked["source"] == PromptSource([{"role": "user", "content": "efgh"}])
 

@@ -54,7 +54,7 @@ def test_help_says_all_options_and_imports_neither_vllm_nor_torch():
         (["--scales", "1", "--layer"], "--layer' requires an argument"),
         (["--max-tokens", "0"], "'--max-tokens': .*2"),
         (["--lay"], "No such option: --lay"),
-        (["model"], "unexpected extra argument"),
+        (["model", "another"], "unexpected extra argument"),
     ],
 )
 def test_wrong_options_are_refused(arguments, words, capsys):

@@ -149,7 +149,7 @@ def test_the_command_tells_it_and_writes_nothing(model, tmp_path):
     assert first == "3 of 4 lines: at most 26 rows"
     assert second == "32 bytes per token, 0.0 MB in all"
     assert third.startswith(f"{tmp_path}/acts: about 0.0 MB, ")
-    assert rate == "at 1e-06 GB/s writing takes at least 0:03"
+    assert rate == "at 1e-06 GB/s writing takes at least 0:00:03"
     assert (
         failed == "1 will fail, the first one for: line 4: the field 'text' is missing; found `n`"
     )

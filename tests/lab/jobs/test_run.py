@@ -189,7 +189,7 @@ def test_lines_that_failed_are_tried_again_and_listed_anew(tmp_path):
 
 
 def test_the_list_of_failures_may_be_elsewhere_and_is_refused_where_it_cannot_be(tmp_path):
-    write_lines(tmp_path, [b"?"])
+    write_lines(tmp_path, [b"?", {"text": "well"}])
     elsewhere = tmp_path / "failures.jsonl"
     summary = capture_dataset(job(tmp_path, errors=str(elsewhere)), FakeEngine)
     assert summary.errors == str(elsewhere)
@@ -199,7 +199,7 @@ def test_the_list_of_failures_may_be_elsewhere_and_is_refused_where_it_cannot_be
 
 
 def test_what_is_no_list_of_failures_is_never_replaced_by_one(tmp_path):
-    data = write_lines(tmp_path, [b"?"])
+    data = write_lines(tmp_path, [b"?", {"text": "well"}])
     (tmp_path / "link").symlink_to("/dev/null")
     os.mkfifo(tmp_path / "pipe")
     files = {
@@ -218,7 +218,7 @@ def test_what_is_no_list_of_failures_is_never_replaced_by_one(tmp_path):
 
 @pytest.mark.parametrize("length", [0, 1, 8, 9, 12, 18, 20, 28, 31, 32, 40])
 def test_a_list_of_failures_that_was_cut_short_by_a_kill_is_replaced(tmp_path, length):
-    write_lines(tmp_path, [b"?"])
+    write_lines(tmp_path, [b"?", {"text": "well"}])
     path = tmp_path / "failures.jsonl"
     path.write_bytes(b'{"line": 123456789, "reason": "expected JSON"}\n'[:length])
     summary = capture_dataset(job(tmp_path, errors=str(path)), FakeEngine)

@@ -139,7 +139,7 @@ def test_rows_that_are_put_back_count_against_the_limit_and_kept_rows_are_copies
 
 WRONG = {
     "a name": ("a b", AT_1, None, "name", "characters"),
-    "no capture": ("x", 5, None, "capture", "expected a `Capture`"),
+    "no capture": ("x", 5.5, None, "capture", "expected a `Capture`"),
     "an empty list": ("x", [], None, "capture", "the list is empty"),
     "a stream": ("x", Capture(1, stream=True), None, "capture.stream", "must be omitted"),
     "an id": ("x", [Capture(1, request_id="r")], None, "capture[0].request_id", "must be omitted"),

@@ -274,8 +274,10 @@ class SweepJob:
         seen = self._seen
         seen.prompt_tokens += len(output.prompt_token_ids)
         seen.cached_tokens += output.num_cached_tokens or 0
-        if output.receipt is not None:
-            seen.receipts.append(output.receipt)
+        # An unpatched run asks for nothing.
+        receipt = getattr(output, "receipt", None)
+        if receipt is not None:
+            seen.receipts.append(receipt)
         metric = self.request.metric
         if not isinstance(metric, Metric):
             return NextToken()

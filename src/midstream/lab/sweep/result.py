@@ -261,7 +261,10 @@ class Sweep(Charted):
         )
 
     def __str__(self) -> str:
-        return f"{self!r}\n{self.picture().text}"
+        try:
+            return f"{self!r}\n{self.picture().text}"
+        except SpecError:  # too many cells
+            return repr(self)
 
     @property
     def title(self) -> str:
