@@ -148,11 +148,7 @@ class Sweep(Charted):
 
     @staticmethod
     def from_json(value: object) -> Sweep:
-        """Read what `to_json` returned.
-
-        Raises:
-            SpecError: it is not that.
-        """
+        """Read what `to_json` returned; SpecError: it is not that."""
         fields = read_fields(value, required=_FIELDS)
         if fields["format"] != FORMAT:
             raise SpecError("format", f"expected {FORMAT!r}, got {str(fields['format'])[:60]!r}")
