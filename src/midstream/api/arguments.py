@@ -196,23 +196,36 @@ _INSTEAD = {
 }
 
 
+# The same of an engine: settings of midstream that are no arguments.
+_SETTINGS = {name: f'midstream={{"{name}": …}}' for name in Config.__struct_encode_fields__}
+
+
 def check_names(function: str, others: Iterable[str], *known: Callable[..., Any]) -> None:
-    """Check that arguments are those of some functions, vLLM's or midstream's, none misspelt.
+    """Check that arguments of a call are those of some functions, or midstream's, none misspelt.
 
     Others that resemble nothing are left to vLLM, which may know more.
     """
-    named = frozenset[str]().union(*map(_parameters, known))
-    is_engine = any(one.__name__ == "__init__" for one in known)
+    _check_names(function, others, known, _INSTEAD, OWN)
+
+
+def check_engine_names(function: str, others: Iterable[str], *known: Callable[..., Any]) -> None:
+    """Check that arguments of an engine are those of some functions; see `check_names`."""
+    _check_names(function, others, known, _SETTINGS, ())
+
+
+def _check_names(
+    function: str,
+    others: Iterable[str],
+    known: Iterable[Callable[..., Any]],
+    instead: Mapping[str, str],
+    own: Iterable[str],
+) -> None:
     for name in others:
-        if name in named:
+        if any(name in _parameters(callee) for callee in known):
             continue
-        settings = Config.__struct_encode_fields__ if is_engine else ()
-        instead = None if is_engine else _INSTEAD.get(name)
-        if name in settings:
-            instead = f'midstream={{"{name}": …}}'
-        close = closest(name, named if is_engine else {*OWN, *named})
-        if instead or close:
-            shown = instead or f"{close}=…"
+        close = closest(name, frozenset(own).union(*map(_parameters, known)))
+        if name in instead or close:
+            shown = instead.get(name, f"{close}=…")
             raise SpecError(name, f"{function}() has no such argument; did you mean {shown}?")
 
 

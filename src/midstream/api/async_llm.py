@@ -22,7 +22,7 @@ from midstream.api.arguments import (
     ControllerArgument,
     EditArgument,
     ProbeArgument,
-    check_names,
+    check_engine_names,
 )
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.default_capture import DefaultCapture
@@ -136,7 +136,7 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
         if model is not None:
             check_model(model)
         theirs = (VllmAsyncLLM.__init__, AsyncLLM.__init__, AsyncEngineArgs)
-        check_names("AsyncLLM", engine_args, *theirs)
+        check_engine_names("AsyncLLM", engine_args, *theirs)
         self._default_capture: DefaultCapture | None = None
         if layers is not None:
             self._default_capture = DefaultCapture.parse(

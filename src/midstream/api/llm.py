@@ -17,6 +17,7 @@ from midstream.api.arguments import (
     ControllerArgument,
     EditArgument,
     ProbeArgument,
+    check_engine_names,
     check_names,
 )
 from midstream.api.default_capture import DefaultCapture
@@ -93,7 +94,7 @@ class LLM(Updates, VllmLLM):
             UnsupportedError: this vLLM, the model or an engine setting is unsupported.
         """
         check_model(model)
-        check_names("LLM", vllm_args, VllmLLM.__init__, LLM.__init__, EngineArgs)
+        check_engine_names("LLM", vllm_args, VllmLLM.__init__, LLM.__init__, EngineArgs)
         extra = with_midstream(vllm_args.pop("additional_config", None), midstream, enable_steering)
         self._default_capture: DefaultCapture | None = None
         if layers is not None:

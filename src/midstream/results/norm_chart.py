@@ -35,7 +35,7 @@ def norm_chart(
     layers = sorted(layer for name, layer in taps if named and name == named[0])
     if named is None or not layers:
         raise SpecError("site", f"expected one of {', '.join(sites)}, got {site!r}")
-    from midstream.viz import heatmap
+    from midstream.viz.heatmaps import heatmap, position_label
 
     values, positions = zip(*(read((named[0], layer)) for layer in layers), strict=True)
     places = positions[0].tolist()
@@ -47,7 +47,7 @@ def norm_chart(
     return heatmap(
         np.where(np.isfinite(logarithms), logarithms, np.nan),
         layers,
-        [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places],
+        [position_label(place, tokens) for place in places],
         title=f"norms at {named[0]}",
         row_title="layer",
         column_title="position",

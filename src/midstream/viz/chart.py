@@ -226,7 +226,11 @@ class Charted(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def picture(self) -> Picture: ...
+    def picture(self, *args: Any, **arguments: Any) -> Chart: ...
+
+    def plot(self, ax: Any = None, *args: Any, **arguments: Any) -> Any:
+        """Draw `picture()`, whose arguments it takes after `ax`; see `Chart.plot`."""
+        return self.picture(*args, **arguments).plot(ax)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         try:

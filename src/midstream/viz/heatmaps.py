@@ -19,6 +19,11 @@ MOST_CELLS, MOST_TEXTS = 1_000_000, 20_000
 _EXTEND = ("neither", "min", "max", "both")
 
 
+def position_label(position: int, tokens: Any = None) -> str:
+    """Return the label of a position; with `tokens`, the texts of a request, also its token."""
+    return str(position) if tokens is None else f"{position} {tokens[position]}"
+
+
 @dataclass(frozen=True)
 class _Grid:
     """What a heatmap draws."""

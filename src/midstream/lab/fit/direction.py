@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,45 @@ if TYPE_CHECKING:
     from midstream.lab.fit.scores import LayerScore
 
 
+class DirectionEdits(ABC):
+    """What is an edit, by itself or times a number: a direction, or those of several layers."""
+
+    # A NumPy number leaves the product to `__rmul__`.
+    __array_ufunc__ = None
+
+    @abstractmethod
+    def steer(self, scale: NumberLike = 1.0, **where: Any) -> Steer:
+        """Return the edit that adds its vectors."""
+
+    def register(self, llm: Any, name: str) -> Any:
+        """Register the vectors with an engine; requests then use it as `Steer(name)`.
+
+        Args:
+            llm: an `LLM`, or an `AsyncLLM` that is ready.
+            name: its name; what is registered under it is replaced.
+
+        Returns:
+            The description of what is registered.
+        """
+        return llm.vectors.register(name, self)
+
+    def as_edit(self) -> Steer:
+        """Return `steer(1.0)`: what it is as an edit, as in `edits=direction`."""
+        return self.steer()
+
+    def __mul__(self, scale: NumberLike) -> Steer:
+        """Return `steer(scale)`, of a number times it on either side."""
+        return self.steer(scale)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Steer:
+        """Return `steer(-1.0)`."""
+        return self.steer(-1.0)
+
+
 @dataclass(frozen=True, eq=False)
-class Direction:
+class Direction(DirectionEdits):
     """A direction between two classes at one layer.
 
     The length of `vector` is the distance between the two class means along it, whatever the
@@ -35,9 +73,6 @@ class Direction:
             vectors alone.
         score: scores on held-out rows; None: there are none.
     """
-
-    # A NumPy number leaves the product to `__rmul__`.
-    __array_ufunc__ = None
 
     vector: NDArray[np.float32]
     layer: int
@@ -112,35 +147,9 @@ class Direction:
         where.setdefault("layer", self.layer)
         return Probe(vector / half_gap, bias=bias, site=self.site, name=name, **where)
 
-    def register(self, llm: Any, name: str) -> Any:
-        """Register the vector with an engine; requests then use it as `Steer(name)`.
-
-        Args:
-            llm: an `LLM`, or an `AsyncLLM` that is ready.
-            name: its name; what is registered under it is replaced.
-
-        Returns:
-            The description of what is registered.
-        """
-        return llm.vectors.register(name, self)
-
     def by_tap(self) -> dict[Tap, NDArray[np.float32]]:
         """Return {(site, layer): vector}, as `llm.vectors.register(name, direction)` reads it."""
         return {(self.site, self.layer): self.vector}
-
-    def as_edit(self) -> Steer:
-        """Return `steer(1.0)`: what the direction is as an edit, `edits=direction`."""
-        return self.steer()
-
-    def __mul__(self, scale: NumberLike) -> Steer:
-        """Return `steer(scale)`, of a number times the direction on either side."""
-        return self.steer(scale)
-
-    __rmul__ = __mul__
-
-    def __neg__(self) -> Steer:
-        """Return `steer(-1.0)`."""
-        return self.steer(-1.0)
 
     def __repr__(self) -> str:
         score = f", auc={self.score.auc:.3f}" if self.score else ""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import SpecError
-from midstream.lab.fit.direction import Direction
+from midstream.lab.fit.direction import Direction, DirectionEdits
 from midstream.lab.fit.samples import read_layers
 from midstream.lab.fit.scores import LayerScore
 from midstream.plan.forms import NumberLike
@@ -31,7 +31,7 @@ HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
 
 
 @dataclass(frozen=True, eq=False)
-class DirectionSet:
+class DirectionSet(DirectionEdits):
     """Directions between two classes by layer, with scores on rows that each was not fitted on.
 
     Attributes:
@@ -45,9 +45,6 @@ class DirectionSet:
         num_folds: folds of the cross-validation; 0: nothing was held out.
         model_type: type of the model as transformers names it, for repeng and GGUF; "" unknown.
     """
-
-    # A NumPy number leaves the product to `__rmul__`.
-    __array_ufunc__ = None
 
     vectors: NDArray[np.float32]
     layers: tuple[int, ...]
@@ -163,27 +160,9 @@ class DirectionSet:
         """Return the edit that projects each layer's direction out at that layer."""
         return Ablate(self.by_layer(), None, strength, self.site, **where)
 
-    def register(self, llm: Any, name: str) -> Any:
-        """Register the vectors of all layers under a name; see `Direction.register`."""
-        return llm.vectors.register(name, self)
-
     def by_tap(self) -> dict[Tap, NDArray[np.float32]]:
         """Return {(site, layer): vector}, as `llm.vectors.register(name, directions)` reads it."""
         return {(self.site, direction.layer): direction.vector for direction in self}
-
-    def as_edit(self) -> Steer:
-        """Return `steer(1.0)`, the vector of each layer: what `edits=directions` stands for."""
-        return self.steer()
-
-    def __mul__(self, scale: NumberLike) -> Steer:
-        """Return `steer(scale)`, of a number times the directions on either side."""
-        return self.steer(scale)
-
-    __rmul__ = __mul__
-
-    def __neg__(self) -> Steer:
-        """Return `steer(-1.0)`."""
-        return self.steer(-1.0)
 
     def by_layer(self) -> dict[int, NDArray[np.float32]]:
         """Return the vectors, float32 [width], by layer."""

@@ -166,10 +166,6 @@ class Tuning(Charted):
         ]
         return Chart.beside(f"{self!r}; ★: best, ×: the guard does not hold", charts)
 
-    def plot(self, ax: Any = None) -> Any:
-        """Draw `picture()`; see `Chart.plot`."""
-        return self.picture().plot(ax)
-
 
 def _numbers(effect: float, perplexity: float, kl: float | None) -> tuple[str, str, str]:
     return f"{effect:.3f}", f"{perplexity:.3g}", "" if kl is None else f"{kl:.3g}"

@@ -125,10 +125,6 @@ class Sweep(Charted):
         rest = f"; {left} of {len(charts)} heatmaps are not drawn, see Sweep.values"
         return Chart.beside(f"{self!r}{rest if left > 0 else ''}", charts[:_MOST_PANELS])
 
-    def plot(self, ax: Any = None) -> Any:
-        """Draw `picture()`; see `Chart.plot`."""
-        return self.picture().plot(ax)
-
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, which `from_json` reads; nan is null."""
         return {

@@ -13,6 +13,7 @@ from midstream.errors import SpecError
 from midstream.results.arrays import array_of, from_base64, to_base64, to_numpy
 from midstream.results.readouts.base import LayerRows
 from midstream.viz.chart import Charted
+from midstream.viz.heatmaps import position_label
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,12 +88,9 @@ class AttentionRows(Charted):
         if head is not None and head not in self.heads:
             raise SpecError("head", f"expected one of {list(self.heads)}, got {head!r}")
 
-        def name(position: int) -> str:
-            return str(position) if tokens is None else f"{position} {tokens[position]}"
-
         at = slice(None) if head is None else [self.heads.index(head)]
         values = np.asarray(to_numpy(self.values)[:, at], np.float64)
-        rows = [name(place) for place in self.positions.tolist()]
+        rows = [position_label(place, tokens) for place in self.positions.tolist()]
         heads = list(self.heads) if head is None else [head]
         columns: Any = heads
         texts, column_title, title = None, "head", f"{self.reduce} of attention"
@@ -100,14 +98,20 @@ class AttentionRows(Charted):
             count = values.shape[2]
             keys: Any = to_numpy(self.keys)[:, at].reshape(-1, count)
             values = np.where(keys < 0, np.nan, values.reshape(-1, count))
-            rows = [f"{query}, head {one}" for query in rows for one in heads]
-            texts = [["" if key < 0 else name(key) for key in line] for line in keys.tolist()]
+            rows = [f"{query}, head {number}" for query in rows for number in heads]
+            texts = [
+                ["" if key < 0 else position_label(key, tokens) for key in line]
+                for line in keys.tolist()
+            ]
             columns, column_title = range(1, count + 1), "key, by weight"
             title = "keys with most attention"
         elif self.reduce in ("full", "scores"):
             mean = values.mean(1)
             values = np.where(np.isfinite(mean), mean, np.nan)
-            columns, column_title = [name(key) for key in range(mean.shape[1])], "key"
+            columns, column_title = (
+                [position_label(key, tokens) for key in range(mean.shape[1])],
+                "key",
+            )
             of = f"head {heads[0]}" if len(heads) == 1 else f"mean of {len(heads)} heads"
             title = f"{'attention' if self.reduce == 'full' else 'scores'}, {of}"
         return viz.heatmap(
@@ -122,10 +126,6 @@ class AttentionRows(Charted):
             limits=None if self.reduce in ("entropy", "scores") else (0, 1),
             texts=texts,
         )
-
-    def plot(self, ax: Any = None, tokens: Any = None, head: int | None = None) -> Any:
-        """Draw `picture(tokens, head)`; see `Chart.plot`."""
-        return self.picture(tokens, head).plot(ax)
 
 
 class AttentionResults(LayerRows[AttentionRows]):

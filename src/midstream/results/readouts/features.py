@@ -13,6 +13,7 @@ from midstream.results.arrays import array_of, from_base64, to_base64, to_numpy
 from midstream.results.readouts.base import NamedRows
 from midstream.viz import Chart, heatmap
 from midstream.viz.chart import Charted
+from midstream.viz.heatmaps import position_label
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,7 +116,7 @@ class FeatureRows(Charted):
         return heatmap(
             grid,
             shown,
-            [str(place) if tokens is None else f"{place} {tokens[place]}" for place in places],
+            [position_label(place, tokens) for place in places],
             title=f"features at {self.site} of layer {self.layer}{cut}",
             row_title="feature",
             column_title="position",
@@ -124,10 +125,6 @@ class FeatureRows(Charted):
             limits=(0, float(np.nanmax(grid))) if np.nansum(grid) > 0 else None,
             fmt=".3g",
         )
-
-    def plot(self, ax: Any = None, tokens: Any = None, top: int = _SHOWN) -> Any:
-        """Draw `picture(tokens, top)`; see `Chart.plot`."""
-        return self.picture(tokens, top).plot(ax)
 
     @staticmethod
     def of(rows: Activations, capture: ResolvedCapture, asked: Features) -> FeatureRows:

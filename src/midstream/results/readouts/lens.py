@@ -71,10 +71,6 @@ class LensTable(Charted):
             texts=[[cell.token or cell.text for cell in line[1:]] for line in lines],
         )
 
-    def plot(self, ax: Any = None) -> Any:
-        """Draw `picture()`; see `Chart.plot`."""
-        return self.picture().plot(ax)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LensRows(Charted):
@@ -167,10 +163,6 @@ class LensRows(Charted):
     def picture(self, tokenizer: Any = None) -> Chart:
         """Return the picture of `grid(tokenizer)`."""
         return self.grid(tokenizer).picture()
-
-    def plot(self, ax: Any = None, tokenizer: Any = None) -> Any:
-        """Draw `picture(tokenizer)`; see `Chart.plot`."""
-        return self.picture(tokenizer).plot(ax)
 
     @staticmethod
     def of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:

@@ -89,10 +89,6 @@ class NormResults(LayerRows[NormRows], Charted):
 
         return norm_chart(tuple(self._rows), read, site, tokens)
 
-    def plot(self, ax: Any = None, site: str | None = None, tokens: Any = None) -> Any:
-        """Draw `picture(site, tokens)`; see `Chart.plot`."""
-        return self.picture(site, tokens).plot(ax)
-
     @staticmethod
     def decode(
         rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Norms]]
