@@ -154,11 +154,11 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
                     "vllm_config, which has all settings"
                 )
         else:
-            given = dict[str, Any](engine_args) | ({} if model is None else {"model": model})
+            arguments = dict[str, Any](engine_args) | ({} if model is None else {"model": model})
             config = with_midstream(
-                given.pop("additional_config", None), midstream, enable_steering
+                arguments.pop("additional_config", None), midstream, enable_steering
             )
-            args = AsyncEngineArgs(**given, additional_config=config)
+            args = AsyncEngineArgs(**arguments, additional_config=config)
             made = _of_engine_args(args)
         if from_additional_config(made["vllm_config"].additional_config) is None:
             raise ConfigError(

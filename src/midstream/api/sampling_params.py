@@ -154,11 +154,11 @@ def read_plan(arguments: dict[str, Any]) -> Plan | None:
 
 def check_params(value: Any) -> None:
     """Check that a call's sampling parameters are objects of vLLM, and not their dict."""
-    each = [value] if value is None or not isinstance(value, Sequence) else value
-    for index, params in enumerate(each):
+    is_list = isinstance(value, Sequence)
+    for index, params in enumerate(value if is_list else [value]):
         if isinstance(params, Mapping):
             fields = ", ".join(f"{name}={show(params[name])}" for name in list(params)[:3])
-            path = f"sampling_params[{index}]" if each is value else "sampling_params"
+            path = f"sampling_params[{index}]" if is_list else "sampling_params"
             raise SpecError(path, f"expected SamplingParams({fields}), got its dict")
         if not (params is None or isinstance(params, _vllm())):
             raise SpecError("sampling_params", f"expected SamplingParams(…), got {kind(params)}")

@@ -41,7 +41,7 @@ def norm_chart(
     places = positions[0].tolist()
     if any(other.tolist() != places for other in positions):
         raise SpecError("site", f"the layers of {named[0]} have norms at different positions")
-    rows = np.stack([to_numpy(one).reshape(len(places), -1).astype(np.float64) for one in values])
+    rows = np.stack([to_numpy(part).reshape(len(places), -1).astype(np.float64) for part in values])
     with np.errstate(divide="ignore"):
         logarithms = np.log10(np.linalg.norm(rows, axis=2))
     return heatmap(

@@ -132,12 +132,14 @@ class Probes(Mapping[str, "Tensor"]):
     def _chart(self, tokenizer: Any) -> Chart:
         from midstream import viz
 
-        shown = sorted({one for places in self._positions.values() for one in places.tolist()})
+        shown = sorted({place for places in self._positions.values() for place in places.tolist()})
         lines = {}
         for name, scores in self.items():
             of_place = dict(zip(self._positions[name].tolist(), scores.tolist(), strict=True))
             lines[name] = [of_place.get(place, float("nan")) for place in shown]
-        texts = [tokenizer.decode([int(self._tokens[one])]) for one in shown] if tokenizer else None
+        texts = (
+            [tokenizer.decode([int(self._tokens[place])]) for place in shown] if tokenizer else None
+        )
         return viz.curve(
             shown,
             lines,

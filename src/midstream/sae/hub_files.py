@@ -46,15 +46,15 @@ class SaeFiles(HubObject):
         made: Any = cls
         name = os.fspath(repo_id)
         if os.path.isdir(name):
-            found: Self = made.load(Path(name, sae_id))
+            sae: Self = made.load(Path(name, sae_id))
         elif "/" not in name:
-            found = made.load(name, sae_id)
+            sae = made.load(name, sae_id)
         else:
             files = [os.path.join(sae_id, file) for file in cls.hub_files]
             if sae_id.endswith(".safetensors"):
                 files = [sae_id, os.path.join(os.path.dirname(sae_id), "config.yaml")]
-            found = made.load(download(name, files, "model", revision, token) / sae_id)
-        return found
+            sae = made.load(download(name, files, "model", revision, token) / sae_id)
+        return sae
 
     def to_folder(self: Any, folder: Path) -> None:
         """Write `cfg.json` and `sae_weights.safetensors` into a folder, as SAELens does.

@@ -91,18 +91,18 @@ def _dictionary_learning(folder: Path) -> OtherSae:
     groups, active = tensors.get("group_sizes"), tensors.get("active_groups")
     if groups is not None and active is not None and int(active) != len(groups):
         raise SpecError("ae.pt.active_groups", f"{int(active)} of {len(groups)}: all must be")
-    found = {ours: _tensor(tensors, theirs) for ours, theirs in names.items()}
+    weights = {ours: _tensor(tensors, theirs) for ours, theirs in names.items()}
     of_linear = "W_enc" not in tensors
-    found["W_enc"] = _oriented(found["W_enc"], "W_enc", (width, features), of_linear)
-    found["W_dec"] = _oriented(found["W_dec"], "W_dec", (features, width), of_linear)
+    weights["W_enc"] = _oriented(weights["W_enc"], "W_enc", (width, features), of_linear)
+    weights["W_dec"] = _oriented(weights["W_dec"], "W_dec", (features, width), of_linear)
     if architecture == "topk":
         config = replace(config, top_k=int(_tensor(tensors, "k")))
-    if "threshold" in found:
-        found["threshold"] = found["threshold"].expand(features).clone()
+    if "threshold" in weights:
+        weights["threshold"] = weights["threshold"].expand(features).clone()
     if name in ("GatedAutoEncoder", "JumpReluAutoEncoder"):
         # Their activations are multiplied by the norms of the decoder's rows, after the gate.
-        found = _times_norms(found)
-    return OtherSae(config, found)
+        weights = _times_norms(weights)
+    return OtherSae(config, weights)
 
 
 # By `dict_class`: its names of the tensors, whether b_dec is subtracted, and the architecture.
@@ -147,10 +147,10 @@ def _sparsify(folder: Path) -> OtherSae:
     is_transcoder = bool(fields.get("transcode"))
     if "W_skip" in tensors and not is_transcoder:
         raise SpecError("cfg.json.skip_connection", "only a transcoder's is supported")
-    found = {"b_enc": _tensor(tensors, "encoder.bias"), "b_dec": _tensor(tensors, "b_dec")}
+    weights = {"b_enc": _tensor(tensors, "encoder.bias"), "b_dec": _tensor(tensors, "b_dec")}
     encoder = _tensor(tensors, "encoder.weight")
-    found["W_enc"] = _oriented(encoder, "W_enc", (width, features), True)
-    found["W_dec"] = _oriented(_tensor(tensors, "W_dec"), "W_dec", (features, width), False)
+    weights["W_enc"] = _oriented(encoder, "W_enc", (width, features), True)
+    weights["W_dec"] = _oriented(_tensor(tensors, "W_dec"), "W_dec", (features, width), False)
     tap = sites.parse(folder.name)
     hook = hook_out = None
     if tap is not None and tap[1] is not None and tap[0] in _HOOK_OF:
@@ -159,8 +159,8 @@ def _sparsify(folder: Path) -> OtherSae:
         # It reads the input of the module whose output it reconstructs.
         hook = f"blocks.{tap[1]}.mlp.hook_in" if tap and tap[0] == "mlp_out" else None
         if "W_skip" in tensors:
-            found["W_skip"] = _tensor(tensors, "W_skip")
-    words = "skip_transcoder" if "W_skip" in found else "transcoder"
+            weights["W_skip"] = _tensor(tensors, "W_skip")
+    words = "skip_transcoder" if "W_skip" in weights else "transcoder"
     config = SaeConfig(
         words if is_transcoder else "topk",
         hook,
@@ -170,7 +170,7 @@ def _sparsify(folder: Path) -> OtherSae:
         top_k=_size(fields, "k"),
         hook_name_out=hook_out if is_transcoder else None,
     )
-    return OtherSae(config, found)
+    return OtherSae(config, weights)
 
 
 def _gemma_scope_2(folder: Path) -> OtherSae:
@@ -188,12 +188,12 @@ def _gemma_scope_2(folder: Path) -> OtherSae:
     told = fields.get("hf_hook_point_out") not in (None, fields.get("hf_hook_point_in"))
     is_transcoder = has_skip or told
     features, width = len(_tensor(tensors, "b_enc")), len(_tensor(tensors, "w_enc"))
-    found = {ours: _tensor(tensors, ours.lower()) for ours in (*_PLAIN, "threshold")}
-    if found["W_enc"].shape != (width, features) or found["W_dec"].dim() != 2:
+    weights = {ours: _tensor(tensors, ours.lower()) for ours in (*_PLAIN, "threshold")}
+    if weights["W_enc"].shape != (width, features) or weights["W_dec"].dim() != 2:
         raise SpecError("params.safetensors", "expected the encoder [width, features]")
     if has_skip:
         # [width, width of the output]; ours is its transpose.
-        found["W_skip"] = _tensor(tensors, "affine_skip_connection").T.contiguous()
+        weights["W_skip"] = _tensor(tensors, "affine_skip_connection").T.contiguous()
     words = "jumprelu_skip_transcoder" if has_skip else "jumprelu_transcoder"
     config = SaeConfig(
         words if is_transcoder else "jumprelu",
@@ -201,7 +201,7 @@ def _gemma_scope_2(folder: Path) -> OtherSae:
         False,
         hook_name_out=hook_out if is_transcoder else None,
     )
-    return OtherSae(config, found)
+    return OtherSae(config, weights)
 
 
 def _llama_scope(folder: Path) -> OtherSae:
@@ -214,12 +214,12 @@ def _llama_scope(folder: Path) -> OtherSae:
             raise SpecError(f"hyperparams.json.{name}", f"expected {right!r}, got {fields[name]!r}")
     tensors = _saved(folder / "checkpoints" / "final.safetensors")
     width, features = _size(fields, "d_model"), _size(fields, "d_sae")
-    found = {"b_enc": _tensor(tensors, "encoder.bias"), "b_dec": _tensor(tensors, "decoder.bias")}
+    weights = {"b_enc": _tensor(tensors, "encoder.bias"), "b_dec": _tensor(tensors, "decoder.bias")}
     encoder, decoder = _tensor(tensors, "encoder.weight"), _tensor(tensors, "decoder.weight")
-    found["W_enc"] = _oriented(encoder, "W_enc", (width, features), True)
-    found["W_dec"] = _oriented(decoder, "W_dec", (features, width), True)
-    threshold = found["b_enc"].new_full((features,), _number(fields, "jump_relu_threshold"))
-    norms = found["W_dec"].norm(dim=1)
+    weights["W_enc"] = _oriented(encoder, "W_enc", (width, features), True)
+    weights["W_dec"] = _oriented(decoder, "W_dec", (features, width), True)
+    threshold = weights["b_enc"].new_full((features,), _number(fields, "jump_relu_threshold"))
+    norms = weights["W_dec"].norm(dim=1)
     includes = fields.get("sparsity_include_decoder_norm")
     if includes is None and bool(((norms - 1).abs() > 1e-2).any()):
         raise SpecError(
@@ -227,7 +227,7 @@ def _llama_scope(folder: Path) -> OtherSae:
             "missing, and the decoder's rows are not of length 1: the threshold may be of "
             "activations with these lengths or without",
         )
-    found["threshold"] = threshold / norms if includes else threshold
+    weights["threshold"] = threshold / norms if includes else threshold
     hooks = [fields.get(f"hook_point_{end}") for end in ("in", "out")]
     scales = [1.0, 1.0]
     norm = fields.get("norm_activation", "inference")
@@ -247,7 +247,7 @@ def _llama_scope(folder: Path) -> OtherSae:
         features=features,
         hook_name_out=str(hooks[1]) if is_transcoder else None,
     )
-    return OtherSae(config, found, *scales)
+    return OtherSae(config, weights, *scales)
 
 
 def _circuit_tracer(file: Path) -> OtherSae:
@@ -270,18 +270,18 @@ def _circuit_tracer(file: Path) -> OtherSae:
     names = [f"blocks.{layer[1]}.{hook}" for hook in hooks]
     names[1] = names[1].replace(".mlp.hook_out", ".hook_mlp_out")
     tensors = _saved(file)
-    found = {name: _tensor(tensors, name) for name in _PLAIN}
-    width, features = len(found["b_dec"]), len(found["b_enc"])
-    found["W_enc"] = _oriented(found["W_enc"], "W_enc", (width, features), True)
-    found["W_dec"] = _oriented(found["W_dec"], "W_dec", (features, width), False)
+    weights = {name: _tensor(tensors, name) for name in _PLAIN}
+    width, features = len(weights["b_dec"]), len(weights["b_enc"])
+    weights["W_enc"] = _oriented(weights["W_enc"], "W_enc", (width, features), True)
+    weights["W_dec"] = _oriented(weights["W_dec"], "W_dec", (features, width), False)
     words = "transcoder"
     if "W_skip" in tensors:
-        found["W_skip"], words = _tensor(tensors, "W_skip"), "skip_transcoder"
+        weights["W_skip"], words = _tensor(tensors, "W_skip"), "skip_transcoder"
     if "activation_function.threshold" in tensors:
         threshold = _tensor(tensors, "activation_function.threshold")
-        found["threshold"], words = threshold.flatten(), f"jumprelu_{words}"
+        weights["threshold"], words = threshold.flatten(), f"jumprelu_{words}"
     top_k = int(_tensor(tensors, "k")) if "k" in tensors else 0
-    return OtherSae(SaeConfig(words, names[0], False, top_k=top_k, hook_name_out=names[1]), found)
+    return OtherSae(SaeConfig(words, names[0], False, top_k=top_k, hook_name_out=names[1]), weights)
 
 
 _READERS: Mapping[str, Callable[[Path], OtherSae]] = {
@@ -303,12 +303,12 @@ def _oriented(tensor: Tensor, name: str, shape: tuple[int, int], is_transposed: 
     Raises:
         SpecError: its shape is neither.
     """
-    found = tuple(tensor.shape)
-    if found not in (shape, shape[::-1]):
-        raise SpecError(name, f"expected {list(shape)} or its transpose, got {list(found)}")
+    size = tuple(tensor.shape)
+    if size not in (shape, shape[::-1]):
+        raise SpecError(name, f"expected {list(shape)} or its transpose, got {list(size)}")
     if shape[0] == shape[1]:
         return tensor.T.contiguous() if is_transposed else tensor
-    return tensor if found == shape else tensor.T.contiguous()
+    return tensor if size == shape else tensor.T.contiguous()
 
 
 def _hf_hook(name: object) -> str | None:

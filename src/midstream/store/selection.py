@@ -155,8 +155,8 @@ class _Part:
     def requests(self) -> list[int]:
         """Return the index of each row's completion in its shard."""
         owners, bounds = self.segment.shard.owners(self.segment.group)
-        found: list[int] = owners[np.searchsorted(bounds, self.rows, side="right") - 1].tolist()
-        return found
+        indices: list[int] = owners[np.searchsorted(bounds, self.rows, side="right") - 1].tolist()
+        return indices
 
     def lines(self) -> Iterator[Line]:
         """Yield the line of each row's completion."""

@@ -91,9 +91,9 @@ class Chart(Picture):
                 axes = self._new(pyplot.figure)[1]
         else:
             axes = list(np.ravel(np.asarray(ax, dtype=object)))
-            for each in axes:
-                if not hasattr(each, "imshow"):
-                    raise SpecError("ax", f"expected `Axes` of matplotlib, got {kind(each)}")
+            for panel_axes in axes:
+                if not hasattr(panel_axes, "imshow"):
+                    raise SpecError("ax", f"expected `Axes` of matplotlib, got {kind(panel_axes)}")
             if len(axes) != len(self.panels):
                 wanted = f"{len(self.panels)}, one for each panel"
                 raise SpecError("ax", f"expected {wanted}, got {len(axes)}")
@@ -146,11 +146,11 @@ class Chart(Picture):
 
     def _draw(self, axes: Sequence[Any]) -> None:
         bars: dict[ColorBar, list[tuple[Any, Any]]] = {}
-        for panel, each in zip(self.panels, axes, strict=True):
-            drawn = panel.draw(each)
-            each.set_title(wrapped(panel.title, panel.size[0]), parse_math=False)
+        for panel, panel_axes in zip(self.panels, axes, strict=True):
+            drawn = panel.draw(panel_axes)
+            panel_axes.set_title(wrapped(panel.title, panel.size[0]), parse_math=False)
             if drawn is not None:
-                bars.setdefault(drawn[1], []).append((drawn[0], each))
+                bars.setdefault(drawn[1], []).append((drawn[0], panel_axes))
         # One bar serves all panels with its colours.
         for bar, served in bars.items():
             mappables, places = zip(*served, strict=True)
@@ -158,7 +158,7 @@ class Chart(Picture):
             made = places[0].figure.colorbar(mappables[0], **options)
             made.set_label(wrapped(bar.title, self.panels[0].size[1]), parse_math=False)
             made.outline.set_visible(False)
-            least = min(np.ma.filled(each.get_array(), np.inf).min() for each in mappables)
+            least = min(np.ma.filled(mappable.get_array(), np.inf).min() for mappable in mappables)
             if bar.center is not None and least >= bar.center:
                 made.ax.set_ylim(bar.center, bar.high)  # nothing is below it
 

@@ -50,8 +50,8 @@ class _Lines:
             name = f"{self.titles[0]} {written(self.marked, 'g')}".strip()
             foot = {"xy": (at, 0), "xycoords": ("data", "axes fraction")}
             axes.annotate(name, parse_math=False, **foot, **place, **where)
-        for nth, name in enumerate(self.lines):
-            self._draw_line(axes, nth, name)
+        for index, name in enumerate(self.lines):
+            self._draw_line(axes, index, name)
         if len(self.lines) > 1:
             for text in axes.legend().get_texts():
                 text.set_parse_math(False)
@@ -60,16 +60,16 @@ class _Lines:
         elif (self.x == np.round(self.x)).all():
             axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
-    def _draw_line(self, axes: Any, nth: int, name: str) -> None:
+    def _draw_line(self, axes: Any, index: int, name: str) -> None:
         line, x = self.lines[name].clip(-MOST, MOST), self.places
         is_short = len(x) <= _MOST_POINTS
-        if nth >= len(LINES):
+        if index >= len(LINES):
             more = len(self.lines) - len(LINES)
             # One name for all grey lines: others that begin with an underscore have none.
-            shown = "_" if nth > len(LINES) else f"{more} more"
+            shown = "_" if index > len(LINES) else f"{more} more"
             axes.plot(x, line, color=_SOFT, alpha=0.4, linewidth=0.7, zorder=1.5, label=shown)
             return
-        color, _, dashes = LINES[nth]
+        color, _, dashes = LINES[index]
         if name in self.ranges and is_short:
             errors = np.abs(self.ranges[name] - line)
             bars = {"elinewidth": 0.8, "capthick": 0.8, "label": "_"}
@@ -125,7 +125,7 @@ def curve(
         raise SpecError("x", "expected one or more finite numbers that ascend")
     if max(abs(places)) > MOST:
         raise SpecError("x", f"expected numbers within ±{MOST:g}, got {max(abs(places)):g}")
-    names = None if labels is None else [visible(one) for one in read_texts(labels, "labels")]
+    names = None if labels is None else [visible(text) for text in read_texts(labels, "labels")]
     if names is not None and len(names) != len(places):
         raise SpecError("labels", f"expected {len(places)}, as `x` has, got {len(names)}")
     lines, around = {}, {}

@@ -47,13 +47,13 @@ def label(axes: Any, along: str, labels: Sequence[str], marked: int | None = Non
     axis, area = getattr(axes, f"{along}axis"), axes.get_window_extent()
     inches = (area.width if along == "x" else area.height) / axes.figure.dpi
     room = max(int(inches / 0.12), 1)
-    steps = (scale * one for scale in (1, 10, 100, 1000, 10_000) for one in (1, 2, 5))
-    step = next(one for one in steps if len(labels) <= one * room)
+    steps = (scale * factor for scale in (1, 10, 100, 1000, 10_000) for factor in (1, 2, 5))
+    step = next(size for size in steps if len(labels) <= size * room)
     places = list(range(0, len(labels), step))
     if step > 1 and all(text.isdecimal() for text in labels):
         # Numbers at the multiples of a round one, if these are there.
-        found = [place for place, text in enumerate(labels) if int(text) % step == 0]
-        places = found if 0 < len(found) <= room else places
+        rounded = [place for place, text in enumerate(labels) if int(text) % step == 0]
+        places = rounded if 0 < len(rounded) <= room else places
     if marked is not None:
         places = [n for n in places if abs(n - marked) >= step / 2 and n != marked] + [marked]
     names = [short(labels[place]) for place in places]

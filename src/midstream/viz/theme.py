@@ -35,7 +35,7 @@ LINES = (
 )
 VARIABLES = {
     **{light: f"var(--{name})" for name, (light, _) in COLORS.items() if name != "card"},
-    **{light: f"var(--line{nth})" for nth, (light, *_) in enumerate(LINES)},
+    **{light: f"var(--line{index})" for index, (light, *_) in enumerate(LINES)},
 }
 """Colours of a chart, by which a page's light and dark ones replace them."""
 
@@ -47,7 +47,7 @@ body.midstream main { max-width: 72rem; margin: 0 auto; padding: 2rem 1.25rem 4r
 
 def style_sheet() -> str:
     """Return the rules of pictures, with the colours of light and dark pages."""
-    pairs = {**COLORS, **{f"line{nth}": line[:2] for nth, line in enumerate(LINES)}}
+    pairs = {**COLORS, **{f"line{index}": line[:2] for index, line in enumerate(LINES)}}
     names = " ".join(f"--{name}: light-dark({a}, {b});" for name, (a, b) in pairs.items())
     fonts = (
         '--sans: Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;'

@@ -53,14 +53,14 @@ def estimate(
     if not folds.count:
         return whole
     parts = [_oriented(method, training_data.training(fold)) for fold in range(folds.count)]
-    each = folds.positive, folds.negative
+    fold_numbers = folds.positive, folds.negative
     held_out = [
         np.concatenate(
             [_project(parts, rows, fold_of) for rows, fold_of in _aligned(mine, layer, fold)]
         )
-        for mine, fold in zip(samples, each, strict=True)
+        for mine, fold in zip(samples, fold_numbers, strict=True)
     ]
-    score = LayerScore.of(*held_out).with_errors(held_out, each)
+    score = LayerScore.of(*held_out).with_errors(held_out, fold_numbers)
     return Estimate(whole.vector, whole.midpoint, score)
 
 

@@ -239,7 +239,7 @@ def _read_score(value: object) -> LayerScore:
     if not isinstance(value, list) or len(value) not in (3, 6):
         raise SpecError("", f"expected [{', '.join((*SCORES, *ERRORS))}]")
     scores = map(read_float32, value[:3])
-    return LayerScore(*scores, *(None if one is None else read_float32(one) for one in value[3:]))
+    return LayerScore(*scores, *(n if n is None else read_float32(n) for n in value[3:]))
 
 
 def _write(name: str, write: Callable[[str], object]) -> None:

@@ -106,11 +106,11 @@ def _read_layer(value: object) -> dict[str, Any]:
                 raise SpecError("", f"expected {len(vector)} numbers, got {len(midpoint)}")
     if fields["score"] is not None:
         with at("score"):
-            given = read_fields(fields["score"], required=SCORES, optional=ERRORS)
+            score_fields = read_fields(fields["score"], required=SCORES, optional=ERRORS)
             # An error may be null: it is unknown.
             numbers = {
                 name: float(read_float32(n))
-                for name, n in given.items()
+                for name, n in score_fields.items()
                 if n is not None or name in SCORES
             }
             score = LayerScore(**numbers)

@@ -91,7 +91,7 @@ def read_prompt(value: object, chat: bool, files: str) -> Prompt:
                 check_text(content)
             elif isinstance(content, list):
                 with at("content"):
-                    parts = [_part(f"[{nth}]", part, files) for nth, part in enumerate(content)]
+                    parts = [_part(f"[{index}]", part, files) for index, part in enumerate(content)]
                 message = {**message, "content": parts}
             messages.append(message)
     return messages

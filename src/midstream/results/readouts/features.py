@@ -105,8 +105,8 @@ class FeatureRows(Charted):
         shown, grid = list(self.features), to_numpy(self.feature_values)[rows].T
         if not shown:
             active = ids[ids >= 0]
-            largest = {int(one): float(values[ids == one].max()) for one in np.unique(active)}
-            shown = sorted(largest, key=lambda one: -largest[one])[:top]
+            largest = {int(index): float(values[ids == index].max()) for index in np.unique(active)}
+            shown = sorted(largest, key=lambda index: -largest[index])[:top]
             grid = np.full((len(shown), len(ids)), np.nan)
             for line, feature in zip(grid, shown, strict=True):
                 place, rank = np.nonzero(ids == feature)

@@ -60,7 +60,9 @@ class LensTable(Charted):
         return heatmap(
             [[cell.probability or math.nan for cell in line[1:]] for line in lines],
             [line[0].text for line in lines],
-            columns if self.column_title else [one or n for n, one in enumerate(columns, 1)],
+            columns
+            if self.column_title
+            else [heading or n for n, heading in enumerate(columns, 1)],
             title="" if first == "layer" else first,
             row_title="layer",
             column_title=self.column_title or "rank of the token",

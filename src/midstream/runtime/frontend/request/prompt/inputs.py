@@ -19,9 +19,9 @@ def list_prompts(prompts: Any) -> list[Any]:
 
 def conversations(messages: Any) -> list[Any]:
     """Return the conversations in `LLM.chat`'s first argument: a list of messages is one."""
-    each = messages if isinstance(messages, (list, tuple)) else [messages]
-    if any(isinstance(message, str) for message in each):
-        text = next(message for message in each if isinstance(message, str))
+    items = messages if isinstance(messages, (list, tuple)) else [messages]
+    text = next((item for item in items if isinstance(item, str)), None)
+    if text is not None:
         raise SpecError(
             "messages",
             f'expected a list of messages, got a text; write [{{"role": "user", "content": '
