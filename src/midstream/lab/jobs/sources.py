@@ -104,13 +104,18 @@ class Lines:
             self._check_first()
 
     def _check_first(self) -> None:
-        """Check that one of the first lines is a prompt, before an engine starts."""
-        first = list(islice(self, min(_CHECKED, self._limit or _CHECKED)))
-        failed = [line for line in first if isinstance(line, Failed)]
-        if first and len(failed) == len(first):
+        """Check that one of the first lines is a prompt, before an engine starts. Lines after the
+        first prompt are not read, as they may name large files.
+        """
+        failed: list[Failed] = []
+        for line in islice(self, min(_CHECKED, self._limit or _CHECKED)):
+            if not isinstance(line, Failed):
+                return
+            failed.append(line)
+        if failed:
             raise SpecError(
                 "data",
-                f"{self._path}: no prompt in the first {len(first)} lines; line {failed[0].line}: "
+                f"{self._path}: no prompt in the first {len(failed)} lines; line {failed[0].line}: "
                 f'{failed[0].reason}; expected JSON lines, each as {{"{self._form[0]}": …}}',
             )
 

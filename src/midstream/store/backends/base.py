@@ -27,8 +27,8 @@ def is_shard_name(name: str) -> bool:
 
 def check_store(folder: F) -> F:
     """Return a folder that is one of a store: with shards, or without anything that is none."""
-    shards, others = folder.names(), folder.others()
-    if others and not shards:
+    others = [] if folder.names() else folder.others()
+    if others:
         shown = ", ".join(others[:_SHOWN]) + (", …" if len(others) > _SHOWN else "")
         raise StoreError(f"{folder}: no store: it has no shards (*.safetensors), but {shown}")
     return folder
