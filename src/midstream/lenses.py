@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.hub import Card, HubObject
-from midstream.torch_file import tensors_by_name
+from midstream.torch_file import save_copies, tensors_by_name
 from midstream.validation import at, check_regular, kind, read_int, read_json, show
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class TunedLens(LinearLens):
         config: dict[str, object] = {"lens_type": "linear_tuned_lens", "d_model": self.width}
         config |= {"num_hidden_layers": len(self.matrices), "bias": bool(self.biases)}
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
-        _save(tensors, folder / "params.safetensors")
+        save_copies(tensors, folder / "params.safetensors")
 
     @classmethod
     def from_folder(cls, folder: Path) -> TunedLens:
@@ -188,7 +188,7 @@ class JacobianLens(LinearLens):
     def to_folder(self, folder: Path) -> None:
         """Write `lens.safetensors`, with a matrix under the number of each layer."""
         tensors = {str(depth - 1): matrix for depth, matrix in self.matrices.items()}
-        _save(tensors, folder / "lens.safetensors")
+        save_copies(tensors, folder / "lens.safetensors")
 
     @classmethod
     def from_folder(cls, folder: Path) -> JacobianLens:
@@ -221,17 +221,6 @@ def _read_config(path: Path) -> tuple[int, int]:
         with at(name):
             sizes.append(read_int(config.get(name)))
     return sizes[0], sizes[1]
-
-
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    # Copies, since tensors that share memory are refused.
-    def copied(tensor: Tensor) -> Tensor:
-        return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-
-    save_file({name: copied(tensor) for name, tensor in tensors.items()}, path)
 
 
 def _load(path: Path) -> dict[Any, Any]:

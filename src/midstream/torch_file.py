@@ -1,13 +1,16 @@
-"""Files of `torch.save` with tensors by name, of which nothing is executed."""
+"""Files with tensors by name: of `torch.save`, of which nothing is executed, and of safetensors."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
 from midstream.validation import check_regular, kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def load_weights(path: str | os.PathLike[str]) -> Any:
@@ -39,3 +42,13 @@ def tensors_by_name(path: str | os.PathLike[str]) -> dict[Any, Any]:
     if not isinstance(tensors, Mapping):
         raise SpecError("", f"expected tensors by name, got {kind(tensors)}")
     return dict(tensors)
+
+
+def save_copies(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
+    """Write a safetensors file of copies on the CPU: it refuses tensors that share memory."""
+    import torch
+    from safetensors.torch import save_file
+
+    whole = torch.contiguous_format
+    copies = {n: tensor.detach().cpu().clone(memory_format=whole) for n, tensor in tensors.items()}
+    save_file(copies, path)

@@ -21,6 +21,7 @@ from midstream.sae.saelens import (
     read_weights,
 )
 from midstream.sae.tensors import Arrays, check_names, has_threshold, reduced
+from midstream.torch_file import save_copies
 from midstream.validation import at, check_regular, kind, listed, read_float32, show
 
 # The file of Gemma Scope.
@@ -243,9 +244,6 @@ def _not_safetensors(path: Path) -> str:
 
 def save_sae(sae: Any, folder: Path) -> None:
     """Write an SAE's folder in SAELens's layout; see `SAE.to_folder`."""
-    import torch
-    from safetensors.torch import save_file
-
     words = "topk" if sae.top_k else "standard" if sae.threshold is None else "jumprelu"
     if sae.is_transcoder:
         if sae.top_k:
@@ -274,8 +272,5 @@ def save_sae(sae: Any, folder: Path) -> None:
     tensors = {"W_enc": sae.w_enc, "b_enc": sae.b_enc, "W_dec": sae.w_dec, "b_dec": sae.b_dec}
     tensors |= {"threshold": sae.threshold, "W_skip": sae.w_skip}
     (folder / CONFIG).write_text(json.dumps(config), "utf-8")
-    # Copies, since tensors that share memory are refused.
-    form = torch.contiguous_format
     present = {name: value for name, value in tensors.items() if value is not None}
-    saved = {name: value.clone(memory_format=form) for name, value in present.items()}
-    save_file(saved, folder / WEIGHTS)
+    save_copies(present, folder / WEIGHTS)
