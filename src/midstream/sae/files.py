@@ -247,7 +247,7 @@ def save_sae(sae: Any, folder: Path) -> None:
     words = "topk" if sae.top_k else "standard" if sae.threshold is None else "jumprelu"
     if sae.is_transcoder:
         if sae.top_k:
-            raise SpecError("top_k", "SAELens has no transcoder that keeps the largest")
+            raise SpecError("top_k", "SAELens has no transcoder with TopK")
         plain = "transcoder" if sae.w_skip is None else "skip_transcoder"
         words = plain if sae.threshold is None else f"jumprelu_{plain}"
     width, features = sae.w_enc.shape

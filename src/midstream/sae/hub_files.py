@@ -60,7 +60,7 @@ class SaeFiles(HubObject):
         """Write `cfg.json` and `sae_weights.safetensors` into a folder, as SAELens does.
 
         Raises:
-            SpecError: SAELens has no such architecture: a transcoder that keeps the largest.
+            SpecError: it is a TopK transcoder, which SAELens does not have.
         """
         save_sae(self, folder)
 

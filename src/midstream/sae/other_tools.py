@@ -90,7 +90,9 @@ def _dictionary_learning(folder: Path) -> OtherSae:
     )
     groups, active = tensors.get("group_sizes"), tensors.get("active_groups")
     if groups is not None and active is not None and int(active) != len(groups):
-        raise SpecError("ae.pt.active_groups", f"{int(active)} of {len(groups)}: all must be")
+        raise SpecError(
+            "ae.pt.active_groups", f"{int(active)} of {len(groups)}: all must be active"
+        )
     weights = {ours: _tensor(tensors, theirs) for ours, theirs in names.items()}
     of_linear = "W_enc" not in tensors
     weights["W_enc"] = _oriented(weights["W_enc"], "W_enc", (width, features), of_linear)
@@ -146,7 +148,7 @@ def _sparsify(folder: Path) -> OtherSae:
     features = fields.get("num_latents") or width * _size(fields, "expansion_factor")
     is_transcoder = bool(fields.get("transcode"))
     if "W_skip" in tensors and not is_transcoder:
-        raise SpecError("cfg.json.skip_connection", "only a transcoder's is supported")
+        raise SpecError("cfg.json.skip_connection", "a transcoder alone may have one")
     weights = {"b_enc": _tensor(tensors, "encoder.bias"), "b_dec": _tensor(tensors, "b_dec")}
     encoder = _tensor(tensors, "encoder.weight")
     weights["W_enc"] = _oriented(encoder, "W_enc", (width, features), True)
@@ -264,7 +266,7 @@ def _circuit_tracer(file: Path) -> OtherSae:
             raise SpecError("", f"expected an object, got {kind(fields)}")
         hooks = [fields.get(f"feature_{end}_hook") for end in ("input", "output")]
         if not all(isinstance(hook, str) for hook in hooks):
-            raise SpecError("feature_input_hook", "expected this and `feature_output_hook`")
+            raise SpecError("feature_input_hook", "expected a text, as of `feature_output_hook`")
     layer = _LAYER_FILE.fullmatch(file.name)
     assert layer is not None
     names = [f"blocks.{layer[1]}.{hook}" for hook in hooks]

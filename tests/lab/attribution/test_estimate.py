@@ -249,7 +249,9 @@ def test_an_engine_that_cannot_check_estimates_is_named_before_anything_runs(twi
     with pytest.raises(SpecError, match="^metric: a function of logits cannot be measured"):
         by_function.check(engine_of())
     divergence = attribution_patching(twin, CLEAN, CORRUPT, KL())
-    with pytest.raises(SpecError, match="^metric: KL reads those of all tokens: logits cannot be"):
+    with pytest.raises(
+        SpecError, match="^metric: KL reads the logits of all tokens: logits cannot be"
+    ):
         divergence.check(engine_of())
     for metric in (KL(), Recovered(METRIC)):
         with pytest.raises(SpecError, match="^metric: .* compares a run with a clean one"):

@@ -94,7 +94,7 @@ def test_media_of_a_conversation_are_data_and_files_of_one_folder(tmp_path):
         ({"image_url": (allowed / "pipe").as_uri()}, "not a regular file"),
     ):
         assert reason in read(part), part
-    assert "files may be in the `allowed_local_media_path` of `engine_args` only" in read(
+    assert "`engine_args` has no `allowed_local_media_path`, from which files are read" in read(
         {"image_url": file}, ""
     )
 

@@ -134,7 +134,7 @@ def _captures_of(
     if callable(names_filter):
         taps = [tap for tap in shape.taps if names_filter(transformer_lens_name(tap))]
         if not taps:
-            raise SpecError("names_filter", "it chooses none of the names that are tapped")
+            raise SpecError("names_filter", "the function chooses none of the tapped names")
         layers_of: dict[str, list[int]] = {}
         for site, layer in sorted(taps):
             layers_of.setdefault(site, []).append(layer)

@@ -103,7 +103,7 @@ def _part(path: str, part: object, files: str) -> object:
         return part
     for name in _UNSTORED:
         if part.get(name) is not None:
-            raise SpecError(f"{path}.{name}", "leave out: media are known by their data alone")
+            raise SpecError(f"{path}.{name}", "leave out: a job knows media by their data alone")
     for name in _URLS:
         value = part.get(name)
         url = value.get("url") if isinstance(value, dict) else value
@@ -128,7 +128,9 @@ def _data_url(url: str, files: str) -> str:
     path = Path(url2pathname(split.path))
     if not files:
         raise SpecError(
-            "", f"{show(url)}: files may be in the `allowed_local_media_path` of `engine_args` only"
+            "",
+            f"{show(url)}: `engine_args` has no `allowed_local_media_path`, from which files are "
+            "read",
         )
     if split.netloc or Path(files).resolve() not in path.resolve().parents:
         raise SpecError("", f"{show(url)} is not in `allowed_local_media_path`, {files}")

@@ -164,7 +164,7 @@ class SweepRequest:
             try:
                 tap_of_logits(shape)
             except SpecError as error:
-                raise SpecError("metric", f"KL reads those of all tokens: {error}") from None
+                raise SpecError("metric", f"KL reads the logits of all tokens: {error}") from None
 
     def at_tap(self, tap: Tap | None) -> SweepRequest:
         """Return a copy whose omitted layers and sites are those of an SAE.
