@@ -24,6 +24,7 @@ from midstream.runtime.core import (
     plan_versions,
     prefix_cache,
     probe_stops,
+    scored_blocks,
     vector_updates,
 )
 from midstream.runtime.core.parent_watch import end_with_parent
@@ -84,6 +85,9 @@ def activate() -> None:
             "get_computed_blocks",
             prefix_cache.computed_blocks,
         )
+        for name in ("cache_full_blocks", "get_new_blocks"):
+            hook = getattr(scored_blocks, name)
+            _wrap("vllm.v1.core.block_pool", "BlockPool", name, hook)
         # The last one runs first: what is left of requests that failed is not evaluated.
         for part in (ended_requests, probe_stops, failed_requests):
             hook = part.update_from_output
@@ -255,6 +259,7 @@ def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: An
     if vector_updates.is_prepared(engine):
         vector_updates.send_updates(engine)
         plan_versions.prepare(engine)
+        scored_blocks.prepare(engine)
     return original(engine, request, *rest)
 
 

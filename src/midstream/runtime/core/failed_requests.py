@@ -11,6 +11,7 @@ from midstream.runtime.core.image_ranges import start_of_images
 from midstream.runtime.core.prefix_cache import keys_of
 from midstream.runtime.protocol.cache_keys import CacheKeys, ChangedKeys
 from midstream.runtime.protocol.failures import Failure, failures_of
+from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.vllm.attributes import CHANGED_KEYS
 
 
@@ -73,6 +74,9 @@ def _wrong_blocks(scheduler: Any, name: str, position: int) -> set[int]:
     request = scheduler.requests.get(name)
     keys = None if request is None else keys_of(request)
     first = None if keys is None else keys.first_edited(position)
+    payload = None if request is None else payload_of(request.sampling_params)
+    if payload is not None and payload.keys.scores:
+        first = position  # scores from there on are not those that their blocks should have
     if first is None:
         return set()
     first = start_of_images(request, first)

@@ -9,10 +9,11 @@ from typing import Any
 
 from midstream.config.config import KEY, from_additional_config
 from midstream.runtime.core.image_ranges import end_of_images, start_of_images
+from midstream.runtime.core.scored_blocks import ScoredBlocks
 from midstream.runtime.protocol.cache_keys import CacheKeys, ChangedKeys
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, CountResets, arguments_of
-from midstream.runtime.vllm.attributes import CHANGED_KEYS, RESETS
+from midstream.runtime.vllm.attributes import CHANGED_KEYS, RESETS, SCORED_BLOCKS
 
 
 def keys_of(request: Any) -> CacheKeys | ChangedKeys | None:
@@ -41,8 +42,9 @@ def extra_keys(
 def computed_blocks(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Limit a prefix-cache hit to positions before the first row to compute, and to whole images
-    whose tokens attend both ways: vLLM may split the rest of one between two steps.
+    """Limit a prefix-cache hit to positions before the first row to compute, to blocks that have
+    the scores to return, and to whole images whose tokens attend both ways: vLLM may split the
+    rest of one between two steps.
     """
     payload = payload_of(request.sampling_params)
     if payload is None:
@@ -50,19 +52,29 @@ def computed_blocks(
     cap = payload.first_read(RESETS.get(manager) or 0)
     if CHANGED_KEYS.get(request) is not None:
         cap = payload.keys.first_read  # kept rows are those of the plan that it began with
-    if cap is None and not payload.mm_prefix:
+    scores = payload.keys.scores
+    scored: ScoredBlocks | None = SCORED_BLOCKS.get(manager.block_pool)
+    if scores and scored is None:
+        firsts = [score.ranges[0][0] for score in scores]
+        cap = min(firsts if cap is None else [cap, *firsts])
+    if cap is None and not payload.mm_prefix and not scores:
         return original(manager, request, *args, **kwargs)
     coordinator = manager.coordinator
     find = coordinator.find_longest_cache_hit
 
     def capped(block_hashes: Any, most: int, *args: Any, **kwargs: Any) -> Any:
         hit = find(block_hashes, most if cap is None else min(most, cap), *args, **kwargs)
-        if not payload.mm_prefix:
-            return hit
         # A shorter hit may end in an earlier image.
-        while (whole := start_of_images(request, hit[1])) < hit[1]:
-            hit = find(block_hashes, whole, *args, **kwargs)
+        while (usable := end_of_hit(hit)) < hit[1]:
+            hit = find(block_hashes, usable, *args, **kwargs)
         return hit
+
+    def end_of_hit(hit: Any) -> int:
+        length: int = hit[1]
+        if scores and scored is not None:
+            blocks = hit[0][scored.group]
+            length = scored.served(request, scores, manager.block_pool, blocks, length)
+        return start_of_images(request, length) if payload.mm_prefix else length
 
     own = vars(coordinator).get("find_longest_cache_hit")  # None: that of its class
     coordinator.find_longest_cache_hit = capped

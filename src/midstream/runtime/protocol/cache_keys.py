@@ -10,12 +10,13 @@ import bisect
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
-from midstream.plan import ResolvedPlan
+from midstream.plan import ResolvedPlan, ResolvedProbe
 from midstream.plan.positions.range_set import overlay
 from midstream.plan.positions.ranges import Ranges
-from midstream.runtime.protocol.codec import ProtocolMessage
+from midstream.plan.resolved import digest_steps
+from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 
 # The mark of positions without edits.
 PLAIN = ""
@@ -51,6 +52,14 @@ class _Segments:
         return None
 
 
+class KeptScore(ProtocolMessage, frozen=True, array_like=True):
+    """A probe's score, which the workers keep for the tokens of cached blocks."""
+
+    key: str  # digest in hex of how it is computed from a row: equal keys, equal scores
+    slot: Natural  # its column among the plan's scores
+    ranges: Ranges  # positions that may have one
+
+
 class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):
     """Prefix-cache keys of one request."""
 
@@ -58,9 +67,10 @@ class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):
     # Per segment, a digest in hex of the edits of every token there; `PLAIN` for none. Made from
     # content alone, so that requests with equal edits share blocks.
     marks: tuple[str, ...]
-    # Position whose row must be computed, as it is captured, probed, or read by a gate with memory:
-    # what the cache serves has no row.
+    # Position whose row must be computed, as it is captured or read by a gate with memory: what the
+    # cache serves has no row.
     first_read: int | None
+    scores: tuple[KeptScore, ...] = ()  # of positions that may be cached with their scores
 
     def __post_init__(self) -> None:
         starts = self.starts
@@ -110,17 +120,38 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
         if not marks or made[here] != marks[-1]:
             starts.append(start)
             marks.append(made[here])
-    reads = [capture.where.possible for capture in plan.captures] + probed(plan)
+    reads = [capture.where.possible for capture in plan.captures] + scanned(plan)
     # What selects tokens by those before it reads each generated one, cached or not.
     firsts = [ranges[0][0] for ranges in reads if ranges]
     firsts += [automaton.start for automaton in plan.automata]
-    return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None))
+    scores = tuple(_kept_score(plan, probe) for probe in plan.probes if _is_kept(probe))
+    return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None), scores)
 
 
-def probed(plan: ResolvedPlan) -> list[Ranges]:
-    """Return the positions of each probe that must be computed for itself."""
+def scanned(plan: ResolvedPlan) -> list[Ranges]:
+    """Return the positions of each probe whose tokens must be computed, also in a cached block."""
     # A gate with memory starts from the state of the token before, which no cached block has.
-    return [probe.where.possible for probe in plan.probes if probe.name or probe.is_scan]
+    return [probe.where.possible for probe in plan.probes if probe.is_scan]
+
+
+def _is_kept(probe: ResolvedProbe) -> bool:
+    return bool(probe.name and not probe.is_scan and probe.where.possible)
+
+
+def _kept_score(plan: ResolvedPlan, probe: ResolvedProbe) -> KeptScore:
+    """Return a named probe's score. Its key has no edits: those are in the keys of the blocks."""
+    parts = [part for part in plan.probes if part is probe or part.part_of == probe.name]
+    content = [[part.site, part.layer, _content(part)] for part in parts]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return KeptScore(key, probe.slot, probe.where.possible)
+
+
+def _content(probe: ResolvedProbe) -> str:
+    """Return what a probe computes, without the column that it has in its plan."""
+    if probe.attention is not None:
+        return repr(probe.attention._replace(slot=0))
+    *before, last = probe.steps.instructions
+    return digest_steps((*before, replace(last, slot=0)))
 
 
 def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:

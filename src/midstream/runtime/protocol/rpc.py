@@ -116,6 +116,12 @@ class CountResets(RpcRequest[Acknowledged], frozen=True):
     resets: Natural
 
 
+class DropScores(RpcRequest[Acknowledged], frozen=True):
+    """Forget kept scores by key, also those of running requests; from the engine core."""
+
+    keys: list[str]
+
+
 class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
     """Change running requests' plans from the next unscheduled position. The core answers."""
 

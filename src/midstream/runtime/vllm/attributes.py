@@ -41,6 +41,10 @@ CONTROLLED: Attribute[Any] = Attribute("midstream_controlled")
 DECLARED: Attribute[dict[str, Any]] = Attribute("midstream_declared_controllers")
 # On an EngineCore: changes of the workers' vectors that arrived and were not sent yet, in order.
 VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
+# On a Request in the engine core: of each of its kept scores, the number in `ScoredBlocks`.
+SCORE_NUMBERS: Attribute[tuple[int, ...]] = Attribute("midstream_score_numbers")
+# On a BlockPool: its ScoredBlocks, if the workers keep scores with its blocks.
+SCORED_BLOCKS: Attribute[Any] = Attribute("midstream_scored_blocks")
 # On a KVCacheManager: how often its prefix cache was reset, if the front end keeps rows.
 RESETS: Attribute[int] = Attribute("midstream_resets")
 # On a Scheduler: the executor of its engine core, by which workers learn of changed plans.

@@ -11,6 +11,7 @@ from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
+from midstream.runtime.vllm.kv_cache import full_attention_blocks
 from midstream.runtime.worker.endpoint import WorkerEndpoint
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
@@ -24,6 +25,7 @@ from midstream.runtime.worker.readouts.reader import WORKSPACE_BYTES, PatternRea
 from midstream.runtime.worker.readouts.sae import SaeReader
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.session import StepRules, WorkerSession
+from midstream.runtime.worker.step.score_cache import ScoreCache
 from midstream.runtime.worker.step_recorder import RankMemory
 from midstream.runtime.worker.taps.sum_check import check_model
 from midstream.runtime.worker.taps.tapped_rank import TappedRank, tap_model
@@ -66,10 +68,17 @@ def assemble_worker(worker: Any, vllm_config: Any, config: Config) -> WorkerEndp
         lambda group: adapter.block_size(runner, group),
     )
     head = _head(runner.get_model(), vllm_config)
+    max_model_len = vllm_config.model_config.max_model_len
+    kept = None
+    if vllm_config.cache_config.enable_prefix_caching:
+        columns = buffers.scores.shape[1]
+        kept = ScoreCache(
+            lambda: full_attention_blocks(runner.kv_cache_config), columns, max_model_len
+        )
     session = WorkerSession(
-        RankMemory(buffers, rank.taps, host_transport(buffers.ring, arena), arena),
+        RankMemory(buffers, rank.taps, host_transport(buffers.ring, arena), arena, kept),
         StepRules(
-            vllm_config.model_config.max_model_len,
+            max_model_len,
             config.on_nonfinite,
             only_armed=bool(rank.replacements),
             calls_functions=config.hooks == "local",

@@ -51,6 +51,8 @@ class WorkerEndpoint:
                     self._session.requests.plans.update_vectors(update)
             case rpc.CountResets():
                 self._session.requests.resets = request.resets
+            case rpc.DropScores():
+                self._session.drop_scores(request.keys)
             case rpc.ChangePlans():
                 self._session.requests.change(request.changes)
             case rpc.CollectResults():

@@ -177,6 +177,11 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def running(self, request_id: str) -> RequestState | None:
+        """Return the running request with vLLM's id; None if it has no plan or has ended."""
+        request = self._slots.get(request_id)
+        return request if request is not None and self._slots.runs(request) else None
+
     def all(self) -> Iterable[RequestState]:
         """Return every request that is not settled: running, or finished with steps in flight."""
         return self._slots.all()
@@ -222,5 +227,7 @@ class RequestTable:
         if removed:
             self._finishing = [finishing for finishing in self._finishing if finishing[0] > settled]
             self._slots.remove(removed)
+            if self._recorder.kept is not None:
+                self._recorder.kept.release([request.slot for request in removed])
         for request in removed:
             self._finished.setdefault(request.uid, []).append(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Generic, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +23,21 @@ _COLUMNS = 1024  # of a table without runs
 _FEW = 8  # fewer serial numbers are compared with the table one by one
 
 
+class HasScores(Protocol):
+    """Scores, one row for each token."""
+
+    def scores(self) -> Tensor:
+        """Return the scores on the host, float32 [tokens, slots]. Blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """A step's scores as rows, one for each token of the step."""
 
-    shipment: Shipment
+    source: HasScores
 
     def rows(self) -> Tensor:
-        return self.shipment.scores()
+        return self.source.scores()
 
     def free(self) -> None:
         pass

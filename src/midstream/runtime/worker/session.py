@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from midstream.codecs import RowEncoding
+from midstream.runtime.protocol.cache_keys import KeptScore
 from midstream.runtime.protocol.step_scores import StepScores
 from midstream.runtime.worker.automaton_states import AutomatonStates
 from midstream.runtime.worker.collection import Collection
@@ -124,6 +126,44 @@ class WorkerSession:
         if self._recorder.prepared is not None:
             self._recorder.record()
             self.requests.settle()
+        else:
+            self._recorder.record_idle()
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether scores are kept of running requests."""
+        return self._recorder.kept is not None and len(self._recorder.kept) > 0
+
+    def place_scores(
+        self,
+        request_id: str,
+        scores: tuple[KeptScore, ...],
+        blocks: Sequence[Sequence[int]],
+        cached: int,
+    ) -> None:
+        """Note where the scores of a request that is about to run are kept, by its blocks; those of
+        one that runs again are known.
+        """
+        kept, request = self._recorder.kept, self.requests.running(request_id)
+        if kept is None or request is None or request.problem:
+            return
+        if kept.has(request.slot):  # its rows so far were in other blocks
+            self.requests.settle_requests([request])
+        elif not scores:
+            return
+        kept.place(request.slot, scores, blocks, cached)
+
+    def add_blocks(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:
+        """Note more blocks of a running request."""
+        kept, request = self._recorder.kept, self.requests.running(request_id)
+        if kept is not None and request is not None and kept.has(request.slot):
+            kept.extend(request.slot, blocks)
+
+    def drop_scores(self, keys: Sequence[str]) -> None:
+        """Keep some scores no longer, by key."""
+        if self._recorder.kept is not None:
+            self._recorder.settle_until(self.counts.steps)
+            self._recorder.kept.drop(keys)
 
     def check_integrity(self) -> None:
         """Check invariants that hold between steps; cheap."""
@@ -139,3 +179,4 @@ class WorkerSession:
             assert not len(self._automata)
             assert not len(self._recorder.rows)
             assert not len(self._recorder.scores)
+            assert self._recorder.kept is None or not len(self._recorder.kept)

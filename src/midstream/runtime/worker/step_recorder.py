@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from midstream.runtime.worker.row_index import (
 from midstream.runtime.worker.split_scores import SplitScores
 from midstream.runtime.worker.step import in_flight
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
+from midstream.runtime.worker.step.score_cache import CachedScores, ScoreCache
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
@@ -54,6 +55,7 @@ class RankMemory:
     taps: dict[Tap, int]
     transport: Transport
     arena: Arena
+    kept: ScoreCache | None = None  # scores of cached tokens; None: there are none
 
 
 class StepRecorder:
@@ -80,6 +82,7 @@ class StepRecorder:
         self._buffers = memory.buffers
         self._transport = memory.transport
         self._arena = memory.arena
+        self.kept = memory.kept
         self._slots = slots
         self._codecs = codecs
         self._patterns = patterns
@@ -163,7 +166,38 @@ class StepRecorder:
                 runs.row[scored],
                 np.full(int(scored.sum()), self._score_kind),
             )
-        self.reported = reported_scores(prepared, shipment, self._slots)
+        cached = self._record_cached(prepared, shipment)
+        self.reported = reported_scores(prepared, shipment, self._slots, cached)
+
+    def record_idle(self) -> None:
+        """Add the scores that requests have from the cache and that began with a step without a
+        program.
+        """
+        cached = self._record_cached(None, None)
+        if cached:
+            self.reported = StepScores(lambda: scores_with_cached(None, cached))
+
+    def _record_cached(
+        self, prepared: in_flight.PreparedStep | None, shipment: Shipment | None
+    ) -> Cached:
+        """Keep a step's scores; add those of cached tokens to the index; return reported ones."""
+        if self.kept is None:
+            return {}
+        self.kept.record(prepared, shipment, self.counts.steps)
+        reported = {}
+        for slot, cached in self.kept.take_new():
+            self.scores.record(
+                Scores(cached),
+                self._slots.serials(np.array([slot])),
+                np.zeros(1, np.int64),
+                np.array([cached.length]),
+                np.zeros(1, np.int64),
+                np.array([self._score_kind]),
+            )
+            request = self._slots.by_slot(slot)
+            if request is not None and request.reports:
+                reported[request.id] = cached
+        return reported
 
     def _row_bytes(self, codec: int) -> int:
         return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)
@@ -225,6 +259,8 @@ class StepRecorder:
     def _settle_oldest(self) -> None:
         step = self._in_flight.popleft()
         self._verify(step)
+        if self.kept is not None:
+            self.kept.carry_out(step.number)
         step.shipment.free_tally()
 
     def _verify(self, step: in_flight.InFlightStep) -> None:
@@ -267,8 +303,11 @@ class StepRecorder:
         self._armed.check_integrity()
 
 
+Cached = Mapping[str, CachedScores]  # of requests that report, by vLLM's id
+
+
 def reported_scores(
-    prepared: in_flight.PreparedStep, shipment: Shipment, slots: SlotTable
+    prepared: in_flight.PreparedStep, shipment: Shipment, slots: SlotTable, cached: Cached
 ) -> StepScores | None:
     """Return the scores that requests of a queued step report; None: there are none."""
     if not slots.num_reporting:
@@ -276,7 +315,7 @@ def reported_scores(
     runs = prepared.plan.runs
     chosen = (runs.scored > 0) & slots.reports[runs.slot]
     if not chosen.any():
-        return None
+        return StepScores(lambda: scores_with_cached(None, cached)) if cached else None
     ids = slots.ids_of(runs.slot[chosen])
     row, length = runs.row[chosen], runs.length[chosen]
     position = in_flight.positions_of(prepared, chosen)
@@ -284,6 +323,32 @@ def reported_scores(
     def read() -> ScoresOfStep:
         values = shipment.scores().numpy()
         known = position.values() if isinstance(position, PendingPositions) else position
-        return scores_of_runs(ids, known.tolist(), row.tolist(), length.tolist(), values)
+        scores = scores_of_runs(ids, known.tolist(), row.tolist(), length.tolist(), values)
+        return scores_with_cached(scores, cached) if cached else scores
 
     return StepScores(read)
+
+
+def scores_with_cached(scores: ScoresOfStep | None, cached: Cached) -> ScoresOfStep:
+    """Return a step's scores, of requests that began with it also those of their cached tokens."""
+    values = [cached_scores.scores().numpy() for cached_scores in cached.values()]
+    if scores is None:
+        scores = ScoresOfStep([], [], [], [], np.zeros((0, values[0].shape[1]), np.float32))
+    ids = [*scores.ids, *(name for name in cached if name not in scores.ids)]
+    first, row = list(scores.first), list(scores.row)
+    length, parts, end = list(scores.length), [scores.values], scores.values.shape[0]
+    for (name, cached_scores), mine in zip(cached.items(), values, strict=True):
+        index = ids.index(name)
+        parts.append(mine)
+        if index < len(first):
+            # One run without a gap: positions between the two have no score that anybody reads.
+            gap = np.zeros((first[index] - cached_scores.length, mine.shape[1]), np.float32)
+            parts += [gap, scores.values[row[index] : row[index] + length[index]]]
+            length[index] += first[index]
+            first[index], row[index] = 0, end
+        else:
+            first.append(0)
+            row.append(end)
+            length.append(cached_scores.length)
+        end = row[index] + length[index]
+    return ScoresOfStep(ids, first, row, length, np.concatenate(parts))

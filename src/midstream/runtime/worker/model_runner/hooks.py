@@ -57,7 +57,24 @@ class Hooks:
                     payload.reports,
                     payload.split,
                 )
+                scores, cached = payload.keys.scores, new.num_computed_tokens
+                self._session.place_scores(new.req_id, scores, new.block_ids, cached)
+        if self._session.keeps_scores:
+            self._add_blocks(scheduler_output.scheduled_cached_reqs)
         return nonfinite
+
+    def _add_blocks(self, scheduled: Any) -> None:
+        """Note new blocks of running requests, whose scores are kept by block."""
+        resumed = scheduled.resumed_req_ids
+        for index, blocks in enumerate(scheduled.new_block_ids):
+            if blocks is None:
+                continue
+            name = scheduled.req_ids[index]
+            if name in resumed:
+                cached = scheduled.num_computed_tokens[index]
+                self._session.place_scores(name, (), blocks, cached)
+            else:
+                self._session.add_blocks(name, blocks)
 
     def unknown_positions(
         self, request_ids: Sequence[str], positions: Callable[[], Tensor]

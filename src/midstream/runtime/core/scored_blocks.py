@@ -1,0 +1,254 @@
+"""Which cached blocks have which scores. Workers keep scores by the place of a token's KV, see
+`runtime.worker.step.score_cache`; the engine core knows what is there, and lets the cache serve a
+request the blocks that have all scores that the request asks for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from midstream.runtime.protocol.cache_keys import KeptScore
+from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.protocol.rpc import RPC, DropScores, arguments_of
+from midstream.runtime.vllm.attributes import SCORE_NUMBERS, SCORED_BLOCKS
+from midstream.runtime.vllm.kv_cache import KvBlocks, full_attention_blocks
+
+# Host memory of a worker for kept scores, and the most scores that it keeps of a token.
+MOST_BYTES, MOST_SCORES = 256 << 20, 256
+# (number of a score, tokens of the block that have it, as a bit for each), ascending.
+Marks = tuple[tuple[int, int], ...]
+
+
+class ScoredBlocks:
+    """The marks of cached blocks. A score has a number from its first request until it is dropped;
+    the same score gets another one afterwards, as the workers start with it anew.
+    """
+
+    def __init__(self, blocks: KvBlocks, drop: Callable[[list[str]], object]) -> None:
+        """Create it; `drop` tells the workers which scores, by key, they need not keep."""
+        self.group, self.size = blocks.group, blocks.size
+        self._most = most_scores(blocks.tokens)
+        self._drop = drop
+        self._numbers: OrderedDict[str, int] = OrderedDict()  # by key, the last used at the end
+        self._next = 1
+        self._kept: set[int] = set()  # those in `_numbers`
+        self._marks: dict[int, Marks] = {}  # by id of a block
+        # Blocks of equal content beside the one that vLLM finds, by its hash and by their ids.
+        self._twins: dict[Any, set[int]] = {}
+        self._hashes: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def numbers_of(self, request: Any, scores: Sequence[KeptScore]) -> tuple[int, ...]:
+        """Return the numbers of a request's scores, the same ones as long as it runs."""
+        numbers = SCORE_NUMBERS.get(request)
+        if numbers is None:
+            numbers = tuple([self._use(score.key) for score in scores])
+            SCORE_NUMBERS.set(request, numbers)
+            dropped = []
+            while len(self._numbers) > self._most:
+                key, number = self._numbers.popitem(last=False)
+                self._kept.discard(number)
+                dropped.append(key)
+            if dropped:
+                self._drop(dropped)
+        return numbers
+
+    def _use(self, key: str) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = self._next
+            self._kept.add(number)
+            self._next += 1
+        self._numbers.move_to_end(key)
+        return number
+
+    def served(
+        self, request: Any, scores: Sequence[KeptScore], pool: Any, hit: list[Any], length: int
+    ) -> int:
+        """Return up to where the blocks of a hit of `length` tokens have a request's scores. One
+        that lacks any is replaced, in the list, by one of the same content that has them.
+        """
+        wanted = _Wanted(scores, self.numbers_of(request, scores), self.size, self._kept)
+        last: tuple[Marks, Marks] | None = None
+        for index, block in enumerate(hit):
+            if index * self.size >= length:
+                break
+            needs = wanted.of_block(index)
+            if needs is None:
+                return index * self.size  # a score of it was dropped
+            if not needs:
+                continue
+            marks = self._marks.get(block.block_id, ())
+            if last is not None and marks is last[0] and needs is last[1]:
+                continue
+            if not _has(marks, needs):
+                twin = self._twin(block, pool, needs)
+                if twin is None:
+                    return index * self.size
+                hit[index] = twin
+                continue
+            last = marks, needs
+        return length
+
+    def _twin(self, block: Any, pool: Any, needs: Marks) -> Any | None:
+        for number in self._twins.get(block.block_hash, ()):
+            twin = pool.blocks[number]
+            if twin.block_hash == block.block_hash and _has(self._marks[number], needs):
+                return twin
+        return None
+
+    def add(self, request: Any, pool: Any, blocks: Sequence[Any], first: int) -> None:
+        """Mark blocks that a request fills, from its block `first` on, and that are cached now."""
+        payload = payload_of(request.sampling_params)
+        scores = () if payload is None else payload.keys.scores
+        if not scores:
+            return
+        wanted = _Wanted(scores, self.numbers_of(request, scores), self.size, None)
+        for index, block in enumerate(blocks, first):
+            marks = wanted.of_block(index)
+            if not marks or block.block_hash is None:
+                continue
+            self._marks[block.block_id] = marks
+            served = pool.get_cached_block(request.block_hashes[index], [self.group])
+            if served and served[0] is not block:
+                self._twins.setdefault(block.block_hash, set()).add(block.block_id)
+                self._hashes[block.block_id] = block.block_hash
+
+    def forget(self, blocks: Iterable[Any]) -> None:
+        """Remove the marks of blocks that get other content."""
+        if not self._marks:
+            return
+        for block in blocks:
+            if self._marks.pop(block.block_id, None) is None:
+                continue
+            known = self._hashes.pop(block.block_id, None)
+            if known is not None:
+                twins = self._twins[known]
+                twins.discard(block.block_id)
+                if not twins:
+                    del self._twins[known]
+
+
+class _Wanted:
+    """Marks of a request's blocks; most of them are the same object."""
+
+    def __init__(
+        self,
+        scores: Sequence[KeptScore],
+        numbers: Sequence[int],
+        size: int,
+        kept: set[int] | None,
+    ) -> None:
+        """Create it; `kept`: the numbers that count; None: all do."""
+        self._scores = sorted(zip(numbers, scores, strict=True), key=lambda score: score[0])
+        self._size = size
+        self._kept = kept
+        self._whole = tuple((number, (1 << size) - 1) for number, _ in self._scores)
+        # Blocks [begin, end) are inside the last range of each score.
+        last = [score.ranges[-1] for score in scores]
+        self._begin = -(-max(start for start, _ in last) // size)
+        self._end = min((stop // size for _, stop in last if stop is not None), default=None)
+        self._is_whole_kept = kept is None or kept.issuperset(numbers)
+
+    def of_block(self, index: int) -> Marks | None:
+        """Return which scores are of which of a block's tokens; None: one of these was dropped."""
+        if index >= self._begin and (self._end is None or index < self._end):
+            return self._whole if self._is_whole_kept else None
+        start, size = index * self._size, self._size
+        marks = []
+        for number, score in self._scores:
+            bits = 0
+            for low, high in score.ranges:
+                begin = max(low - start, 0)
+                end = size if high is None else min(high - start, size)
+                if begin < end:
+                    bits |= (1 << end) - (1 << begin)
+            if bits:
+                if self._kept is not None and number not in self._kept:
+                    return None
+                marks.append((number, bits))
+        return tuple(marks)
+
+
+def _has(marks: Marks, needs: Marks) -> bool:
+    if marks == needs:
+        return True
+    known = dict(marks)
+    return all(not bits & ~known.get(number, 0) for number, bits in needs)
+
+
+def most_scores(tokens: int) -> int:
+    """Return how many scores of each of so many tokens are kept."""
+    return max(1, min(MOST_SCORES, MOST_BYTES // (4 * max(tokens, 1))))
+
+
+def prepare(engine: Any) -> None:
+    """Let an engine core note which blocks have scores, once."""
+    manager = engine.scheduler.kv_cache_manager
+    pool = manager.block_pool
+    if SCORED_BLOCKS.get(pool) is not None:
+        return
+    blocks = full_attention_blocks(manager.kv_cache_config)
+    if blocks is None or not _is_simple(manager, blocks):
+        return
+
+    def drop(keys: list[str]) -> None:
+        message = arguments_of(DropScores(keys))
+        engine.model_executor.collective_rpc(RPC, args=message, non_block=True)
+
+    SCORED_BLOCKS.set(pool, ScoredBlocks(blocks, drop))
+
+
+def _is_simple(manager: Any, blocks: KvBlocks) -> bool:
+    """Return whether a cached block is a block of the group, and a hit ends with a block."""
+    coordinator, pool = manager.coordinator, manager.block_pool
+    size = coordinator.single_type_managers[blocks.group].block_size
+    return bool(
+        pool.enable_caching
+        and size == blocks.size == getattr(pool, "hash_block_size", size)
+        and not getattr(coordinator, "enable_partial_hash_hits", False)
+    )
+
+
+def cache_full_blocks(
+    original: Callable[..., Any],
+    pool: Any,
+    request: Any,
+    blocks: Any,
+    num_cached_blocks: int,
+    num_full_blocks: int,
+    block_size: int,
+    kv_cache_group_id: int,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    """Mark the blocks that vLLM caches with the scores that their request asked for."""
+    out = original(
+        pool,
+        request,
+        blocks,
+        num_cached_blocks,
+        num_full_blocks,
+        block_size,
+        kv_cache_group_id,
+        *rest,
+        **kwargs,
+    )
+    scored: ScoredBlocks | None = SCORED_BLOCKS.get(pool)
+    if scored is not None and kv_cache_group_id == scored.group:
+        full = blocks[num_cached_blocks:num_full_blocks]
+        scored.add(request, pool, full, num_cached_blocks)
+    return out
+
+
+def get_new_blocks(original: Callable[..., Any], pool: Any, num_blocks: int) -> Any:
+    """Forget what the blocks had that a request gets for other tokens."""
+    blocks = original(pool, num_blocks)
+    scored: ScoredBlocks | None = SCORED_BLOCKS.get(pool)
+    if scored is not None:
+        scored.forget(blocks)
+    return blocks

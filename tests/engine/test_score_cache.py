@@ -1,0 +1,219 @@
+"""A probe's scores are kept with the KV of their tokens: a prompt that is cached is not computed
+again for its scores, and these are the ones that its tokens had.
+
+Every answer is held against the same request on an engine without a prefix cache, and how many
+tokens the cache served is asserted to the token. A block is 32 tokens.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.cached_pair import SIZE, WHOLE, Pair, fresh
+from support.engines import generated, greedy
+
+from midstream import Capture, Gate, Probe, Steer
+from midstream.plan import Stop, Switch
+
+
+@pytest.fixture
+def pair(wide: Any, uncached: Any) -> Pair:
+    return Pair(wide, uncached)
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    """A prompt that no other test has seen."""
+    return fresh(SIZE)
+
+
+def vector(seed: int, size: float = 3.0) -> torch.Tensor:
+    return size * torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def probe(seed: int = 3, layer: int = 1, **where: Any) -> Probe:
+    return Probe(vector(seed), layer, **where)
+
+
+def scores(output: Any, name: str | None = None) -> torch.Tensor:
+    """The scores of the prompt's whole blocks."""
+    probes = output.probes
+    name = next(iter(probes)) if name is None else name
+    return probes[name][probes.positions_of(name) < WHOLE]
+
+
+def test_a_prompt_that_comes_again_is_served_with_its_scores(pair: Pair, prompt: Any) -> None:
+    first = pair.ask(prompt, 0, probes=probe())
+    again = pair.ask(prompt, WHOLE, probes=probe())
+    assert torch.equal(scores(again), scores(first))
+    assert scores(again).numel() == WHOLE
+    assert again.receipt.status == "ok"
+    # Also after a request without the probe, which the cache serves too.
+    pair.ask(prompt, WHOLE)
+    assert torch.equal(scores(pair.ask(prompt, WHOLE, probes=probe())), scores(first))
+
+
+def test_tokens_that_were_computed_without_a_probe_are_computed_once_more(
+    pair: Pair, prompt: Any
+) -> None:
+    pair.ask(prompt, 0)
+    pair.ask(prompt, 0, probes=probe())
+    pair.ask(prompt, WHOLE, probes=probe())
+    pair.ask(prompt, 0, probes=probe(4))
+    for seed in (3, 4, 3, 4):
+        pair.ask(prompt, WHOLE, probes=probe(seed))
+    # No block has the scores of both.
+    both = [probe(3, name="a"), probe(4, name="b")]
+    pair.ask(prompt, 0, probes=both)
+    pair.ask(prompt, WHOLE, probes=both)
+    pair.ask(prompt, WHOLE, probes=both[::-1])
+
+
+def test_the_same_vector_elsewhere_or_with_another_reading_is_another_probe(
+    pair: Pair, prompt: Any
+) -> None:
+    pair.ask(prompt, 0, probes=probe())
+    for other in (
+        probe(layer=2),
+        probe(site="mlp_out"),
+        probe(bias=1.0),
+    ):
+        pair.ask(prompt, 0, probes=other)
+        pair.ask(prompt, WHOLE, probes=other)
+    pair.ask(prompt, WHOLE, probes=probe(name="renamed"))
+
+
+def test_scores_are_those_after_the_edits_of_the_request(pair: Pair, prompt: Any) -> None:
+    steer = Steer(vector(1), layer=1)
+    plain = pair.ask(prompt, 0, probes=probe())
+    steered = pair.ask(prompt, 0, probes=probe(), edits=steer)
+    assert not torch.allclose(scores(plain), scores(steered), rtol=0.01)
+    assert torch.equal(scores(pair.ask(prompt, WHOLE, probes=probe())), scores(plain))
+    again = pair.ask(prompt, WHOLE, probes=probe(), edits=steer)
+    assert torch.equal(scores(again), scores(steered))
+    # An edit of the last layer changes no KV, but the score of a probe there.
+    late = Steer(vector(1), layer=2, positions=slice(40, 50))
+    pair.ask(prompt, 0, probes=probe(layer=2))
+    pair.ask(prompt, 32, probes=probe(layer=2), edits=late)
+    pair.ask(prompt, WHOLE, probes=probe(layer=2), edits=late)
+
+
+@pytest.mark.parametrize(
+    ("where", "hits"),
+    [
+        (slice(40, 70), (32, WHOLE)),
+        (slice(70, None), (64, WHOLE)),
+        ([3, 50, 99], (0, WHOLE)),
+        ("last_prompt", (WHOLE, WHOLE)),
+    ],
+)
+def test_a_probe_of_some_positions_has_the_blocks_before_them_computed_by_anybody(
+    pair: Pair, prompt: Any, where: Any, hits: tuple[int, int]
+) -> None:
+    pair.ask(prompt, 0)
+    for hit in hits:
+        pair.ask(prompt, hit, probes=probe(positions=where))
+    # Of more positions than a block has scores of, it is computed again.
+    wider = pair.ask(prompt, None, probes=probe())
+    assert wider.num_cached_tokens < WHOLE
+    pair.ask(prompt, WHOLE, probes=probe())
+    pair.ask(prompt, WHOLE, probes=probe(positions=where))
+
+
+def test_the_scores_of_generated_tokens_are_kept_for_the_next_turn(pair: Pair) -> None:
+    prompt = fresh(40)
+    first = pair.ask(prompt, 0, probes=probe(), count=60)
+    turn = [*prompt, *generated(first), 7, 8, 9]
+    second = pair.ask(turn, WHOLE, probes=probe())
+    assert torch.equal(scores(second), scores(first))
+
+
+def test_a_longer_prompt_has_the_scores_of_the_prefix_that_it_shares(
+    pair: Pair, prompt: Any
+) -> None:
+    pair.ask(prompt, 0, probes=probe())
+    pair.ask([*prompt[:70], *fresh(60)], 64, probes=probe())
+
+
+def test_a_gate_with_memory_and_a_capture_are_computed_as_before(pair: Pair, prompt: Any) -> None:
+    gate = Gate(Steer(vector(2), layer=2), Probe(vector(3), 1), 0.0, hold=3)
+    pair.ask(prompt, 0, probes=probe(), edits=gate)
+    pair.ask(prompt, 0, probes=probe(), edits=gate)
+    pair.ask(prompt, None, probes=probe(), capture=Capture(1, positions=slice(50, None)))
+    pair.ask(prompt, 32, probes=probe(), capture=Capture(1, positions=slice(50, None)))
+
+
+def test_another_salt_shares_neither_kv_nor_scores(pair: Pair, prompt: Any) -> None:
+    pair.ask(prompt, 0, probes=probe(), salt="a")
+    pair.ask(prompt, 0, probes=probe(), salt="b")
+    pair.ask(prompt, WHOLE, probes=probe(), salt="a")
+
+
+def test_a_reset_of_the_cache_forgets_scores_too(pair: Pair, prompt: Any) -> None:
+    pair.ask(prompt, 0, probes=probe())
+    assert pair.cached.reset_prefix_cache()
+    pair.ask(prompt, 0)
+    pair.ask(prompt, 0, probes=probe())
+
+
+def test_a_probe_that_stops_or_switches_acts_on_a_cached_token_as_on_a_computed_one(
+    pair: Pair, prompt: Any
+) -> None:
+    first = pair.ask(prompt, 0, probes=probe())
+    top = float(scores(first).max())
+    at = int(scores(first).argmax())
+    stop = probe(name="guard", act=Stop(above=top - 1e-3))
+    for hit in (WHOLE, WHOLE):
+        out = pair.ask(prompt, hit, probes=stop)
+        assert out.outputs[0].stop_reason == "probe:guard"
+        assert [action.position for action in out.receipt.actions] == [at]
+    switch = probe(name="s", act=Switch(above=top - 1e-3, edits=[Steer(vector(1), layer=1)]))
+    switched = pair.ask(prompt, WHOLE, probes=switch, count=20)
+    assert generated(switched) != generated(pair.ask(prompt, WHOLE, count=20))
+
+
+def test_scores_of_one_step_are_served_to_another_request_in_the_same_step(
+    wide: Any, uncached: Any, prompt: Any
+) -> None:
+    """vLLM lets a request have blocks that are computed in the very step in which it begins."""
+    prompts = [{"prompt_token_ids": [*prompt, 5 + number]} for number in range(4)]
+    outputs = [
+        engine.generate(prompts, greedy(3, detokenize=False), use_tqdm=False, probes=probe())
+        for engine in (wide, uncached)
+    ]
+    for found, expected in zip(*outputs, strict=True):
+        name = next(iter(found.probes))
+        torch.testing.assert_close(
+            found.probes[name], expected.probes[name], rtol=1e-5, atol=1e-5
+        )
+        assert found.receipt.status == "ok"
+    assert sum(found.num_cached_tokens for found in outputs[0]) in (0, 3 * WHOLE)
+
+
+def test_random_requests_on_shared_prefixes_have_the_scores_of_an_engine_without_a_cache(
+    pair: Pair,
+) -> None:
+    draw = random.Random(5)
+    trunks = [fresh(200) for _ in range(3)]
+    choices = [
+        [probe(3)],
+        [probe(4, layer=2)],
+        [probe(3), probe(4, layer=2, name="second")],
+        [probe(3, positions=slice(20, 90))],
+        [],
+    ]
+    edits = [None, Steer(vector(1), layer=0, positions=slice(64, 80)), Steer(vector(2), layer=2)]
+    hits = 0
+    for _ in range(30):
+        trunk = draw.choice(trunks)[: draw.randrange(33, 200)]
+        asked: dict[str, Any] = {}
+        if chosen := draw.choice(choices):
+            asked["probes"] = chosen
+        if (edit := draw.choice(edits)) is not None:
+            asked["edits"] = edit
+        output = pair.ask(trunk, None, count=draw.choice([1, 3, 40]), **asked)
+        assert output.receipt is None or output.receipt.status == "ok"
+        hits += output.num_cached_tokens if "probes" in asked else 0
+    assert hits > 500
