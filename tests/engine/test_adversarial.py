@@ -116,6 +116,7 @@ def assert_it_showed_something(totals: Totals, asked: int) -> None:
         "of_heads": 6,
         "of_dims": 40,
         "captured_hits": 25,
+        "scored_hits": 40,
         "cached_edits": 1,
         "given_up": 40,
         "stopped": 20,

@@ -13,6 +13,7 @@ import torch
 from support import tiny
 from support.cached_pair import SIZE, WHOLE, Pair, fresh
 from support.engines import generated, greedy
+from support.updating import Stepped
 
 from midstream import Capture, Gate, Probe, Steer
 from midstream.plan import Stop, Switch
@@ -185,11 +186,39 @@ def test_scores_of_one_step_are_served_to_another_request_in_the_same_step(
     ]
     for found, expected in zip(*outputs, strict=True):
         name = next(iter(found.probes))
-        torch.testing.assert_close(
-            found.probes[name], expected.probes[name], rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(found.probes[name], expected.probes[name], rtol=1e-5, atol=1e-5)
         assert found.receipt.status == "ok"
     assert sum(found.num_cached_tokens for found in outputs[0]) in (0, 3 * WHOLE)
+
+
+def test_a_preempted_request_has_its_scores_and_keeps_them_where_its_new_blocks_are(
+    wide: Any, uncached: Any
+) -> None:
+    prompts = [fresh(SIZE) for _ in range(4)]
+
+    def run(engine: Any, stops: tuple[int, ...]) -> dict[str, Any]:
+        stepped = Stepped(engine)
+        for number, prompt in enumerate(prompts):
+            stepped.add(f"{number}", prompt, greedy(40, detokenize=False), probes=probe())
+        for stop in stops:
+            stepped.step(stop)
+            for request in list(stepped.scheduler.running):
+                stepped.scheduler.running.remove(request)
+                stepped.scheduler._preempt_request(request, 0.0)
+        return stepped.finish()
+
+    expected = run(uncached, ())
+    for outputs in (run(wide, (8, 9)), run(wide, ())):
+        for name, output in outputs.items():
+            assert output.outputs[0].receipt.status == "ok"
+            torch.testing.assert_close(
+                all_scores(output), all_scores(expected[name]), rtol=1e-5, atol=1e-5
+            )
+
+
+def all_scores(output: Any) -> torch.Tensor:
+    (values,) = output.outputs[0].probes.values()
+    return values
 
 
 def test_random_requests_on_shared_prefixes_have_the_scores_of_an_engine_without_a_cache(

@@ -43,6 +43,7 @@ class Totals:
     of_heads: int = 0
     of_dims: int = 0
     captured_hits: int = 0
+    scored_hits: int = 0
     cached_edits: int = 0
     stopped: int = 0
     parted: int = 0

@@ -93,7 +93,7 @@ def against_hooks(ask: Ask, output: Any, oracle: EditOracle, measure: Measure) -
 
 
 def _first_read(ask: Ask) -> int | None:
-    """The first position of the prompt that must be computed, since it is captured or probed."""
+    """The first position of the prompt that must be computed, since it is captured."""
     firsts = []
     for place in ask.reads:
         # The final row is one of the prompt's where one token is generated.

@@ -45,7 +45,7 @@ class Ask:
     abort_at: int | None = None  # the tick at which it is given up; None: never
     # Edits by value, in the order in which they apply, and where they do; for hooks.
     parts: tuple[tuple[Any, Place], ...] = field(default=(), compare=False)
-    # The places of captures and named probes.
+    # The places of captures: what the cache serves has scores, and no rows.
     reads: tuple[Place, ...] = field(default=(), compare=False)
     probes: tuple[Any, ...] = field(default=(), compare=False)
 
@@ -88,6 +88,7 @@ class Rival:
     prompt: list[int]
     max_tokens: int
     edits: list[tuple[Any, Place]]
+    probes: list[tuple[Any, Place]]
 
 
 class Mix:
@@ -104,6 +105,7 @@ class Mix:
         self._names: dict[str, Any] = {}
         self._written: list[tuple[Any, Place]] = []
         self._lately: list[Rival] = []
+        self._scored: list[Rival] = []  # with probes; some come again, for their kept scores
         self._steers = [edit for edit in catalogue.edits if vector_of(edit) is not None][:8]
 
     def coming(self, tick: int, past: Sequence[Past], open_: int) -> list[Ask]:
@@ -124,17 +126,24 @@ class Mix:
         draw = random.Random(f"{self.seed} {number}")
         self._change_server(draw)
         rival = draw.choice(self._lately[-4:]) if self._lately and draw.random() < 0.2 else None
+        again = self._scored and draw.random() < 0.15
+        if again:
+            rival = draw.choice(self._scored[-3:])
         prompt = self._prompt(draw, past) if rival is None else rival.prompt
         params = self._params(draw, len(prompt))
         if rival is not None:
             params["max_tokens"] = rival.max_tokens
         places = Places(draw, prompt, params["max_tokens"])
         edits, captures, probes = self._asked(draw, places)
-        if rival is not None:
+        if again and rival is not None:
+            edits, captures, probes = rival.edits, [], rival.probes
+        elif rival is not None:
             edits = [self._against(draw, edit, place) for edit, place in rival.edits]
         if edits:
-            self._lately.append(Rival(prompt, params["max_tokens"], edits))
-        reads = (*(place for _, place in captures), *(place for _, place in probes))
+            self._lately.append(Rival(prompt, params["max_tokens"], edits, probes))
+        if probes:
+            self._scored.append(Rival(prompt, params["max_tokens"], edits, probes))
+        reads = tuple(place for _, place in captures)
         own = [self._named(draw, edit) for edit, _ in edits]
         server = [
             placed(edit, phase=PHASES[tier])

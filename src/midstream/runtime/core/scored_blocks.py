@@ -49,7 +49,8 @@ class ScoredBlocks:
             numbers = tuple([self._use(score.key) for score in scores])
             SCORE_NUMBERS.set(request, numbers)
             dropped = []
-            while len(self._numbers) > self._most:
+            # Those of this request, which are the last ones, stay even if they are more.
+            while len(self._numbers) > max(self._most, len(numbers)):
                 key, number = self._numbers.popitem(last=False)
                 self._kept.discard(number)
                 dropped.append(key)

@@ -84,17 +84,21 @@ def test_the_first_edited_position_is_found(seed, position):
 
 
 @given(st.integers(0, 10**9))
-def test_the_first_row_to_compute_is_the_first_that_is_captured_or_probed(seed):
+def test_the_first_row_to_compute_is_the_first_that_is_captured(seed):
     plan = random_plan(random.Random(seed), LENGTH) or plan_of()
     wheres = [one.where for one in plan.captures]
-    wheres += [one.where for one in plan.probes if one.name]
     firsts = [
         position
         for where in wheres
         for position in [next((at for at in range(200) if _possible(where, at)), None)]
         if position is not None
     ]
-    assert cache_keys(plan).first_read == min(firsts, default=None)
+    keys = cache_keys(plan)
+    assert keys.first_read == min(firsts, default=None)
+    named = {one.slot: one.where for one in plan.probes if one.name}
+    assert {score.slot: score.ranges for score in keys.scores} == {
+        slot: where.possible for slot, where in named.items() if where.possible
+    }
 
 
 def _possible(where: Where, position: int) -> bool:
