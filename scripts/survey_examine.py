@@ -77,6 +77,8 @@ def examine(candidate: Candidate, settings: EngineSettings) -> dict[str, Any]:
         said["reason"] = f"vLLM cannot load it here: {_why_unread(candidate.name)}"
     # Remove the arguments that pydantic appends, and this host's folders.
     reason = re.sub(r"[^\s('\"]*/site-packages/", "", said["reason"].split(" [type=")[0])
+    # transformers lists all of its hundreds of classes.
+    reason = re.sub(r"\. Model type should be one of .*", "", reason, flags=re.DOTALL)
     return {**said, "reason": reason}
 
 
