@@ -424,6 +424,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lens_cost": overhead,
     "sae_cost": overhead,
     "acting": overhead,
+    "guards": overhead,
     "overhead_sites": overhead,
     "overhead_tp": overhead,
     "flat_cost": overhead,

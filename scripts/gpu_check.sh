@@ -29,7 +29,7 @@ bench() { # GROUP NAME SCRIPT OPTIONS… A benchmark that stops by itself; print
 }
 
 every="kernel transport v2 v1 inner spec mix serve stale parity identical overhead flat stream capture"
-every+=" against attention lens sae acting sweep serving disk quantised images families"
+every+=" against attention lens sae acting guards sweep serving disk quantised images families"
 # With two GPUs (four for some checks), also the checks of several ranks.
 [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && every+=" ranks overhead-tp"
 wanted=" ${CHECKS:-$every} "
@@ -109,6 +109,7 @@ for shape in ${SHAPES:-0.6b 8b}; do
   bench attention attention-$shape attention_cost --shapes $shape
   bench lens lens-$shape lens_cost --shapes $shape
   bench sae sae-$shape sae_cost --shapes $shape --kv-gib 4 --rounds 3
+  bench guards guards-$shape guards --shapes $shape --kv-gib 14 --plain-engines "$plain"
   bench acting acting-$shape acting --shapes $shape --kv-gib 4 --plain-engines "$plain" --by sequences
   bench acting acting-streams-$shape acting --shapes $shape --kv-gib 4 --by streams --rounds 3
 done

@@ -184,8 +184,8 @@ def test_a_round_that_would_not_end_in_time_does_not_begin(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["acting", "against", "capture_cost", "disk", "flat_cost", "identical", "layer_scaling",
-     "lens_cost", "overhead", "sae_cost", "serving", "step_cost", "stream"],
+    ["acting", "against", "capture_cost", "disk", "flat_cost", "guards", "identical",
+     "layer_scaling", "lens_cost", "overhead", "sae_cost", "serving", "step_cost", "stream"],
 )  # fmt: skip
 def test_scripts_that_time_engines_have_a_limit_and_five_rounds(name):
     text = (BENCHMARKS / f"{name}.py").read_text()

@@ -164,6 +164,7 @@ def _count(ask: Ask, output: Any, totals: Totals, chunk: int) -> None:
     totals.chunked += len(ask.prompt) > chunk
     totals.hits += hit
     totals.edited_hits += hit and bool(ask.parts)
+    totals.scored_hits += hit and bool(ask.probes)
     totals.captured_hits += hit and bool(ask.alone and ask.alone.get("capture"))
     inner = [edit for edit in map(_changing, ask.parts) if edit.sites.names[0] in INNER]
     totals.inner_edits += bool(inner)

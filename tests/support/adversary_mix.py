@@ -126,7 +126,7 @@ class Mix:
         draw = random.Random(f"{self.seed} {number}")
         self._change_server(draw)
         rival = draw.choice(self._lately[-4:]) if self._lately and draw.random() < 0.2 else None
-        again = self._scored and draw.random() < 0.15
+        again = self._scored and draw.random() < 0.1
         if again:
             rival = draw.choice(self._scored[-3:])
         prompt = self._prompt(draw, past) if rival is None else rival.prompt

@@ -1,0 +1,132 @@
+"""Cost of probes of every token, which a server asks of all traffic.
+
+    python benchmarks/guards.py [--shapes 8b] [--probes 16] [--plain-engines 2] [--kv-gib 14]
+        [--rounds 7] [--seconds 400] [--json FILE]
+
+Seconds, with the prefix cache on, of
+
+- a step in which 256 sequences generate a token each;
+- a prompt of 8,000 tokens and its first token (prefill);
+- the same prompt again, which the cache serves but for its last block (cached).
+
+All requests ask for the same linear probes, at layers spread over the model: "probes", and "probes
+that stop" at scores that are never reached. Variants take turns as in overhead.py; prompts of the
+prefill are new in each round. The JSON has how many tokens the cache served.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import engines
+import overhead
+import shapes
+
+BATCH, SKIPPED, STEPS, LONG = 256, 8, 48, 8000
+NEVER = 1e30
+TAPPED = "midstream"
+ASKED = {"idle": "", "probes": "probes", "probes that stop": "stop"}
+_new = itertools.count()
+
+
+def main() -> int:
+    """Measure every shape, and write the table."""
+    parser = engines.arguments(__doc__, list(shapes.SHAPES))
+    parser.add_argument("--probes", type=int, default=16)
+    parser.add_argument("--plain-engines", type=int, choices=(1, 2), default=2)
+    args = parser.parse_args()
+    run = engines.Run("guards", args, probes=args.probes, shapes={})
+    for shape in args.shapes:
+        into = run.results["shapes"][shape] = {}
+        model = shapes.write(shape, engines.CACHE)
+        settings = engines.settings(shape, args, enable_prefix_caching=True, max_model_len=8192)
+        names = overhead.PLAIN[: args.plain_engines]
+        makers: dict[str, tuple[Any, ...]] = dict.fromkeys(names, (engines.plain, model, settings))
+        makers[TAPPED] = engines.tapped, model, settings, {"probes": args.probes}
+        with run.limited(), run.engines(makers, ("plain", TAPPED)) as started:
+            into |= started[TAPPED].call(engines.describe)
+            for name, function in (("decode", decode), ("prefill", prefill), ("cached", cached)):
+                given = variants(started, function, shape, args.probes)
+                run.measure(into, name, given)
+            served = started[TAPPED].call(num_cached, "probes", shape, args.probes)
+            into["cached_tokens"] = {"of": LONG, "with probes": served}
+            run.stage(f"{shape}: the cache served {served} of {LONG} tokens with probes")
+    return run.finish()
+
+
+def variants(started: Any, function: Any, shape: str, count: int) -> dict[str, Any]:
+    """Return what runs in turn, by name."""
+    plain = {name: (name if name in started else overhead.PLAIN[0], "") for name in overhead.PLAIN}
+    tapped = {name: (TAPPED, asked) for name, asked in ASKED.items()}
+    return {
+        name: functools.partial(started[engine].call, function, asked, shape, count)
+        for name, (engine, asked) in {**plain, **tapped}.items()
+        if engine in started
+    }
+
+
+def asks(name: str, shape: str, count: int) -> dict[str, Any]:
+    """Return `generate`'s arguments of one request."""
+    if not name:
+        return {}
+    from midstream import Probe
+    from midstream.plan import Stop
+
+    layers = int(shapes.SHAPES[shape]["num_hidden_layers"])
+    act = Stop(above=NEVER) if name == "stop" else None
+    return {
+        "probes": [
+            Probe(
+                overhead.vector(shape, number), number * layers // count, name=f"p{number}", act=act
+            )
+            for number in range(count)
+        ]
+    }
+
+
+def decode(llm: Any, name: str, shape: str, count: int) -> float:
+    """Return the mean seconds of steps in which each sequence generates a token."""
+    return overhead.last_steps(llm, BATCH, SKIPPED, STEPS, asks(name, shape, count))[0]
+
+
+def prefill(llm: Any, name: str, shape: str, count: int) -> float:
+    """Return the seconds to the first token of a prompt that nobody has seen."""
+    return _timed(llm, _prompt(f"new {next(_new)} {name}"), asks(name, shape, count))[0]
+
+
+def cached(llm: Any, name: str, shape: str, count: int) -> float:
+    """Return the seconds to the first token of a prompt that came before, with the same probes."""
+    given = asks(name, shape, count)
+    _timed(llm, _prompt("again"), given)
+    return _timed(llm, _prompt("again"), given)[0]
+
+
+def num_cached(llm: Any, name: str, shape: str, count: int) -> int:
+    """Return how many tokens of a prompt that came before the cache serves."""
+    given = asks(name, shape, count)
+    _timed(llm, _prompt("again"), given)
+    return int(_timed(llm, _prompt("again"), given)[1])
+
+
+def _timed(llm: Any, prompt: dict[str, Any], given: dict[str, Any]) -> tuple[float, int]:
+    params = overhead.sampling(1)
+    start = time.perf_counter()
+    (output,) = llm.generate([prompt], params, use_tqdm=False, **given)
+    return time.perf_counter() - start, output.num_cached_tokens or 0
+
+
+def _prompt(seed: str) -> dict[str, Any]:
+    draw = random.Random(seed)
+    return {"prompt_token_ids": [draw.randrange(3, 500) for _ in range(LONG)]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
