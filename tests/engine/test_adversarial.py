@@ -107,7 +107,7 @@ def mix(seed: int, count: int, choices: Catalogue) -> Mix:
 def assert_it_showed_something(totals: Totals, asked: int) -> None:
     assert totals.requests == asked
     shown = {
-        "preemptions": 40,
+        "preemptions": 100,
         "chunked": 5,
         "hits": 6,
         "edited_hits": 15,
