@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.activations.reference import norm
 from midstream.ops.layout import Flags
 from midstream.ops.row_views import Index, index
 from midstream.ops.sae.reference import SaeBuffers
@@ -18,7 +20,15 @@ Ints = NDArray[np.int32]
 Rows = NDArray[np.int64]
 
 # A plain integer: IntFlag operations create objects, at ten times the cost.
-_COUNTED = int(Flags.COUNTED)
+_COUNTED, _FRESH = int(Flags.COUNTED), int(Flags.FRESH)
+
+
+class PlainDose(NamedTuple):
+    """Of an edit that only adds: its slot, what it adds, and what those before it added."""
+
+    slot: int
+    change: Tensor
+    before: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +41,37 @@ class Device:
     bank: Tensor  # float32 [starts, W], the vector that starts at each unit
     scores: Tensor
     ids: Ints
+    doses: Ints  # of `tally`, [T, n]
     units: int  # of a vector
     numbers: Tensor  # the bank as one vector
     sae: SaeBuffers | None
 
-    def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int]:
-        """Return the sum of plain instructions, float32 [W], and how many of them are COUNTED."""
+    def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int, list[PlainDose]]:
+        """Return the sum of plain instructions, float32 [W], how many are COUNTED, and doses."""
         words = self.instructions[start:stop].tolist()
         scales = self.params[start:stop, layout.A].tolist()
         delta = torch.zeros(self.bank.shape[1])
+        before = delta  # an edit
+        measured = []
         for word, scale in zip(words, scales, strict=True):
+            slot = word[layout.SLOT]
+            if self.doses.shape[1] and word[layout.FLAGS] & _FRESH:
+                before = delta.clone()
             if scale:
                 # Two roundings: with a fused multiply-add, +v and −v would not cancel.
                 delta += self.bank[word[layout.WRITE]] * scale
-        return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words)
+            if slot:
+                measured.append(PlainDose(slot, delta - before, before))
+        return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words), measured
+
+    def store_doses(
+        self, rows: NDArray[np.integer], slot: int, change: Tensor, before: Tensor
+    ) -> None:
+        """Store how long an edit's change of rows is, [n, W] or [W], relative to these before."""
+        moved = norm(torch.atleast_2d(change))
+        ratio = torch.where(moved == 0, 0.0, moved / norm(before))
+        bits = np.maximum(ratio.numpy().view(np.int32), layout.NO_CHANGE)
+        self.doses[rows, slot - 1] = bits
 
     def vectors(self, rows: NDArray[np.integer]) -> Tensor:
         """Return the vectors that start at units of the bank: [n, W], or [1, W] if all are one."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.ops import layout
@@ -236,7 +237,10 @@ class StepRecorder:
         expected = self._expected
         if expected is None or expected.tokens is not plan.tokens:
             expected = self._expected = in_flight.ExpectedCounts(plan, self._signature.signature)
-        tally = step.shipment.tally().numpy()[plan.active]
+        every = step.shipment.tally().numpy()[plan.active]
+        if plan.doses:
+            self._add_doses(plan, every[:, layout.DOSES : layout.DOSES + plan.doses])
+        tally = every[:, : layout.TALLY_COLUMNS]
         if tally.tobytes() == expected.tally:
             self._slots.states.set(plan, expected.states)
             return
@@ -260,6 +264,23 @@ class StepRecorder:
                 f"{plan.captures[row]} captured vectors, the device counted {edits[row]} and "
                 f"{captures}; {self._signature.diagnose(signature)}",
             )
+
+    def _add_doses(self, plan: StepPlan, bits: NDArray[np.int32]) -> None:
+        doses = self._slots.doses.add(plan.slots, plan.positions, bits)
+        bound = self._slots.doses.bound
+        if bound is None or float(doses.max()) <= bound:
+            return
+        for row in np.flatnonzero(doses.max(1) > bound).tolist():
+            request, position = self._slots.by_slot(int(plan.slots[row])), int(plan.positions[row])
+            if request is not None and not request.problem:
+                column = int(doses[row].argmax())
+                changed = request.name_edit(position, column)
+                self._slots.fail(
+                    request,
+                    position,
+                    f"position {position}: {changed} by {doses[row, column]:.3g} times its length, "
+                    f"and the setting max_dose is {bound:g}; use a smaller scale",
+                )
 
     def check_integrity(self) -> None:
         """Check that no step is prepared and that the device has the armed tokens."""
