@@ -32,6 +32,7 @@ def programs(width: int) -> list[Edits]:
         [(0, [plain])],
         [(0, [plain]), (1, [other])],
         [(2, [plain]), (None, [other]), (0, [plain])],
+        [(None, [replace(other, flags=_LAST)]), (1, [plain])],
         [(1, [replace(plain, flags=_FIRST), replace(other, flags=_LAST)]), (0, [plain])],
         [(0, [line]), (2, [plain])],
         [(0, [Step(Op.ADD_MATCHED, write=4, a=part, flags=_BOTH)]), (1, [kept])],

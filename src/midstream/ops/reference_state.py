@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.ops.activations.reference import norm
 from midstream.ops.layout import Flags
 from midstream.ops.row_views import Index, index
 from midstream.ops.sae.reference import SaeBuffers
@@ -28,7 +27,7 @@ class PlainDose(NamedTuple):
 
     slot: int
     change: Tensor
-    before: Tensor
+    before: Tensor | None  # None: it is the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +50,29 @@ class Device:
         words = self.instructions[start:stop].tolist()
         scales = self.params[start:stop, layout.A].tolist()
         delta = torch.zeros(self.bank.shape[1])
-        before = delta  # an edit
+        before = None  # the edit
         measured = []
-        for word, scale in zip(words, scales, strict=True):
+        for number, (word, scale) in enumerate(zip(words, scales, strict=True)):
             slot = word[layout.SLOT]
-            if self.doses.shape[1] and word[layout.FLAGS] & _FRESH:
+            if number and self.doses.shape[1] and word[layout.FLAGS] & _FRESH:
                 before = delta.clone()
             if scale:
                 # Two roundings: with a fused multiply-add, +v and −v would not cancel.
                 delta += self.bank[word[layout.WRITE]] * scale
             if slot:
-                measured.append(PlainDose(slot, delta - before, before))
+                change = delta.clone() if before is None else delta - before
+                measured.append(PlainDose(slot, change, before))
         return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words), measured
 
     def store_doses(
         self, rows: NDArray[np.integer], slot: int, change: Tensor, before: Tensor
     ) -> None:
         """Store how long an edit's change of rows is, [n, W] or [W], relative to these before."""
-        moved = norm(torch.atleast_2d(change))
-        ratio = torch.where(moved == 0, 0.0, moved / norm(before))
-        bits = np.maximum(ratio.numpy().view(np.int32), layout.NO_CHANGE)
+        moved = torch.linalg.vector_norm(change, dim=-1)
+        ratio = (moved / torch.linalg.vector_norm(before, dim=-1)).numpy()
+        # 0 / 0 is no change.
+        ratio = np.where((moved == 0).numpy(), np.float32(0), ratio)
+        bits = np.maximum(ratio.view(np.int32), layout.NO_CHANGE)
         self.doses[rows, slot - 1] = bits
 
     def vectors(self, rows: NDArray[np.integer]) -> Tensor:

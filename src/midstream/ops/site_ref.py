@@ -133,7 +133,8 @@ def _edit(
         if measured:
             entered = _entered(hidden, residual, where)
             for slot, change, before in measured:
-                device.store_doses(rows, slot, change, entered + before)
+                stream = entered if before is None else entered + before
+                device.store_doses(rows, slot, change, stream)
         return counted, write_rows(hidden, residual, where, delta)
     reads = not plain or device.doses.shape[1] > 0
     work = _Work(device, hidden, residual, where, rows, words, reads)

@@ -266,20 +266,17 @@ class StepRecorder:
             )
 
     def _add_doses(self, plan: StepPlan, bits: NDArray[np.int32]) -> None:
-        doses = self._slots.doses.add(plan.slots, plan.positions, bits)
-        bound = self._slots.doses.bound
-        if bound is None or float(doses.max()) <= bound:
-            return
-        for row in np.flatnonzero(doses.max(1) > bound).tolist():
+        doses = self._slots.doses
+        doses.add(plan.slots, plan.positions, bits)
+        for row, column, dose in doses.above(bits):
             request, position = self._slots.by_slot(int(plan.slots[row])), int(plan.positions[row])
             if request is not None and not request.problem:
-                column = int(doses[row].argmax())
                 changed = request.name_edit(position, column)
                 self._slots.fail(
                     request,
                     position,
-                    f"position {position}: {changed} by {doses[row, column]:.3g} times its length, "
-                    f"and the setting max_dose is {bound:g}; use a smaller scale",
+                    f"position {position}: {changed} by {dose:.3g} times its length, and the "
+                    f"setting max_dose is {doses.bound:g}; use a smaller scale",
                 )
 
     def check_integrity(self) -> None:

@@ -20,6 +20,8 @@ from midstream.runtime.worker.step.position_states import grow
 _NONE = np.float32(-1)  # in place of a dose
 _MOST = np.finfo(np.float32).max  # of a vector of zeros, and JSON knows no infinity
 _LEAST_KEPT = 32
+_AT_ONCE = 16  # steps
+_MANY = 1024  # rows of a step that do not wait for others
 _MORE = 8  # rows that are made at once, for later versions
 
 
@@ -32,12 +34,20 @@ class DoseSums(NamedTuple):
     latest: Floats  # [positions, columns]; below 0: none
 
 
+def _doses_of(bits: NDArray[np.int32]) -> Floats:
+    """Return doses from their bits; `_NONE` where there is none."""
+    values = bits.view(np.float32)
+    doses = np.where((bits > 0) & (values == values), np.minimum(values, _MOST), _NONE)
+    doses[bits == layout.NO_CHANGE] = 0
+    return doses
+
+
 class Doses:
     """Owner of the sums of the requests in all slots."""
 
     def __init__(self, columns: int, drafts: int = 0, bound: float | None = None) -> None:
         self.bound = bound  # a request with a larger dose ends
-        self._columns = columns
+        self._used = 0  # of the columns; in the others there is no dose
         # Rows of two steps with drafts may come after the end that the front end decides on.
         self._kept = max(_LEAST_KEPT, 1 << (4 * drafts).bit_length())
         self._totals = np.zeros((0, 3, columns))
@@ -50,6 +60,8 @@ class Doses:
         self._numbers: dict[int, dict[int, int]] = {}
         self._versions: dict[int, list[tuple[int, int]]] = {}
         self._free: list[int] = []
+        # (slots, positions, bits) of steps that are not in the arrays yet.
+        self._waiting: list[tuple[Ints, Ints, NDArray[np.int32]]] = []
 
     def grow(self, slots: int) -> None:
         """Have a row for each of so many slots."""
@@ -62,10 +74,12 @@ class Doses:
         rows = size + count
         self._totals, self._latest = grow(self._totals, rows), grow(self._latest, rows)
         self._positions, self._floor = grow(self._positions, rows), grow(self._floor, rows)
+        self._latest[size:] = _NONE
         return range(size, rows)
 
     def change(self, slot: int, number: int, position: int) -> None:
         """Record that a version of a request's plan holds from a position on."""
+        self._settle()
         first = int(self._row_of[slot])
         numbers = self._numbers.setdefault(slot, {0: first})
         if number not in numbers:
@@ -76,19 +90,75 @@ class Doses:
             starts.pop()
         starts.append((position, numbers[number]))
 
-    def add(self, slots: Ints, positions: Ints, bits: NDArray[np.int32]) -> Floats:
-        """Add doses of rows of a step, [rows, columns] as the device has them; return them."""
-        values = bits.view(np.float32)
-        doses = np.where((bits > 0) & (values == values), np.minimum(values, _MOST), _NONE)
-        doses[bits == layout.NO_CHANGE] = 0
-        rows = self._row_of[slots]
-        if self._versions:
-            self._set_versions(rows, slots, positions)
-        if rows.size == 1 or np.unique(rows).size == rows.size:
-            self._add_next(rows, positions, doses)
-        else:
-            self._add_runs(rows, positions, doses)
-        return doses
+    def add(self, slots: Ints, positions: Ints, bits: NDArray[np.int32]) -> None:
+        """Add doses of rows of a step, [rows, columns], as the device has them."""
+        self._waiting.append((slots, positions, bits.copy()))
+        if len(self._waiting) >= _AT_ONCE or slots.size > _MANY:
+            self._settle()
+
+    def above(self, bits: NDArray[np.int32]) -> list[tuple[int, int, float]]:
+        """Return (row, column, dose) of the largest dose of each row that is beyond the bound."""
+        # Bits of numbers from 0 on are in the order of the numbers.
+        if self.bound is None or bits.max() <= np.float32(self.bound).view(np.int32):
+            return []
+        doses = _doses_of(bits)
+        columns = doses.argmax(1)
+        largest = doses[np.arange(len(doses)), columns]
+        rows = np.flatnonzero(largest > self.bound).tolist()
+        return [(row, int(columns[row]), float(largest[row])) for row in rows]
+
+    def _settle(self) -> None:
+        """Add what waits. Steps that go on by one position each, as usual, are added together."""
+        waiting, self._waiting = self._waiting, []
+        while waiting:
+            slots, positions, bits = waiting[0]
+            count = 1
+            while (
+                count < len(waiting)
+                and waiting[count][0] is slots
+                and waiting[count][2].shape == bits.shape
+                and (waiting[count][1] == positions + count).all()
+            ):
+                count += 1
+            self._used = max(self._used, bits.shape[1])
+            doses = _doses_of(np.stack([step[2] for step in waiting[:count]]))
+            if count == 1 or not self._add_steps(slots, positions, doses):
+                count = 1
+                self._add_runs(slots, positions, doses[0])
+            del waiting[:count]
+
+    def _add_steps(self, slots: Ints, positions: Ints, doses: Floats) -> bool:
+        """Add doses [steps, slots, columns] from some positions on; False: not the usual case."""
+        rows, (count, _, columns) = self._row_of[slots], doses.shape
+        if self._versions or np.unique(slots).size < slots.size:
+            return False
+        floor, latest = self._floor[rows], self._positions[rows]
+        if (positions < floor).any() or (latest > positions[:, None]).any():
+            return False
+        floor = np.maximum(floor, positions + count - self._kept)
+        passed = (latest > 0) & (latest <= floor[:, None])
+        if passed.any():
+            before = self._latest[rows, :, : self._used]
+            before[~passed] = _NONE
+            totals, is_dose = self._totals[rows, :, : self._used], before >= 0
+            totals[:, 0] += np.where(is_dose, before, 0).sum(1, dtype=np.float64)
+            totals[:, 1] += is_dose.sum(1)
+            totals[:, 2] = np.maximum(totals[:, 2], before.max(1))
+            self._totals[rows, :, : self._used] = totals
+            latest[passed] = 0
+            self._positions[rows] = latest
+        after = positions + np.arange(count)[:, None]
+        self._put(np.broadcast_to(rows, after.shape), after, doses)
+        self._floor[rows] = floor
+        return True
+
+    def _put(self, rows: Ints, positions: Ints, doses: Floats) -> None:
+        """Keep the doses of the latest positions, in place of those that are in the sums."""
+        place = positions % self._kept
+        self._latest[rows, place, : doses.shape[-1]] = doses
+        if doses.shape[-1] < self._used:
+            self._latest[rows, place, doses.shape[-1] : self._used] = _NONE
+        self._positions[rows, place] = positions + 1
 
     def _set_versions(self, rows: Ints, slots: Ints, positions: Ints) -> None:
         """Set the rows of positions of requests with later versions."""
@@ -96,28 +166,11 @@ class Doses:
             starts = self._versions[int(slots[index])]
             rows[index] = next(row for start, row in starts[::-1] if start <= positions[index])
 
-    def _add_next(self, rows: Ints, positions: Ints, doses: Floats) -> None:
-        """Add one position of each of some requests."""
-        known = positions >= self._floor[rows]
-        if not known.all():
-            rows, positions, doses = rows[known], positions[known], doses[known]
-        place = positions % self._kept
-        columns = doses.shape[1]
-        latest = self._positions[rows, place]
-        is_later = latest > positions + 1
-        if is_later.any():  # it is computed again, and so are those
-            self._add_runs(rows, positions, doses)
-            return
-        passed = (latest > 0) & (latest <= positions)
-        if passed.any():
-            self._fold(rows[passed], self._latest[rows[passed], place[passed]])
-        self._latest[rows, place, :columns] = doses
-        self._latest[rows, place, columns:] = _NONE
-        self._positions[rows, place] = positions + 1
-        self._floor[rows] = np.maximum(self._floor[rows], positions + 1 - self._kept)
-
-    def _add_runs(self, rows: Ints, positions: Ints, doses: Floats) -> None:
-        """Add several positions of each of some requests."""
+    def _add_runs(self, slots: Ints, positions: Ints, doses: Floats) -> None:
+        """Add positions of some requests, each once; those from the first on are computed anew."""
+        rows = self._row_of[slots]
+        if self._versions:
+            self._set_versions(rows, slots, positions)
         every, of = np.unique(rows, return_inverse=True)
         first = np.full(every.size, np.iinfo(np.int64).max)
         last = np.zeros(every.size, np.int64)
@@ -131,17 +184,14 @@ class Doses:
         passed = (latest > 0) & ~stale & (latest <= floor[:, None])
         if passed.any():
             at, place = passed.nonzero()
-            self._fold(every[at], self._latest[every[at], place])
+            self._fold(every[at], self._latest[every[at], place, : self._used])
         latest[stale | passed] = 0
         self._positions[every] = latest
         self._floor[every] = floor
         known, is_latest = positions >= before[of], positions >= floor[of]
         self._fold(rows[known & ~is_latest], doses[known & ~is_latest])
         kept = known & is_latest
-        place = positions[kept] % self._kept
-        self._latest[rows[kept], place, : doses.shape[1]] = doses[kept]
-        self._latest[rows[kept], place, doses.shape[1] :] = _NONE
-        self._positions[rows[kept], place] = positions[kept] + 1
+        self._put(rows[kept], positions[kept], doses[kept])
 
     def _fold(self, rows: Ints, doses: Floats) -> None:
         """Add doses to the sums of rows, of which each may occur several times."""
@@ -159,6 +209,7 @@ class Doses:
 
     def take(self, slots: Sequence[int]) -> list[list[DoseSums]]:
         """Return the sums of requests that have doses, and clear their slots."""
+        self._settle()
         taken = []
         for slot in slots:
             first = int(self._row_of[slot])
@@ -171,7 +222,7 @@ class Doses:
 
     def _take_row(self, number: int, row: int) -> DoseSums | None:
         marks, totals = self._positions[row], self._totals[row]
-        if not self._columns or not (self._floor[row] or marks.any() or totals.any()):
+        if not (self._floor[row] or marks.any()):
             return None
         places = np.flatnonzero(marks)
         places = places[np.argsort(marks[places])]

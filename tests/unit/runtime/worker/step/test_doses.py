@@ -101,6 +101,24 @@ def test_each_position_counts_once_with_its_latest_dose(seed):
     assert doses.take([0, 2, 3]) == [[], [], []]
 
 
+@pytest.mark.parametrize("step", [1, 7])
+def test_requests_that_go_on_together_have_the_doses_of_each(step):
+    """A generated token a step, in stretches, of which some are far from the ones before."""
+    doses, slots = Doses(COLUMNS), np.array([3, 0, 2])
+    doses.grow(4)
+    begins = np.array([0, 5, 60])
+    positions: list[int] = []
+    for stretch, count in ((0, 10), (50, 40), (91, 3), (130, 70)):
+        positions += range(stretch * step, stretch * step + count)
+    for position in positions:
+        values = [dose_at(slot, position + begin) for slot, begin in zip(slots, begins, strict=True)]
+        doses.add(slots, begins + position, bits(values))
+    for slot, begin in zip(slots.tolist(), begins, strict=True):
+        ((taken,),) = doses.take([slot])
+        every = [position + begin for position in positions]
+        np.testing.assert_allclose(totals(taken, 9999), wanted(slot, every), rtol=1e-5)
+
+
 def test_versions_have_sums_of_their_own_and_may_return():
     doses = Doses(COLUMNS)
     doses.grow(2)
@@ -124,12 +142,21 @@ def test_versions_have_sums_of_their_own_and_may_return():
 
 
 def test_what_is_no_number_is_no_dose_and_an_infinite_one_is_the_largest_float32():
-    doses = Doses(COLUMNS)
+    doses = Doses(COLUMNS, bound=2.0)
     doses.grow(1)
     device = bits([[np.inf, 0.0, 2.0]])
     device[0, 2] = np.array([np.nan], np.float32).view(np.int32)[0]
-    found = doses.add(np.array([0]), np.array([0]), device)
+    doses.add(np.array([0]), np.array([0]), device)
     largest = float(np.finfo(np.float32).max)
-    assert found.tolist() == [[largest, 0.0, -1.0]]
+    assert doses.above(device) == [(0, 0, largest)]
     ((taken,),) = doses.take([0])
     assert totals(taken, 1).tolist() == [[largest, 0.0], [1.0, 1.0], [largest, 0.0]]
+
+
+def test_rows_beyond_the_bound_are_named_with_their_largest_dose():
+    rows = bits([[0.1, np.nan, 2.0], [2.5, 3.5, 0.0], [np.nan] * 3, [0.0, 0.0, 2.25]])
+    assert Doses(COLUMNS, bound=2.0).above(rows) == [(1, 1, 3.5), (3, 2, 2.25)]
+    assert Doses(COLUMNS, bound=4.0).above(rows) == []
+    assert Doses(COLUMNS).above(rows) == []
+    rows[2, 1] = np.array([np.nan], np.float32).view(np.int32)[0]
+    assert Doses(COLUMNS, bound=4.0).above(rows) == []
