@@ -45,6 +45,12 @@ def wanted(slot: int, positions: Any, version: int = 0) -> Any:
     return np.array([np.nansum(values, 0), has.sum(0), np.nan_to_num(values).max(0, initial=0)])
 
 
+def assert_sums(found: Any, expected: Any) -> None:
+    columns = found.shape[1]  # those of which there is no dose may be missing at the end
+    np.testing.assert_allclose(found, expected[:, :columns], rtol=1e-5)
+    assert not expected[:, columns:].any()
+
+
 class Request:
     """One that is computed in chunks and with drafts, preempted, and beyond its end."""
 
@@ -95,9 +101,7 @@ def test_each_position_counts_once_with_its_latest_dose(seed):
         length = max(request.known - 1 - draw.randrange(3), 1)
         if request.computed < request.known - 1:
             continue  # it was preempted last
-        np.testing.assert_allclose(
-            totals(taken, length), wanted(request.slot, range(length)), rtol=1e-5
-        )
+        assert_sums(totals(taken, length), wanted(request.slot, range(length)))
     assert doses.take([0, 2, 3]) == [[], [], []]
 
 
@@ -116,7 +120,7 @@ def test_requests_that_go_on_together_have_the_doses_of_each(step):
     for slot, begin in zip(slots.tolist(), begins, strict=True):
         ((taken,),) = doses.take([slot])
         every = [position + begin for position in positions]
-        np.testing.assert_allclose(totals(taken, 9999), wanted(slot, every), rtol=1e-5)
+        assert_sums(totals(taken, 9999), wanted(slot, every))
 
 
 def test_versions_have_sums_of_their_own_and_may_return():
@@ -131,14 +135,11 @@ def test_versions_have_sums_of_their_own_and_may_return():
             doses.add(np.array([slot]), np.array([position]), bits([value]))
     doses.grow(300)
     (plain,), changed = doses.take([0, 1])
-    np.testing.assert_allclose(totals(plain, 120), wanted(0, range(120)), rtol=1e-5)
+    assert_sums(totals(plain, 120), wanted(0, range(120)))
     assert [sums.version for sums in changed] == [0, 1, 2]
     for sums in changed:
         mine = [n for n, version in enumerate(versions) if version == sums.version]
-        found, expected = totals(sums, 120), wanted(1, mine, sums.version)
-        columns = found.shape[1]  # those of which there is no dose may be missing at the end
-        np.testing.assert_allclose(found, expected[:, :columns], rtol=1e-5)
-        assert not expected[:, columns:].any()
+        assert_sums(totals(sums, 120), wanted(1, mine, sums.version))
 
 
 def test_what_is_no_number_is_no_dose_and_an_infinite_one_is_the_largest_float32():
