@@ -33,7 +33,7 @@ def assert_doses(
         changed = oracle.run(tokens, edits[: number + 1]).values[tap].double() - row
         rows = [n for n in range(cached, len(tokens)) if at.where(n)]
         ratios = (changed.norm(dim=1) / row.norm(dim=1))[rows]
-        wanted[f"edits[{number}]", *tap] = float(ratios.mean()), float(ratios.max()), len(rows)
+        wanted[(f"edits[{number}]", *tap)] = float(ratios.mean()), float(ratios.max()), len(rows)
     assert found.keys() == wanted.keys()
     for key, (mean, largest, count) in wanted.items():
         dose = found[key]

@@ -129,7 +129,7 @@ class Doses:
 
     def _add_steps(self, slots: Ints, positions: Ints, doses: Floats) -> bool:
         """Add doses [steps, slots, columns] from some positions on; False: not the usual case."""
-        rows, (count, _, columns) = self._row_of[slots], doses.shape
+        rows, count = self._row_of[slots], doses.shape[0]
         if self._versions or np.unique(slots).size < slots.size:
             return False
         floor, latest = self._floor[rows], self._positions[rows]

@@ -176,8 +176,8 @@ class ProgramTable:
         self.fewest[index] = sum(count for count, by_id in counted if not by_id)
         self.most[index] = sum(count for count, _ in counted)
         self.by_id[index] = any(by_id for _, by_id in counted)
-        columns = [0 if edit.dose is None else edit.dose + 1 for edit in edits]
-        self.doses[index] = min(max(columns, default=0), self._buffers.doses)
+        doses = max((edit.dose + 1 for edit in edits if edit.dose is not None), default=0)
+        self.doses[index] = min(doses, self._buffers.doses)
         self.by_position[index] = any(
             step.by_position or step.op is Op.SCAN for edit in edits for step in edit.steps
         )

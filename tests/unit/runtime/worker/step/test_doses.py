@@ -77,7 +77,11 @@ class Request:
             self.computed = stop
         wrong = [9.0 + position for position in range(COLUMNS)]
         return [
-            (self.slot, position, dose_at(self.slot, position) if position < self.computed else wrong)
+            (
+                self.slot,
+                position,
+                dose_at(self.slot, position) if position < self.computed else wrong,
+            )
             for position in range(start, stop)
         ]
 
@@ -115,7 +119,9 @@ def test_requests_that_go_on_together_have_the_doses_of_each(step):
     for stretch, count in ((0, 10), (50, 40), (91, 3), (130, 70)):
         positions += range(stretch * step, stretch * step + count)
     for position in positions:
-        values = [dose_at(slot, position + begin) for slot, begin in zip(slots, begins, strict=True)]
+        values = [
+            dose_at(slot, position + begin) for slot, begin in zip(slots, begins, strict=True)
+        ]
         doses.add(slots, begins + position, bits(values))
     for slot, begin in zip(slots.tolist(), begins, strict=True):
         ((taken,),) = doses.take([slot])
