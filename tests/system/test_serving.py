@@ -287,6 +287,9 @@ def test_server_wide_steering_is_that_tier_of_every_request_until_it_is_cleared(
     assert steered.text == own.text
     assert torch.equal(steered.activations["resid_post", 20], own.activations["resid_post", 20])
     assert steered.receipt.edited.applied == own.receipt.edited.applied > 0
+    (dose,), (same,) = steered.receipt.edited.doses, own.receipt.edited.doses
+    assert 0 < dose.mean <= dose.largest
+    assert dose.mean == pytest.approx(same.mean, rel=1e-4)
     assert client.steering.clear()["epoch"] == epoch + 2
     assert "midstream" not in fingerprint(client)
     [after] = client.complete(PARIS, **ASKED, **captured).outputs

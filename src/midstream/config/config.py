@@ -35,9 +35,10 @@ from midstream.version import __version__
 KEY = "midstream"
 ENVIRONMENT_VARIABLE = "MIDSTREAM"
 # Increase when the op's arguments or buffers change meaning: it separates cached compiled graphs.
-OP_SCHEMA = 9
+OP_SCHEMA = 10
 STAMP = {"version": __version__, "op_schema": OP_SCHEMA}
 Amount = Annotated[int, Meta(ge=0)]
+Dose = Annotated[float, Meta(gt=0)]
 
 
 class Config(Struct, frozen=True, rename={"return_": "return"}):
@@ -55,6 +56,15 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
         edits_per_site: maximum number of instructions for one token at one site.
         probes: maximum number of scores for one token: those of probes, and of gates that read an
             earlier site. Each takes 4 bytes on the device per token of a step.
+        doses: number of edits of a request, one for each layer, whose dose is measured: how long
+            the change of a token's vector is, relative to the vector before it; see `Dose`. Each
+            takes 4 bytes on the device per token of a step. 0: none is measured.
+        warn_dose: mean dose above which an edit raises a `ScaleWarning`, once per process for its
+            place in the request, site and layer. None: never.
+        max_dose: largest dose of a token. A request with a larger one ends, its receipt has a
+            problem, and the prefix cache is emptied; a stage before the last of a pipeline reports
+            it when the request has ended. A request with an edit that has no dose, or none within
+            `doses`, is rejected. None: there is no bound.
         token_ids: maximum number of token ids in use in lists of token ids to edit at.
         maps: maximum number of distinct matrices of `Affine(matrix=…)` in use by running requests.
             Each takes 4 · hidden² bytes on the device, in addition to `bank_rows`, and on a GPU all
@@ -141,6 +151,9 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
     max_edits: Count = 65536
     edits_per_site: Count = 64
     probes: Count = 16
+    doses: Amount = 64
+    warn_dose: Dose | None = 2.0
+    max_dose: Dose | None = None
     token_ids: Count = 16384
     maps: Amount = 0
     gate_states: Amount = 0

@@ -68,12 +68,17 @@ TOKEN_ID = 0
 SELECTED = 1  # bits: by which of its request's automata the token is selected
 ID_COLUMNS = 2
 
-# tally: int32 [max tokens, TALLY_COLUMNS]. Counts of the work done per token in this forward pass.
+# tally: int32 [max tokens, TALLY_COLUMNS + n]. Counts of the work done per token in this forward
+# pass, and n doses of edits; see `Doses` in `midstream.runtime.worker.step.doses`.
 SIGNATURE = 0  # sum (wrapping) of the codes of the sites that ran
 EDITS = 1  # instructions with COUNTED that were executed
 CAPTURES = 2  # vectors written to the ring
 NONFINITE = 3  # 1 if the row had a value that is not finite, or an edit went beyond `limit_of`
 TALLY_COLUMNS = 4
+# From there on, bits of the float32 ‖h after − h before‖ / ‖h before‖ of an edit; 0: none, and 1
+# stands for a change of 0.
+DOSES = TALLY_COLUMNS
+NO_CHANGE = 1
 
 # table: int32 [sites, rows, TABLE_COLUMNS]; a tap holds its own [rows, TABLE_COLUMNS].
 EDIT_START = 0  # first of this program's instructions at this site
@@ -99,7 +104,7 @@ FIRST_FREE_GROUP = 1
 OP = 0  # an Op
 READ = 1  # unit of `bank` at which the read vector begins
 WRITE = 2  # unit of `bank` at which the write vector begins; of a SCAN: hold
-SLOT = 3  # 1 + column of `scores`; 0: none
+SLOT = 3  # 1 + column of `scores`, or of doses where the op changes h; 0: none
 FLAGS = 4  # Flags
 IDS_START = 5  # first of the instruction's token ids in `lists`; by bit, the number of the bit
 # Number of these ids; 0: it applies to every token, `BY_BIT`: to those with a bit of `SELECTED`.
@@ -165,7 +170,9 @@ class Flags(IntFlag):
     """Modifiers of an instruction."""
 
     NONE = 0
-    FRESH = 1  # h is read again, with all edits so far: instructions of one edit read the same h
+    # h is read again, with all edits so far: instructions of one edit read the same h. Where a dose
+    # is measured, its edit begins at the last FRESH.
+    FRESH = 1
     GATED = 2  # f is multiplied by g
     KEEP = 4  # afterwards the vector, where the mask is one, is rescaled to the norm of h
     COUNTED = 8  # counts in the tally: on the last instruction of an edit, and on a probe's

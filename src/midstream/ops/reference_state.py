@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,15 @@ Ints = NDArray[np.int32]
 Rows = NDArray[np.int64]
 
 # A plain integer: IntFlag operations create objects, at ten times the cost.
-_COUNTED = int(Flags.COUNTED)
+_COUNTED, _FRESH = int(Flags.COUNTED), int(Flags.FRESH)
+
+
+class PlainDose(NamedTuple):
+    """Of an edit that only adds: its slot, what it adds, and what those before it added."""
+
+    slot: int
+    change: Tensor
+    before: Tensor | None  # None: it is the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +40,40 @@ class Device:
     bank: Tensor  # float32 [starts, W], the vector that starts at each unit
     scores: Tensor
     ids: Ints
+    doses: Ints  # of `tally`, [T, n]
     units: int  # of a vector
     numbers: Tensor  # the bank as one vector
     sae: SaeBuffers | None
 
-    def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int]:
-        """Return the sum of plain instructions, float32 [W], and how many of them are COUNTED."""
+    def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int, list[PlainDose]]:
+        """Return the sum of plain instructions, float32 [W], how many are COUNTED, and doses."""
         words = self.instructions[start:stop].tolist()
         scales = self.params[start:stop, layout.A].tolist()
         delta = torch.zeros(self.bank.shape[1])
-        for word, scale in zip(words, scales, strict=True):
+        before = None  # the edit
+        measured = []
+        for number, (word, scale) in enumerate(zip(words, scales, strict=True)):
+            slot = word[layout.SLOT]
+            if number and self.doses.shape[1] and word[layout.FLAGS] & _FRESH:
+                before = delta.clone()
             if scale:
                 # Two roundings: with a fused multiply-add, +v and −v would not cancel.
                 delta += self.bank[word[layout.WRITE]] * scale
-        return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words)
+            if slot:
+                change = delta.clone() if before is None else delta - before
+                measured.append(PlainDose(slot, change, before))
+        return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words), measured
+
+    def store_doses(
+        self, rows: NDArray[np.integer], slot: int, change: Tensor, before: Tensor
+    ) -> None:
+        """Store how long an edit's change of rows is, [n, W] or [W], relative to these before."""
+        moved = torch.linalg.vector_norm(change, dim=-1)
+        ratio = (moved / torch.linalg.vector_norm(before, dim=-1)).numpy()
+        # 0 / 0 is no change.
+        ratio = np.where((moved == 0).numpy(), np.float32(0), ratio)
+        bits = np.maximum(ratio.view(np.int32), layout.NO_CHANGE)
+        self.doses[rows, slot - 1] = bits
 
     def vectors(self, rows: NDArray[np.integer]) -> Tensor:
         """Return the vectors that start at units of the bank: [n, W], or [1, W] if all are one."""

@@ -30,7 +30,7 @@ class SiteBuffers:
 
     tokens: Tensor  # int32 [T, 4], program, group, record and position of each row
     ids: Tensor  # int32 [T, 2], token ids and bits; set where an instruction reads them
-    tally: Tensor  # int32 [T, 4], counts of the work done for each row
+    tally: Tensor  # int32 [T, 4 + n], counts of the work done for each row, and n doses of edits
     instructions: Tensor  # int32 [E, 8]
     params: Tensor  # float32 [E, 4]
     lists: Tensor  # int32 [L], token ids of the instructions
@@ -91,7 +91,8 @@ def site(
     2. If the token has a record and its group captures this site, `ring[...] = hidden[t] +
        residual[t]`: captures include the edits at the same site.
     3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
-       saturated, or if an edited row, a captured row or a probe's score is not finite.
+       saturated, or if an edited row, a captured row or a probe's score is not finite. An
+       instruction that changes h and has a `SLOT` stores the dose of its edit, see `layout.DOSES`.
 
     A MAP, CODE or SCAN reads the stream on entry: it comes before all that changes h. The h that
     instructions read is the stream at the last one with `Flags.FRESH`; before the first, the stream
@@ -186,7 +187,7 @@ def _check_buffers(table: Tensor, buffers: SiteBuffers) -> None:
     for name, tensor, dtype, shape in (
         ("tokens", buffers.tokens, int32, (rows, layout.TOKEN_COLUMNS)),
         ("ids", buffers.ids, int32, (rows, layout.ID_COLUMNS)),
-        ("tally", buffers.tally, int32, (rows, layout.TALLY_COLUMNS)),
+        ("tally", buffers.tally, int32, (rows, max(buffers.tally.shape[-1], layout.TALLY_COLUMNS))),
         ("table", table, int32, (table.shape[0], layout.TABLE_COLUMNS)),
         ("instructions", buffers.instructions, int32, (instructions, layout.INSTRUCTION_COLUMNS)),
         ("params", buffers.params, float32, (instructions, layout.PARAM_COLUMNS)),

@@ -11,7 +11,6 @@ from midstream.ops.layout import Flags, Op
 from midstream.ops.row_pairs_kernel import any_infinite, is_entered, nothing, summed_row, write_row
 
 _TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)
-_TALLY = tl.constexpr(layout.TALLY_COLUMNS)
 _TABLE = tl.constexpr(layout.TABLE_COLUMNS)
 _INSTRUCTIONS = tl.constexpr(layout.INSTRUCTION_COLUMNS)
 _PARAMS = tl.constexpr(layout.PARAM_COLUMNS)
@@ -24,6 +23,8 @@ _POSITION = tl.constexpr(layout.POSITION)
 _EDITS = tl.constexpr(layout.EDITS)
 _CAPTURES = tl.constexpr(layout.CAPTURES)
 _NONFINITE = tl.constexpr(layout.NONFINITE)
+_DOSES = tl.constexpr(layout.DOSES)
+_NO_CHANGE = tl.constexpr(layout.NO_CHANGE)
 _FIRST = tl.constexpr(layout.FIRST)
 _EDIT_START = tl.constexpr(layout.EDIT_START)
 _EDIT_COUNT = tl.constexpr(layout.EDIT_COUNT)
@@ -157,8 +158,18 @@ def is_infinite(x):
 
 
 @triton.jit
+def _store_dose(slot, change, before, totals):
+    """Store how long an edit's change of h is, relative to h before it, in column `slot` − 1."""
+    moved, length = tl.reduce((change * change, before * before), 0, _add_pairs)
+    ratio = tl.div_rn(tl.sqrt_rn(moved), tl.sqrt_rn(length))
+    ratio = tl.where(moved == 0.0, 0.0, ratio)
+    bits = tl.maximum(ratio.to(tl.int32, bitcast=True), _NO_CHANGE)
+    tl.store(totals + _DOSES + slot - 1, bits)
+
+
+@triton.jit
 def _product(at, instructions, numbers, bank, columns, inside, unit: tl.constexpr):
-    """Return what a plain addition adds, and 1 if it counts, else 0."""
+    """Return what a plain addition adds, its flags, and the slot of its edit's dose."""
     word = instructions + at * _INSTRUCTIONS
     write = tl.load(word + _WRITE).to(tl.int64) * unit
     factor = tl.load(numbers + at * _PARAMS + _A)
@@ -166,7 +177,7 @@ def _product(at, instructions, numbers, bank, columns, inside, unit: tl.constexp
     added = tl.zeros([columns.shape[0]], dtype=tl.float32)
     if factor != 0.0:
         added = factor * tl.load(bank + write + columns, mask=inside, other=0.0)
-    return added, ((flags & _COUNTED) != 0).to(tl.int32)
+    return added, flags, tl.load(word + _SLOT)
 
 
 @triton.jit
@@ -301,6 +312,9 @@ def _run(
                         delta = scaled
                         whole = tl.full((), 1, tl.int32)
                         stale = tl.full((), 1, tl.int32)
+                if slot > 0:
+                    now = _now(delta, whole, half, rest, inside, has_residual)
+                    _store_dose(slot, now - base, base, totals)
             elif op == _UNIT:
                 units += tl.load(param + _B) * activated(x + a, tl.load(param + _C))
             elif op == _GATE:
@@ -344,6 +358,7 @@ def site_kernel(
     decoded,
     hidden_stride,
     residual_stride,
+    tally_stride,
     slots,
     mapped_stride,
     decoded_stride,
@@ -365,7 +380,7 @@ def site_kernel(
     program = tl.load(token)
     if program == 0:
         return
-    totals = tally + row * _TALLY
+    totals = tally + row * tally_stride
     row = row.to(tl.int64)
     group = tl.load(token + _GROUP)
     record = tl.load(token + _RECORD)
@@ -397,13 +412,24 @@ def site_kernel(
                 other = value
                 if has_residual:
                     other = tl.load(rest, mask=inside, other=0.0)
-                delta, done = _product(start, instructions, numbers, bank, columns, inside, unit)
+                delta, flags, slot = _product(
+                    start, instructions, numbers, bank, columns, inside, unit
+                )
+                done = ((flags & _COUNTED) != 0).to(tl.int32)
+                change = delta  # of the edit that began last
+                if slot > 0:
+                    entered = _entered(half, rest, inside, has_residual)
+                    _store_dose(slot, change, entered, totals)
                 for at in range(start + 1, start + count):
-                    added, counted = _product(
+                    added, flags, slot = _product(
                         at, instructions, numbers, bank, columns, inside, unit
                     )
+                    change = tl.where((flags & _FRESH) != 0, added, change + added)
                     delta = delta + added
-                    done += counted
+                    done += ((flags & _COUNTED) != 0).to(tl.int32)
+                    if slot > 0:
+                        before = _entered(half, rest, inside, has_residual) + (delta - change)
+                        _store_dose(slot, change, before, totals)
                 tl.store(totals + _EDITS, edits + done)
                 made, lost, same = summed_row(delta, value, other, has_residual)
                 write_row(

@@ -68,6 +68,7 @@ def site_ref(
             bank,
             scores,
             ids.numpy(),
+            tally.numpy()[:, layout.DOSES :],
             units,
             numbers,
             sae,
@@ -128,14 +129,26 @@ def _edit(
     starts, counts = programs[:, layout.EDIT_START], programs[:, layout.EDIT_COUNT]
     plain = bool((programs[:, layout.KIND] == layout.PLAIN).all())
     if plain and (starts == starts[0]).all() and (counts == counts[0]).all():
-        delta, counted = device.sum_plain(int(starts[0]), int(starts[0] + counts[0]))
+        delta, counted, measured = device.sum_plain(int(starts[0]), int(starts[0] + counts[0]))
+        if measured:
+            entered = _entered(hidden, residual, where)
+            for slot, change, before in measured:
+                stream = entered if before is None else entered + before
+                device.store_doses(rows, slot, change, stream)
         return counted, write_rows(hidden, residual, where, delta)
-    work = _Work(device, hidden, residual, where, rows, words, reads=not plain)
+    reads = not plain or device.doses.shape[1] > 0
+    work = _Work(device, hidden, residual, where, rows, words, reads)
     for step in range(int(counts.max())):
         here = (counts > step).nonzero()[0]
         work.step(here, starts[here] + step)
     spoiled = write_rows(hidden, residual, where, work.stream.delta, work.stream.whole)
     return work.done, work.spoiled | spoiled
+
+
+def _entered(hidden: Tensor, residual: Tensor | None, rows: Index) -> Tensor:
+    """Return rows of the stream on entry, float32."""
+    entered = hidden[rows].float()
+    return entered if residual is None else entered + residual[rows].float()
 
 
 class _Work:
@@ -156,11 +169,7 @@ class _Work:
         self.units = torch.zeros(rows.size)  # the sum of UNITs that nothing has read yet
         self.done = np.zeros(rows.size, np.int32)  # COUNTED instructions
         self.spoiled: Flagged = False  # a probe's score is not finite
-        entered: Tensor | None = None
-        if reads:
-            entered = hidden[where].float()
-            if residual is not None:
-                entered = entered + residual[where].float()
+        entered = _entered(hidden, residual, where) if reads else None
         self.stream = EditedRows(rows.size, hidden.shape[1], entered)
 
     def step(self, at: Rows, which: Ints) -> None:
@@ -215,6 +224,7 @@ class _Work:
             kept = (words[:, layout.FLAGS] & _KEEP) != 0
             if kept.any():
                 self._restore_norm(at[kept], words[kept])
+            self._measure(at, words[:, layout.SLOT])
 
     def _seen(self, rows: Index, words: Ints) -> Tensor:
         """Return h as the instructions of some rows see it, [n, W]: zero where their mask is."""
@@ -343,6 +353,14 @@ class _Work:
             ratio = (wanted / reached)[torch.from_numpy(differs)]
             made = self.stream.now(index(at)) * ratio[:, None]
             self.stream.make(at, made, self._device.chosen(words))
+
+    def _measure(self, at: Rows, slots: Ints) -> None:
+        """Store the doses of the edits of rows `at` that end here; slot 0: it does not."""
+        for slot in np.unique(slots[slots > 0]).tolist():
+            mine = at[slots == slot]
+            base = self.stream.base[index(mine)]
+            change = self.stream.now(index(mine)) - base
+            self._device.store_doses(self._rows[mine], slot, change, base)
 
     def _set_gates(self, at: Rows, words: Ints, a: Tensor, b: Tensor, c: Tensor) -> None:
         slots = words[:, layout.SLOT]

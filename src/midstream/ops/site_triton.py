@@ -129,7 +129,7 @@ def site_triton(
         ring, mapped, decoded,
     )  # fmt: skip
     shapes = scores.shape[1], mapped.shape[1], decoded.shape[1]
-    strides = hidden.stride(0), rest.stride(0), *shapes
+    strides = hidden.stride(0), rest.stride(0), tally.shape[1], *shapes
     has = has_residual, has_maps, has_saes
     dependent = _dependent_launch(num_rows, width, device)
     options = _launch_options(width, unit, hidden.dtype, dependent, num_rows <= FEW_ROWS)

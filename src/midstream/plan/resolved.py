@@ -24,9 +24,16 @@ if TYPE_CHECKING:
 REDUCING = ("mean", "max", "moments")
 
 Final = tuple[tuple[int, int], ...]  # bounded ranges [start, stop) of positions
+Measured = tuple[int, str, int]  # source, site and layer of an edit
 T = TypeVar("T")
+_SCORES = ("router", "logits")  # sites of numbers that are compared, whose length means nothing
 # Most results that a plan remembers, and most rows of a request whose results it remembers.
 _KNOWN, _SHORT = 32, 1024
+
+
+def path_of(source: int) -> str:
+    """Return the path of an edit: server-wide ones come first, and have negative indices."""
+    return f"edits[{source}]" if source >= 0 else f"steering[{source}]"
 
 
 def digest_steps(steps: tuple[Instruction, ...]) -> str:
@@ -304,6 +311,7 @@ class ResolvedPlan:
         reduced: taps whose row is made of all selected rows.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
         reads_tokens: whether some positions are selected by generated tokens.
+        measured: the edits whose doses are measured, by (source, site, layer), and their columns.
         automata: `followed`, and those that select tokens to edit, by their bits; run by workers.
     """
 
@@ -323,6 +331,7 @@ class ResolvedPlan:
     ops: frozenset[Op] = field(init=False, compare=False, repr=False)
     alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)
     reads_tokens: bool = field(init=False, compare=False, repr=False)
+    measured: dict[Measured, int] = field(init=False, compare=False, repr=False)
     automata: tuple[Automaton, ...] = field(init=False, compare=False, repr=False)
     _known: dict[Hashable, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
 
@@ -355,6 +364,7 @@ class ResolvedPlan:
             "ops": frozenset(step.op for edit in self.edits for step in edit.steps.instructions),
             "alike": tuple(Alike(captures, tuple(same)) for captures, same in alike.items()),
             "reads_tokens": any(where.matches for where in selections),
+            "measured": _measured(self.edits, self.functions),
             "automata": tuple(dict.fromkeys((*self.followed, *automata))),
         }.items():
             object.__setattr__(self, name, value)
@@ -414,6 +424,19 @@ class ResolvedPlan:
         steps = [step for edit in self.edits for step in edit.steps.instructions]
         slots = [step.slot for step in steps if step.slot is not None]
         return 1 + max([*slots, *(probe.slot for probe in self.probes)], default=-1)
+
+
+def _measured(
+    edits: Sequence[ResolvedEdit], functions: Sequence[ResolvedFunction]
+) -> dict[Measured, int]:
+    """Return the column of the dose of each edit of a vector of the model, but for functions."""
+    called = {(function.source, function.site, function.layer) for function in functions}
+    keys = dict.fromkeys(
+        (edit.source, edit.site, edit.layer)
+        for edit in edits
+        if edit.site not in _SCORES and edit.steps.instructions[-1].op < Op.GATE
+    )
+    return {key: column for column, key in enumerate(key for key in keys if key not in called)}
 
 
 def _order(tap: Tap) -> tuple[int, int, str]:

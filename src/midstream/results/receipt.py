@@ -28,6 +28,31 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
+class Dose:
+    """How strong an edit was at one site and layer: ‖h after − h before‖ / ‖h before‖ of a token, h
+    its vector there. Of an edit that adds a vector v it is |scale| · ‖v‖ / ‖h‖.
+
+    Attributes:
+        what: path of the edit in the plan, as in `Selected`.
+        mean, largest: over the tokens. Where a gate stayed closed the dose is 0.
+        tokens: number of edited tokens that were computed; the prefix cache had the others.
+    """
+
+    what: str
+    site: str
+    layer: int
+    mean: float
+    largest: float
+    tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} at {self.site} of layer {self.layer}: dose {self.mean:.3g}, at most "
+            f"{self.largest:.3g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Edited:
     """Counts of applied edits. One edit of the plan counts once per token and tap.
 
@@ -39,12 +64,14 @@ class Edited:
         tokens: number of tokens with at least one edit.
         cached: number of edits of tokens that were not computed, because the prefix cache had KV of
             a request with identical edits there. `applied + cached == expected`.
+        doses: of each edit, site and layer that is measured; see the setting `doses`.
     """
 
     expected: int
     applied: int
     tokens: int
     cached: int = 0
+    doses: tuple[Dose, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +232,15 @@ class CaptureResult:
         return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
+def _strongest(doses: Sequence[Dose]) -> list[Dose]:
+    """Return of each edit the dose of the site and layer where its mean is the largest."""
+    strongest: dict[str, Dose] = {}
+    for dose in doses:
+        if dose.what not in strongest or dose.mean > strongest[dose.what].mean:
+            strongest[dose.what] = dose
+    return [*strongest.values()]
+
+
 def _plain(counts: Any) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in counts.__slots__}
 
@@ -289,6 +325,12 @@ class Receipt:
         )
         return replace(self, captured=captured)
 
+    def with_doses(self, doses: tuple[Dose, ...]) -> Receipt:
+        """Return the receipt with the doses of its edits."""
+        if not doses or self.edited is None:
+            return self
+        return replace(self, edited=replace(self.edited, doses=doses))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the receipt as plain JSON values."""
         # Not `asdict`, which copies every value in Python code: this is on the path of a request.
@@ -308,7 +350,9 @@ class Receipt:
                 }
                 for captured in self.captured
             ],
-            "edited": None if self.edited is None else _plain(self.edited),
+            "edited": None
+            if self.edited is None
+            else {**_plain(self.edited), "doses": [_plain(dose) for dose in self.edited.doses]},
             "probed": [_plain(probed) for probed in self.probed],
             "selected": [
                 {
@@ -376,6 +420,7 @@ class Receipt:
                 f"  edited {edited.tokens} tokens: {edited.applied} of {edited.expected} edits"
                 f"{reused}"
             )
+            lines += [f"  {dose}" for dose in _strongest(edited.doses)]
         lines += [
             f"  probe {probed.name}: {probed.actual} of {probed.expected} scores"
             for probed in self.probed

@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from support.attention_scores import check_without_a_gpu
+from support.dose_cases import assert_doses, dose_case, wanted_doses
 from support.gate_memory import check_steps
 from support.nightly import NIGHTLY, rounds
 from support.sae_cases import assert_decoded, sae_case
@@ -116,6 +117,11 @@ def main() -> None:
             known["size"],
             lambda made: site_triton(*made.arguments()),
         )
+    for nth, dtype in enumerate(DTYPES):
+        made, programs = dose_case(rows=13, width=20, dtype=dtype, residual=nth != 1)
+        wanted = wanted_doses(made, programs)
+        site_triton(*made.arguments())
+        assert_doses(made, wanted)
     # A score that is there already is counted by its token's program, and left as it is.
     scan = Step(Op.SCAN, slot=2, b=1.0, flags=Flags.COUNTED | Flags.STEP)
     gate = Step(Op.GATE, slot=2, flags=Flags.STEP)

@@ -10,7 +10,6 @@ from midstream.ops.layout import Flags, Op
 from midstream.ops.site_kernel import is_infinite, is_listed
 
 _TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)
-_TALLY = tl.constexpr(layout.TALLY_COLUMNS)
 _TABLE = tl.constexpr(layout.TABLE_COLUMNS)
 _INSTRUCTIONS = tl.constexpr(layout.INSTRUCTION_COLUMNS)
 _PARAMS = tl.constexpr(layout.PARAM_COLUMNS)
@@ -136,6 +135,7 @@ def scan_kernel(
     states,
     hidden_stride,
     residual_stride,
+    tally_stride,
     slots,
     width: tl.constexpr,
     unit: tl.constexpr,
@@ -240,7 +240,7 @@ def scan_kernel(
             of_rows = rows.to(tl.int64)
             tl.store(scores + of_rows * slots + slot - 1, made, mask=inside)
             spoiled = inside & (applied != 0) & is_infinite(read)
-            tl.store(tally + of_rows * _TALLY + _NONFINITE, 1, mask=spoiled)
+            tl.store(tally + of_rows * tally_stride + _NONFINITE, 1, mask=spoiled)
         row += alike
     if begun > 0:
         tl.store(place + _STATE_POSITION, marks)

@@ -39,7 +39,7 @@ def scan_triton(
     with current(hidden.device):
         scan_kernel[(scans.shape[0],)](
             hidden, residual, tokens, ids, tally, table, instructions, params, lists, bank, scores,
-            scans, states, hidden.stride(0), rest.stride(0), scores.shape[1],
+            scans, states, hidden.stride(0), rest.stride(0), tally.shape[1], scores.shape[1],
             width=width,
             unit=bank.shape[1],
             has_residual=residual is not None,

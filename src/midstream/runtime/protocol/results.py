@@ -1,6 +1,7 @@
 """Results of requests, from a worker to the front end. The data of one name is, for each of its
 vLLM requests: the states of its positions, uint16; captured rows in blocks, one per set of taps:
-[positions, bytes of a record of all taps]; scores, float32 [positions, slots]. With a lease, rows
+[positions, bytes of a record of all taps]; scores, float32 [positions, slots]; doses of edits,
+float64 [3, columns] and [positions, 1 + columns], the positions first. With a lease, rows
 stay in the arena, and blocks are int64 [runs, 3]: segment, offset in it, number of records.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,6 +35,7 @@ from midstream.sites import Tap
 KEPT_CHECKSUMS = 256
 _STATE = 2  # bytes of a position's state
 _SCORE = 4  # bytes of a score
+_NUMBER = 8  # bytes of a sum of doses
 _RUN = 3 * 8  # bytes of a run of records in the arena
 # More bytes are copied when results are assembled, in a thread, and not when they are first read.
 _UNREAD_BYTES = 1 << 20
@@ -63,6 +66,18 @@ class FunctionCount(ProtocolMessage, frozen=True, array_like=True):
     rows: Natural
 
 
+class DosesHeader(ProtocolMessage, frozen=True, array_like=True):
+    """Doses of the edits of one version of a plan; see `DoseSums`."""
+
+    version: Natural
+    columns: Natural
+    positions: Natural  # of those that are no sums
+
+    @property
+    def nbytes(self) -> int:
+        return _NUMBER * (3 * self.columns + self.positions * (1 + self.columns))
+
+
 class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Results of one vLLM request."""
 
@@ -78,13 +93,14 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     functions: list[FunctionCount] = []  # at this worker's taps
     # (number, first position) of each later one of its plan
     versions: list[tuple[Natural, Natural]] = []
+    doses: list[DosesHeader] = []
 
     @property
     def nbytes(self) -> int:
         blocks = sum([header.nbytes for header in self.rows]) + sum(
             [header.nbytes for header in self.scores]
         )
-        return self.states * _STATE + blocks
+        return self.states * _STATE + blocks + sum([header.nbytes for header in self.doses])
 
 
 class LeasedSegment(ProtocolMessage, frozen=True, array_like=True):
@@ -174,6 +190,15 @@ class ResultBlock:
         return replace(self, chunks=[])
 
 
+class SentDoses(NamedTuple):
+    """Doses of the edits of one version of a plan, by column; see `DoseSums`. All are float64."""
+
+    version: int
+    totals: NDArray[np.float64]
+    positions: NDArray[np.float64]
+    latest: NDArray[np.float64]
+
+
 class WorkerResult:
     """One worker's results for one completion; see `RequestHeader`."""
 
@@ -198,6 +223,10 @@ class WorkerResult:
         for scores in header.scores:
             self._scores.append((scores, data[end : end + scores.nbytes]))
             end += scores.nbytes
+        self._doses: list[tuple[DosesHeader, memoryview]] = []
+        for doses in header.doses:
+            self._doses.append((doses, data[end : end + doses.nbytes]))
+            end += doses.nbytes
 
     @property
     def states(self) -> NDArray[np.uint16]:
@@ -249,6 +278,16 @@ class WorkerResult:
             slots = header.nbytes // (max(1, count) * _SCORE)
             scores.append((expand_runs(header.runs), values.reshape(count, slots)))
         return scores
+
+    def doses(self) -> list[SentDoses]:
+        """Return the doses of edits of each version of the plan."""
+        sent = []
+        for header, data in self._doses:
+            values, columns = np.frombuffer(data, np.float64), header.columns
+            latest = values[3 * columns :].reshape(header.positions, 1 + columns)
+            sums = values[: 3 * columns].reshape(3, columns)
+            sent.append(SentDoses(header.version, sums, latest[:, 0], latest[:, 1:]))
+        return sent
 
     def _blocks(self, header: RowsHeader, data: memoryview) -> list[ResultBlock]:
         layout = self._layout(header)

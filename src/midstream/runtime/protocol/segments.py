@@ -29,11 +29,12 @@ class TapProgramStep:
     others: bool = False  # it applies to all ids except `ids`
     # Number of the automaton that selects the tokens, a bit of `layout.SELECTED`; None: none does.
     bit: int | None = None
+    dose: int | None = None  # column of its dose; None: it is not measured
     _key: tuple[object, ...] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        key = (self.tap, self.digest, self.ids, self.others, self.bit)
+        key = (self.tap, self.digest, self.ids, self.others, self.bit, self.dose)
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
 
@@ -213,7 +214,8 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
     for edit in plan.edits:
         index = taps.get((edit.site, edit.layer))
         if index is not None:
-            parts += _selected(index, edit, plan.automata)
+            dose = plan.measured.get((edit.source, edit.site, edit.layer))
+            parts += _selected(index, edit, plan.automata, dose)
     if plan.automata:
         # Automata read each generated token, whether or not an edit may apply there.
         parts.append(_Part(((min(automaton.start for automaton in plan.automata), None),)))
@@ -250,15 +252,20 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
 
 
 def _selected(
-    tap: int, selected: ResolvedEdit | ResolvedProbe, automata: tuple[Automaton, ...]
+    tap: int,
+    selected: ResolvedEdit | ResolvedProbe,
+    automata: tuple[Automaton, ...],
+    dose: int | None = None,
 ) -> list[_Part]:
     """Return instructions at one tap for the tokens that are selected, by position and by token."""
     parts, steps, where = [], selected.steps, selected.where
     if where.ranges:
-        parts.append(_Part(where.ranges, TapProgramStep(tap, steps.instructions, steps.digest)))
+        every = TapProgramStep(tap, steps.instructions, steps.digest, dose=dose)
+        parts.append(_Part(where.ranges, every))
     for match in where.matches:
         bit = None if match.automaton is None else automata.index(match.automaton)
-        only = TapProgramStep(tap, steps.instructions, steps.digest, match.ids, match.others, bit)
+        known = tap, steps.instructions, steps.digest
+        only = TapProgramStep(*known, match.ids, match.others, bit, dose)
         parts.append(_Part(match.ranges, only))
     return parts
 

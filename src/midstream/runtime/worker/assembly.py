@@ -80,6 +80,7 @@ def assemble_worker(worker: Any, vllm_config: Any, config: Config) -> WorkerEndp
         StepRules(
             max_model_len,
             config.on_nonfinite,
+            config.max_dose,
             only_armed=bool(rank.replacements),
             calls_functions=config.hooks == "local",
         ),

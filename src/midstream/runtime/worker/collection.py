@@ -65,7 +65,7 @@ class Collection:
             request.oldest_step = oldest
             request.streamed = max((request.streamed, *(block.stop for block in new_blocks)))
             collected[request.uid].append(
-                replace(request, blocks=new_blocks, scores=[], done=nothing)
+                replace(request, blocks=new_blocks, scores=[], done=nothing, doses=[])
             )
         try:
             yield collected

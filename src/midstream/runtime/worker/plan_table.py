@@ -158,6 +158,7 @@ class PlanTable:
         for edit in piece.edits:
             parts, part = share.parts[edit.tap], share.rank // share.copies(edit.tap)
             if parts > 1:
-                edit = replace(edit, steps=part_of_steps(edit.steps, part, parts))
+                # A part of a vector has no dose of the whole.
+                edit = replace(edit, steps=part_of_steps(edit.steps, part, parts), dose=None)
             edits.append(edit)
         return piece._replace(edits=tuple(edits))

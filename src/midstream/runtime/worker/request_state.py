@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.plan import ResolvedPlan
-from midstream.plan.resolved import ResolvedBias, ResolvedFunction
+from midstream.plan.resolved import ResolvedBias, ResolvedFunction, path_of
 from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.protocol.segments import FOREVER, Edits, PatternRead, PlanSegment
 from midstream.runtime.worker.row_block import RowBlock
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
+from midstream.runtime.worker.step.doses import DoseSums
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 
@@ -111,6 +112,7 @@ class RequestState:
     resets: int = 0  # of the prefix cache when it began
     functions: list[FunctionUse] = field(default_factory=list)
     done: NDArray[np.uint16] = field(default_factory=lambda: _NO_STATES)  # set when settled
+    doses: list[DoseSums] = field(default_factory=list)  # likewise
 
     def segments_within(self, start: int, stop: int) -> list[Segment]:
         first = bisect.bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
@@ -123,6 +125,15 @@ class RequestState:
         if self.shared is not None and self.segments is self.shared.segments:
             self.segments = list(self.segments)
         return splice(self.segments, segments, later.position)
+
+    def name_edit(self, position: int, column: int) -> str:
+        """Return the edit with the dose of a column at a position, as text."""
+        plan = self.plan
+        for version in self.later:
+            if version.position <= position and version.plan is not None:
+                plan = version.plan.resolved
+        source, site, layer = next(key for key, at in plan.measured.items() if at == column)
+        return f"{path_of(source)} changed {site} of layer {layer}"
 
     @property
     def has_biases(self) -> bool:

@@ -132,6 +132,7 @@ class RequestTable:
             problem, plan = problem or "another rank cannot run the plan", None
         segments = self.plans.without_work(change.plan) if plan is None else plan.segments
         segment = request.change(PlacedVersion(change.number, change.position, plan), segments)
+        self._slots.doses.change(request.slot, change.number, change.position)
         if problem and not request.problem:
             self._slots.fail(request, change.position, problem)
         return request.slot, segment

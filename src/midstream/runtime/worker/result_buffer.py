@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 
+import numpy as np
 from torch import uint8
 
 from midstream.codecs import RowEncoding
@@ -85,6 +86,13 @@ class ResultBuffer:
             values = read.values[:, 0, : request.plan.slots].contiguous()
             parts.append(values.view(uint8).numpy().tobytes())
             scores.append(protocol.ScoresHeader(read.spans, len(parts[-1])))
+        doses = []
+        for sums in request.doses:
+            latest = np.column_stack((sums.positions, sums.latest)).astype(np.float64)
+            parts += [sums.totals.tobytes(), latest.tobytes()]
+            doses.append(
+                protocol.DosesHeader(sums.version, sums.totals.shape[1], sums.positions.size)
+            )
         return protocol.RequestHeader(
             id=request.id,
             problem=request.problem,
@@ -100,6 +108,7 @@ class ResultBuffer:
                 for function in request.functions
             ],
             versions=[(version.number, version.position) for version in request.later],
+            doses=doses,
         )
 
     def inline(self, names: list[str], front_end: int = 0) -> list[bytes | None]:

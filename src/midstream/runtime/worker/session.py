@@ -21,6 +21,7 @@ from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_resources import RequestResources
 from midstream.runtime.worker.request_table import RequestTable
 from midstream.runtime.worker.split_scores import SplitScores
+from midstream.runtime.worker.step.doses import Doses
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_planner import StepPlanner
@@ -36,6 +37,7 @@ class StepRules:
 
     max_model_len: int
     on_nonfinite: str = "raise"
+    max_dose: float | None = None
     only_armed: bool = False  # every forward pass that fires taps is a step with a plan
     calls_functions: bool = False  # edits may be functions of this process
 
@@ -58,7 +60,8 @@ class WorkerSession:
         self.checksum = links.checksum
         self._codecs = CodecTable(buffers)
         self._tables = ProgramTable(buffers)
-        slots = SlotTable(rules.max_model_len, rules.on_nonfinite)
+        doses = Doses(buffers.doses, buffers.scan_states.shape[1], rules.max_dose)
+        slots = SlotTable(rules.max_model_len, rules.on_nonfinite, doses)
         self._gate_states = GateStates(buffers, rules.only_armed)
         self._automata = AutomatonStates(buffers)
         self._planner = StepPlanner(slots, self._tables)

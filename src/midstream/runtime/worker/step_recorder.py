@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.ops import layout
@@ -272,7 +273,10 @@ class StepRecorder:
         expected = self._expected
         if expected is None or expected.tokens is not plan.tokens:
             expected = self._expected = in_flight.ExpectedCounts(plan, self._signature.signature)
-        tally = step.shipment.tally().numpy()[plan.active]
+        every = step.shipment.tally().numpy()[plan.active]
+        if plan.doses:
+            self._add_doses(plan, every[:, layout.DOSES : layout.DOSES + plan.doses])
+        tally = every[:, : layout.TALLY_COLUMNS]
         if tally.tobytes() == expected.tally:
             self._slots.states.set(plan, expected.states)
             return
@@ -296,6 +300,20 @@ class StepRecorder:
                 f"{plan.captures[row]} captured vectors, the device counted {edits[row]} and "
                 f"{captures}; {self._signature.diagnose(signature)}",
             )
+
+    def _add_doses(self, plan: StepPlan, bits: NDArray[np.int32]) -> None:
+        doses = self._slots.doses
+        doses.add(plan.slots, plan.positions, bits)
+        for row, column, dose in doses.above(bits):
+            request, position = self._slots.by_slot(int(plan.slots[row])), int(plan.positions[row])
+            if request is not None and not request.problem:
+                changed = request.name_edit(position, column)
+                self._slots.fail(
+                    request,
+                    position,
+                    f"position {position}: {changed} by {dose:.3g} times its length, and the "
+                    f"setting max_dose is {doses.bound:g}; use a smaller scale",
+                )
 
     def check_integrity(self) -> None:
         """Check that no step is prepared and that the device has the armed tokens."""

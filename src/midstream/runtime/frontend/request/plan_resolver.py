@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from midstream.codecs import Rp8, parse_codec
+from midstream.config.config import Config, from_additional_config
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.plan import (
@@ -28,6 +29,7 @@ from midstream.plan.readouts.reduced import check_codec, num_sums, with_split_ro
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.resolve.session_rules import check_growing
 from midstream.plan.resolve.wire import to_bytes
+from midstream.plan.resolved import path_of
 from midstream.plan.vectors.named_lookup import Lookup
 from midstream.runtime.frontend.request.budget import (
     ROWS,
@@ -111,6 +113,7 @@ class PlanResolver:
     def __init__(self, info: EngineInfo, engine: Any) -> None:
         self._info = info
         self._engine = engine
+        self._config = from_additional_config(engine.vllm_config.additional_config) or Config()
         self._max_length: int = engine.vllm_config.model_config.max_model_len
         self._taps = all_taps(sorted(info.shape.taps, key=order))
         self._parts = {
@@ -245,6 +248,7 @@ class PlanResolver:
         _check_ring(resolved, workers)
         _check_functions(resolved, workers)
         _check_gates(resolved, workers)
+        _check_doses(resolved, self._parts, self._config)
         is_controlled = plan is not None and plan.controller is not None
         acts = any(probe.act is not None for probe in resolved.probes)
         if acts or is_controlled or any(probe.part_of for probe in resolved.probes):
@@ -401,6 +405,28 @@ def _check_gates(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
                 )
 
 
+def _check_doses(plan: ResolvedPlan, parts: Mapping[Tap, int], config: Config) -> None:
+    """Check that the dose of each edit is measured, if there is a largest one."""
+    if config.max_dose is None:
+        return
+    limit = f"and max_dose={config.max_dose:g} needs the dose of each edit"
+    for fn in plan.functions:
+        raise SpecError(path_of(fn.source), f"a function has no dose, {limit}: omit it")
+    for (source, site, layer), column in plan.measured.items():
+        if (site, layer) in parts:
+            raise SpecError(
+                path_of(source),
+                f"{site} is split over {parts[site, layer]} ranks, so its dose is not measured, "
+                f"{limit}: edit the residual stream, or use tensor_parallel_size=1",
+            )
+        if column >= config.doses:
+            raise SpecError(
+                path_of(source),
+                f"the request has {len(plan.measured)} edits, one for each layer, {limit}: the "
+                f"setting doses is {config.doses}; raise it, or edit fewer layers",
+            )
+
+
 def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
     """Return whether what applies to every request depends on more of a prompt than its length."""
     return any(
@@ -447,7 +473,7 @@ def check_biases(plan: ResolvedPlan, vllm_config: Any) -> None:
     if not plan.biases:
         return
     source = next(edit.source for edit in plan.edits if edit.site == "logits")
-    path = f"edits[{source}]" if source >= 0 else f"steering[{source}]"
+    path = path_of(source)
     if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
         raise SpecError(path, "a bias is unsupported with enable_batch_sharded_sampling: remove it")
     vocabulary = int(vllm_config.model_config.get_vocab_size())

@@ -24,6 +24,7 @@ from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.actions import Sent, tokens_of_rows
+from midstream.runtime.frontend.results.doses import doses_of
 from midstream.runtime.frontend.results.receipts import EndedCompletion, make_receipt
 from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
 from midstream.runtime.protocol.record_layout import BlockForm
@@ -94,6 +95,7 @@ def assemble(
             blocks = shared.blocks(plan, parts)
             activations = shared.activations(plan, blocks, tokens)
             receipt = shared.receipt.of_request(output.request_id)
+        receipt = receipt.with_doses(doses_of(plan, parts, len(tokens), later))
         if activations is not None:
             activations.num_layers = shape.num_layers
         if reused is not None:

@@ -127,10 +127,9 @@ class AsyncCompletion:
         if not set_on_output(output, finished):
             (await deliver_soon(self._sinks, finished)).set_results(output)
         self._count(call, output)
-        if any(completion.receipt.problems for completion in output.outputs):
-            reporter = ReceiptReporter(self._config)
-            reporter.add(output)
-            reporter.report([output])
+        reporter = ReceiptReporter(self._config)
+        reporter.add(output)
+        reporter.report([output])
 
     def _count(self, call: GenerateCall, output: Any) -> None:
         assert call.admitted is not None

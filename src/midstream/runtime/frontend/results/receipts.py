@@ -17,7 +17,7 @@ from midstream.errors import ReceiptError, ReceiptWarning
 from midstream.plan import ResolvedPlan, ResolvedProbe
 from midstream.plan.positions.range_set import intersect
 from midstream.plan.positions.ranges import clip, merge
-from midstream.plan.resolved import ResolvedCapture
+from midstream.plan.resolved import ResolvedCapture, path_of
 from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import (
@@ -32,6 +32,7 @@ from midstream.results.receipt import (
 )
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 from midstream.runtime.frontend.results.actions import actions_of
+from midstream.runtime.frontend.results.doses import warn_of_doses
 from midstream.runtime.frontend.results.held_plans import HeldPlan, held_plans
 from midstream.runtime.frontend.results.readouts import num_reduced
 from midstream.runtime.protocol.results import WorkerResult
@@ -331,11 +332,7 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
     for edit in {(edit.source, edit.where): edit for edit in plan.edits}.values():
         by_source.setdefault(edit.source, []).extend(edit.where.final(length, tokens))
     selections += [
-        # Server-wide edits come before the request's own, and have negative indices.
-        Selected(
-            f"edits[{source}]" if source >= 0 else f"steering[{source}]",
-            clip(merge(ranges), length),
-        )
+        Selected(path_of(source), clip(merge(ranges), length))
         for source, ranges in by_source.items()
     ]
     named = [probe for probe in plan.probes if probe.name]
@@ -377,10 +374,14 @@ class ReceiptReporter:
     """Collects receipts with problems, and reports them to the caller."""
 
     def __init__(self, config: Config) -> None:
+        self._warn_dose = config.warn_dose
         self._warns = config.on_mismatch == "warn"
         self._receipts: list[Receipt] = []
 
     def add(self, output: Any) -> None:
+        for completion in output.outputs:
+            if completion.receipt.edited is not None:
+                warn_of_doses(completion.receipt.edited.doses, self._warn_dose)
         self._receipts += [
             completion.receipt for completion in output.outputs if completion.receipt.problems
         ]

@@ -12,6 +12,7 @@ from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, MOST_APPLIED, NONFINITE
 from midstream.runtime.worker.request_state import RequestState, Segment
 from midstream.runtime.worker.step import columns
+from midstream.runtime.worker.step.doses import Doses
 from midstream.runtime.worker.step.position_states import PositionStates, grow
 from midstream.runtime.worker.step.step_plan import StepPlan, TokenRuns
 
@@ -21,8 +22,11 @@ _FIRST_SIZE = 64
 class SlotTable:
     """Owner of the requests with a plan whose steps are not all settled."""
 
-    def __init__(self, max_model_len: int, on_nonfinite: str = "raise") -> None:
+    def __init__(
+        self, max_model_len: int, on_nonfinite: str = "raise", doses: Doses | None = None
+    ) -> None:
         self._ends_nonfinite = on_nonfinite == "raise"
+        self.doses = Doses(0) if doses is None else doses
         self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)  # each one's latest
         self.failures: dict[str, Failure] = {}  # not reported yet, by vLLM's id
         self.incomplete = np.zeros(0, np.bool_)  # rows of it were dropped
@@ -73,6 +77,7 @@ class SlotTable:
             self.reports = grow(self.reports, grown)
             self._serials = grow(self._serials, grown)
             self.states.grow(grown)
+            self.doses.grow(grown)
             self._by_slot += [None] * (grown - size)
             self._free = list(range(grown - 1, size - 1, -1))
         return self._free.pop()
@@ -104,10 +109,11 @@ class SlotTable:
         return self._slot_of.get(request.id) == request.slot
 
     def remove(self, requests: Sequence[RequestState]) -> None:
-        """Remove requests and free their slots; positions' states move to `RequestState.done`."""
-        done = self.states.take([request.slot for request in requests])
-        for request, states in zip(requests, done, strict=True):
-            request.done = states
+        """Remove requests and free their slots; states and doses move to the requests."""
+        slots = [request.slot for request in requests]
+        taken = zip(requests, self.states.take(slots), self.doses.take(slots), strict=True)
+        for request, states, doses in taken:
+            request.done, request.doses = states, doses
             self.retire(request)
             if self._requests.get(request.id) is request:
                 del self._requests[request.id]

@@ -82,6 +82,7 @@ class StepPlan(NamedTuple):
     most: NDArray[np.int32]  # edits that it may get; the others depend on the token's id
     captures: Ints  # vectors that must be captured of each active row
     by_id: bool  # a row's program reads the token's id
+    doses: int  # columns of doses that the rows' programs have
     scored: bool  # a score of the step is returned to a caller
     device_positions: bool  # the device must fill in the column `POSITION` of `tokens`
     runs: TokenRuns

@@ -246,6 +246,7 @@ class StepPlanner:
             most=np.repeat(tables.most[runs.program], length),
             captures=np.repeat(runs.vectors, length),
             by_id=bool(tables.by_id[runs.program].any()),
+            doses=int(tables.doses[runs.program].max()),
             scored=bool(runs.scored.any()),
             device_positions=device_positions,
             runs=runs,

@@ -26,6 +26,7 @@ class BufferSizes:
     room: Room
     ring_rows: int  # vectors of the hidden size for which the ring has room
     drafts: int = 0  # most draft tokens of a request in a step
+    doses: int = 0  # of the edits of a token
 
 
 @dataclass(eq=False, kw_only=True)
@@ -65,7 +66,7 @@ class Buffers(SiteBuffers):
         return Buffers(
             tokens=zeros(int32, max_tokens, layout.TOKEN_COLUMNS),
             ids=zeros(int32, max_tokens, layout.ID_COLUMNS),
-            tally=zeros(int32, max_tokens, layout.TALLY_COLUMNS),
+            tally=zeros(int32, max_tokens, layout.TALLY_COLUMNS + sizes.doses),
             table=table,
             instructions=zeros(int32, room.max_edits, layout.INSTRUCTION_COLUMNS),
             params=zeros(float32, room.max_edits, layout.PARAM_COLUMNS),
@@ -89,6 +90,11 @@ class Buffers(SiteBuffers):
     def unit(self) -> int:
         """Numbers of a unit of `bank` and `ring`."""
         return self.bank.shape[1]
+
+    @property
+    def doses(self) -> int:
+        """Number of doses of a token."""
+        return self.tally.shape[1] - layout.TALLY_COLUMNS
 
     def width(self, tap: int) -> int:
         return self.units[tap] * self.unit

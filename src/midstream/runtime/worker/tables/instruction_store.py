@@ -16,7 +16,7 @@ from midstream.runtime.protocol.segments import Edits, TapProgramStep, vectors_o
 from midstream.runtime.worker.tables.device_buffers import Buffers, scatter, upload
 from midstream.runtime.worker.tables.range_pool import Pool, RangeAllocator
 
-_OTHER_IDS = int(Flags.OTHER_IDS)  # see `midstream.plan.instructions`
+_FRESH, _OTHER_IDS = int(Flags.FRESH), int(Flags.OTHER_IDS)  # see `midstream.plan.instructions`
 # Numbers of a run of vectors that is copied by itself, straight into the bank: the others are
 # copied together, through as much memory of the device again.
 _ALONE = 1 << 18
@@ -109,13 +109,18 @@ class InstructionStore:
                 if edit.ids:
                     start, count = self._write_ids(edit.ids), len(edit.ids)
                     acquired.append((self.lists, edit.ids))
-                for step in edit.steps:
+                dose = self._dose_slot(edit)
+                for index, step in enumerate(edit.steps):
                     flags = int(step.flags) | others
                     read = 0 if step.read is None else rows((step.read,))
                     write = rows(step.write) if step.write else step.hold
                     if step.by_position:
                         write -= step.first * (step.write[0].size // unit)
                     slot = 0 if step.slot is None else 1 + step.slot
+                    if dose and not index:
+                        flags |= _FRESH  # which changes no result: nothing of the edit came before
+                    if dose and index == len(edit.steps) - 1:
+                        slot = dose
                     mask = 0 if step.mask is None else 1 + rows((step.mask,))
                     words.append([int(step.op), read, write, slot, flags, start, count, mask])
                     numbers.append((step.a, step.b, step.c, step.d))
@@ -128,6 +133,11 @@ class InstructionStore:
             values = torch.frombuffer(data, dtype=torch.float32).view(-1, unit)
             scatter(self._buffers.bank, new_units, values)
         return np.array(words, np.int32), np.array(numbers, np.float32)
+
+    def _dose_slot(self, edit: TapProgramStep) -> int:
+        """Return 1 + the column of an edit's dose; 0: it has none."""
+        is_measured = edit.dose is not None and edit.dose < self._buffers.doses
+        return 1 + edit.dose if is_measured and edit.dose is not None else 0
 
     def _write_ids(self, ids: tuple[int, ...]) -> int:
         """Return the start of a list of token ids, which is written if it is new."""

@@ -44,6 +44,7 @@ class ProgramTable:
         self.fewest = np.zeros(self._rows, np.int32)  # edits that a token must get in a pass
         self.most = np.zeros(self._rows, np.int32)  # that it may get; the others depend on its id
         self.by_position = np.zeros(self._rows, np.bool_)  # it reads the position
+        self.doses = np.zeros(self._rows, np.int32)  # columns of doses, with those between
         self.by_id = np.zeros(self._rows, np.bool_)  # it reads the token's id
 
     def acquire_program(self, edits: Edits) -> int:
@@ -175,6 +176,8 @@ class ProgramTable:
         self.fewest[index] = sum(count for count, by_id in counted if not by_id)
         self.most[index] = sum(count for count, _ in counted)
         self.by_id[index] = any(by_id for _, by_id in counted)
+        doses = max((edit.dose + 1 for edit in edits if edit.dose is not None), default=0)
+        self.doses[index] = min(doses, self._buffers.doses)
         self.by_position[index] = any(
             step.by_position or step.op is Op.SCAN for edit in edits for step in edit.steps
         )

@@ -167,7 +167,7 @@ def _allocate(
     drafts = 0 if speculative is None else int(speculative.num_speculative_tokens)
     return Buffers.allocate(
         widths,
-        BufferSizes(max_tokens, hidden_size, room_of(config), ring_rows, drafts),
+        BufferSizes(max_tokens, hidden_size, room_of(config), ring_rows, drafts, config.doses),
         dtype=model_config.dtype,
         device=runner.device,
         sae=sae,
