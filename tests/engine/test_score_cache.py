@@ -186,7 +186,7 @@ def test_scores_of_one_step_are_served_to_another_request_in_the_same_step(
     ]
     for found, expected in zip(*outputs, strict=True):
         name = next(iter(found.probes))
-        torch.testing.assert_close(found.probes[name], expected.probes[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.probes[name], expected.probes[name], rtol=1e-4, atol=1e-4)
         assert found.receipt.status == "ok"
     assert sum(found.num_cached_tokens for found in outputs[0]) in (0, 3 * WHOLE)
 
@@ -212,7 +212,7 @@ def test_a_preempted_request_has_its_scores_and_keeps_them_where_its_new_blocks_
         for name, output in outputs.items():
             assert output.outputs[0].receipt.status == "ok"
             torch.testing.assert_close(
-                all_scores(output), all_scores(expected[name]), rtol=1e-5, atol=1e-5
+                all_scores(output), all_scores(expected[name]), rtol=1e-4, atol=1e-4
             )
 
 

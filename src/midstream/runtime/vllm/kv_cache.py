@@ -10,11 +10,11 @@ class KvBlocks(NamedTuple):
 
     group: int  # index of the KV cache group
     size: int  # tokens of a block
-    count: int  # blocks of the cache
+    num_blocks: int
 
     @property
     def tokens(self) -> int:
-        return self.size * self.count
+        return self.size * self.num_blocks
 
 
 def full_attention_blocks(kv_cache_config: Any) -> KvBlocks | None:

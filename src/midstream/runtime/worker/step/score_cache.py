@@ -267,7 +267,8 @@ class ScoreCache:
         size = self._blocks.size
         # Draft tokens beyond the last position have no block.
         block = np.minimum(position // size, self._table.shape[1] - 1)
-        return self._table[slot, block] * size + position % size
+        places: Ints = self._table[slot, block] * size + position % size
+        return places
 
 
 def _is_read_of(queued: _Write | CachedScores, slot: int) -> bool:
