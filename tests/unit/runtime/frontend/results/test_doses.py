@@ -6,20 +6,20 @@ from typing import Any
 import numpy as np
 
 from midstream.runtime.frontend.results.doses import doses_of
-from midstream.runtime.protocol.results import SentDoses
+from midstream.runtime.protocol.results import DoseSums
 
 PLAN: Any = SimpleNamespace(measured={(0, "resid_post", 1): 0, (-1, "resid_post", 3): 1})
 LATER: Any = SimpleNamespace(plan=SimpleNamespace(measured={(2, "resid_pre", 0): 0}))
-FIRST = SentDoses(
+FIRST = DoseSums(
     0,
     np.array([[6.0, 0.0], [3.0, 0.0], [4.0, 0.0]]),
     np.array([7.0, 8.0, 9.0]),
     np.array([[1.0, 0.5], [-1.0, 0.25], [9.0, 9.0]]),
 )
-OTHER = SentDoses(1, np.array([[1.0], [2.0], [0.75]]), np.zeros(0), np.zeros((0, 1)))
+OTHER = DoseSums(1, np.array([[1.0], [2.0], [0.75]]), np.zeros(0), np.zeros((0, 1)))
 
 
-def part(stage: int, rank: int, *sent: SentDoses) -> Any:
+def part(stage: int, rank: int, *sent: DoseSums) -> Any:
     return SimpleNamespace(
         worker=SimpleNamespace(stage=stage, tensor_rank=rank), doses=lambda: list(sent)
     )
@@ -50,6 +50,6 @@ def test_a_version_has_the_doses_of_its_own_edits():
 
 
 def test_stages_have_the_doses_of_their_own_layers():
-    none = SentDoses(0, np.zeros((3, 2)), np.zeros(0), np.zeros((0, 2)))
+    none = DoseSums(0, np.zeros((3, 2)), np.zeros(0), np.zeros((0, 2)))
     parts = [part(0, 0, none), part(1, 0, FIRST)]
     assert len(doses_of(PLAN, parts, 9, {})) == 2
