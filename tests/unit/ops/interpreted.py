@@ -118,7 +118,7 @@ def main() -> None:
             lambda made: site_triton(*made.arguments()),
         )
     for nth, dtype in enumerate(DTYPES):
-        made, programs = dose_case(rows=13, width=20, dtype=dtype, residual=nth != 1)
+        made, programs = dose_case(rows=14, width=20, dtype=dtype, residual=nth != 1)
         wanted = wanted_doses(made, programs)
         site_triton(*made.arguments())
         assert_doses(made, wanted)

@@ -6,6 +6,7 @@ import torch
 from support.dose_cases import assert_doses, dose_case, doses_in, wanted_doses
 from support.site_cases import Step, case, same_bits
 
+from midstream.ops import layout
 from midstream.ops.layout import Op
 
 
@@ -18,6 +19,18 @@ def test_a_dose_is_how_long_an_edits_change_is_relative_to_the_row_before_it(dty
     assert_doses(made, wanted)
     assert np.isfinite(wanted).sum() > 50
     assert (wanted == 0).any()  # of a closed gate
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_doses_are_the_same_where_all_rows_have_one_program(residual):
+    """Rows that all get the same additions are changed at once."""
+    made, programs = dose_case(rows=3, dtype=torch.float32, residual=residual)
+    for number, program in enumerate(programs, layout.FIRST_FREE_PROGRAM):
+        only = made.copy()
+        only.tokens[:3, layout.PROGRAM] = number
+        wanted = wanted_doses(only, [program])
+        only.run()
+        assert_doses(only, wanted)
 
 
 def test_the_dose_of_an_addition_is_the_scale_times_the_vectors_length_by_the_rows():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,6 +39,15 @@ _NUMBER = 8  # bytes of a sum of doses
 _RUN = 3 * 8  # bytes of a run of records in the arena
 # More bytes are copied when results are assembled, in a thread, and not when they are first read.
 _UNREAD_BYTES = 1 << 20
+
+
+class DoseSums(NamedTuple):
+    """Doses of the edits of one version of a request's plan, by column."""
+
+    version: int
+    totals: NDArray[np.float64]  # [3, columns]: sum, number and largest; without the latest
+    positions: NDArray[Any]  # of the latest, ascending
+    latest: NDArray[np.floating[Any]]  # [positions, columns]; below 0: none
 
 
 class RowsHeader(ProtocolMessage, frozen=True, array_like=True):
@@ -190,15 +199,6 @@ class ResultBlock:
         return replace(self, chunks=[])
 
 
-class SentDoses(NamedTuple):
-    """Doses of the edits of one version of a plan, by column; see `DoseSums`. All are float64."""
-
-    version: int
-    totals: NDArray[np.float64]
-    positions: NDArray[np.float64]
-    latest: NDArray[np.float64]
-
-
 class WorkerResult:
     """One worker's results for one completion; see `RequestHeader`."""
 
@@ -279,14 +279,14 @@ class WorkerResult:
             scores.append((expand_runs(header.runs), values.reshape(count, slots)))
         return scores
 
-    def doses(self) -> list[SentDoses]:
+    def doses(self) -> list[DoseSums]:
         """Return the doses of edits of each version of the plan."""
         sent = []
         for header, data in self._doses:
             values, columns = np.frombuffer(data, np.float64), header.columns
             latest = values[3 * columns :].reshape(header.positions, 1 + columns)
             sums = values[: 3 * columns].reshape(3, columns)
-            sent.append(SentDoses(header.version, sums, latest[:, 0], latest[:, 1:]))
+            sent.append(DoseSums(header.version, sums, latest[:, 0], latest[:, 1:]))
         return sent
 
     def _blocks(self, header: RowsHeader, data: memoryview) -> list[ResultBlock]:

@@ -15,10 +15,10 @@ from midstream.ops import layout
 from midstream.plan import ResolvedPlan
 from midstream.plan.resolved import ResolvedBias, ResolvedFunction, path_of
 from midstream.runtime.protocol.rank_parts import SplitScore
+from midstream.runtime.protocol.results import DoseSums
 from midstream.runtime.protocol.segments import FOREVER, Edits, PatternRead, PlanSegment
 from midstream.runtime.worker.row_block import RowBlock
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
-from midstream.runtime.worker.step.doses import DoseSums
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 

@@ -275,7 +275,7 @@ class StepRecorder:
             expected = self._expected = in_flight.ExpectedCounts(plan, self._signature.signature)
         every = step.shipment.tally().numpy()[plan.active]
         if plan.doses:
-            self._add_doses(plan, every[:, layout.DOSES : layout.DOSES + plan.doses])
+            add_doses(plan, every[:, layout.DOSES : layout.DOSES + plan.doses], self._slots)
         tally = every[:, : layout.TALLY_COLUMNS]
         if tally.tobytes() == expected.tally:
             self._slots.states.set(plan, expected.states)
@@ -301,20 +301,6 @@ class StepRecorder:
                 f"{captures}; {self._signature.diagnose(signature)}",
             )
 
-    def _add_doses(self, plan: StepPlan, bits: NDArray[np.int32]) -> None:
-        doses = self._slots.doses
-        doses.add(plan.slots, plan.positions, bits)
-        for row, column, dose in doses.above(bits):
-            request, position = self._slots.by_slot(int(plan.slots[row])), int(plan.positions[row])
-            if request is not None and not request.problem:
-                changed = request.name_edit(position, column)
-                self._slots.fail(
-                    request,
-                    position,
-                    f"position {position}: {changed} by {dose:.3g} times its length, and the "
-                    f"setting max_dose is {doses.bound:g}; use a smaller scale",
-                )
-
     def check_integrity(self) -> None:
         """Check that no step is prepared and that the device has the armed tokens."""
         assert self.prepared is None
@@ -322,6 +308,22 @@ class StepRecorder:
 
 
 Cached = Mapping[str, CachedScores]  # of requests that report, by vLLM's id
+
+
+def add_doses(plan: StepPlan, bits: NDArray[np.int32], slots: SlotTable) -> None:
+    """Add a step's doses of edits; end requests with one that is beyond the bound."""
+    doses = slots.doses
+    doses.add(plan.slots, plan.positions, bits)
+    for row, column, dose in doses.above(bits):
+        request, position = slots.by_slot(int(plan.slots[row])), int(plan.positions[row])
+        if request is not None and not request.problem:
+            changed = request.name_edit(position, column)
+            slots.fail(
+                request,
+                position,
+                f"position {position}: {changed} by {dose:.3g} times its length, and the "
+                f"setting max_dose is {doses.bound:g}; use a smaller scale",
+            )
 
 
 def reported_scores(

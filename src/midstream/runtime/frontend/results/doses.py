@@ -12,7 +12,7 @@ from midstream.plan import ResolvedPlan
 from midstream.plan.resolved import path_of
 from midstream.results.receipt import Dose
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan
-from midstream.runtime.protocol.results import SentDoses, WorkerResult
+from midstream.runtime.protocol.results import DoseSums, WorkerResult
 
 _warned: set[tuple[str, str, int]] = set()  # of which this process has warned
 
@@ -25,7 +25,7 @@ def doses_of(
 ) -> tuple[Dose, ...]:
     """Return the doses of the edits of a completion with so many rows, by version of its plan."""
     # All ranks of a stage have the same rows.
-    stages: dict[int, list[SentDoses]] = {}
+    stages: dict[int, list[DoseSums]] = {}
     for part in sorted(parts, key=lambda part: part.worker.tensor_rank):
         stages.setdefault(part.worker.stage, part.doses())
     doses = []
@@ -48,7 +48,7 @@ def doses_of(
     return tuple(doses)
 
 
-def _version(sent: SentDoses) -> int:
+def _version(sent: DoseSums) -> int:
     return sent.version
 
 

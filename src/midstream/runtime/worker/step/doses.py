@@ -8,12 +8,12 @@ are sums. Versions of a plan have sums of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from midstream.ops import layout
+from midstream.runtime.protocol.results import DoseSums
 from midstream.runtime.protocol.runs import Floats, Ints
 from midstream.runtime.worker.step.position_states import grow
 
@@ -23,15 +23,6 @@ _LEAST_KEPT = 32
 _AT_ONCE = 16  # steps
 _MANY = 1024  # rows of a step that do not wait for others
 _MORE = 8  # rows that are made at once, for later versions
-
-
-class DoseSums(NamedTuple):
-    """Doses of the edits of one version of a request's plan, by column."""
-
-    version: int
-    totals: NDArray[np.float64]  # [3, columns]: sum, number and largest; without the latest
-    positions: Ints  # of the latest, ascending
-    latest: Floats  # [positions, columns]; below 0: none
 
 
 def _doses_of(bits: NDArray[np.int32]) -> Floats:
