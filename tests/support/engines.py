@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from support import once
 from support.nightly import NIGHTLY
 
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
@@ -155,23 +156,12 @@ def _nothing(*_args: Any) -> int:
 @functools.cache
 def prepare_vllm() -> None:
     """Have vLLM leave the process groups, which all engines of a process share, as long as there is
-    an engine: it takes them down with each one that ends, however late that is collected. And have
-    it look at a model's class here: it starts a process for that, which imports vLLM anew. And have
-    it count ranks of tokens uncompiled: Inductor would compile that for each engine anew.
+    an engine: it takes them down with each one that ends, however late that is collected.
     """
-    from vllm.model_executor.models import registry
-    from vllm.platforms import current_platform
     from vllm.v1.engine import core
-    from vllm.v1.sample import sampler
 
     if not HAS_GPU:
-        ranks = sampler.batched_count_greater_than
-        sampler.batched_count_greater_than = getattr(ranks, "_torchdynamo_orig_callable", ranks)
-        registry._run_in_subprocess = lambda function: function()
-        # Once for a process: it searches all modules, and wraps again what it wrapped before.
-        current_platform.register_triton_kernel_overrides = functools.cache(
-            current_platform.register_triton_kernel_overrides
-        )
+        once.for_all_engines()
     take_down = core.cleanup_dist_env_and_memory
 
     def unless_used(*args: Any, **kwargs: Any) -> None:

@@ -1,17 +1,18 @@
 """Engine cores and workers of an engine in the tests' own process, forked instead of spawned."""
 
+import functools
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import pytest
 import torch
 
-from support.zygote import python_path
+from support import zygote
 
 
 class _Process(ForkServerProcess):
@@ -41,13 +42,7 @@ def in_place_of_spawning() -> Iterator[None]:
         yield
         return
     original = multiprocessing.get_context
-    with pytest.MonkeyPatch.context() as patch:
-        from support.zygote import SERVER_ENVIRONMENT
-
-        for name, value in {**SERVER_ENVIRONMENT, "PYTHONPATH": python_path()}.items():
-            patch.setenv(name, value)
-        multiprocessing.set_forkserver_preload(["support.preloaded"])
-        forkserver.ensure_running()
+    _run_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             multiprocessing,
@@ -55,3 +50,22 @@ def in_place_of_spawning() -> Iterator[None]:
             lambda method=None: _Context() if method == "spawn" else original(method),
         )
         yield
+
+
+@functools.cache
+def _run_server() -> None:
+    """Run the server from which processes are forked, itself forked from the zygote."""
+
+    def fork(path: str, arguments: list[Any], kept: Sequence[int]) -> int:
+        return zygote.start(arguments[-2:], env=environment, kept=kept).pid
+
+    environment = {
+        **os.environ, **zygote.SERVER_ENVIRONMENT, "PYTHONPATH": zygote.python_path(),
+    }  # fmt: skip
+    multiprocessing.set_forkserver_preload([])  # the zygote has imported all
+    resource_tracker.ensure_running()  # a process of its own, started in the usual way
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(util, "spawnv_passfds", fork)
+        forkserver.ensure_running()
+    # It looks for a child of this process, and starts another one if that has ended.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 
 import setproctitle
 
+from support import once
 from support.preloaded_vllm import check_threads
 
 _MODULES = ("midstream.lab.api.async_llm", "midstream.lab.api.llm")
@@ -34,13 +35,9 @@ def log_anew() -> None:
 
 for _name in _MODULES:
     importlib.import_module(_name)
-registry: Any = importlib.import_module("vllm.model_executor.models.registry")
 # vLLM gives its processes titles, for which room is looked up while the environment is as it was.
 setproctitle.setproctitle(setproctitle.getproctitle())
-registry._run_in_subprocess = lambda function: function()  # which would import vLLM anew
-# Inductor would compile it anew in each engine core, for seconds.
-sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
-sampler.batched_count_greater_than = sampler.batched_count_greater_than._torchdynamo_orig_callable
+once.for_all_engines()
 gc.collect()
 gc.freeze()
 # It stays frozen in the children: vLLM collects garbage three times as an engine ends.

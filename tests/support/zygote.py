@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -36,6 +37,7 @@ SERVER_ENVIRONMENT = {
     "MIDSTREAM_TEST_FORKS": "1",
 }
 _LENGTH = 8
+_DESCRIPTORS = 16  # at most, of one program
 
 
 # ---------------------------------------------------------------- the client's side
@@ -120,8 +122,11 @@ def start(
     stdout: int | IO[Any] | None = None,
     stderr: int | IO[Any] | None = None,
     text: bool = False,
+    kept: Sequence[int] = (),
 ) -> Child:
-    """Run `python ARGUMENTS` in a child of the zygote, which is made when there is none yet."""
+    """Run `python ARGUMENTS` in a child of the zygote, which is made when there is none yet. It has
+    the file descriptors `kept` by the same numbers.
+    """
     link, theirs = socket.socketpair()
     reads: list[IO[Any] | None] = []
     passed: list[int] = []
@@ -146,9 +151,10 @@ def start(
         "arguments": [str(each) for each in arguments],
         "cwd": str(cwd or os.getcwd()),
         "env": dict(os.environ if env is None else env),
+        "kept": list(kept),
     }
     control = _zygote()
-    socket.send_fds(control, [b"+"], [theirs.fileno(), *passed])
+    socket.send_fds(control, [b"+"], [theirs.fileno(), *passed, *kept])
     theirs.close()
     for number in opened:
         os.close(number)
@@ -222,7 +228,7 @@ def serve(control: socket.socket) -> None:
             os.read(reading, 1 << 12)
         _reap(children)
         if control in ready:
-            word, handles, *_ = socket.recv_fds(control, 1, 3)
+            word, handles, *_ = socket.recv_fds(control, 1, _DESCRIPTORS)
             if not word:
                 break
             link = socket.socket(fileno=handles[0])
@@ -237,7 +243,7 @@ def serve(control: socket.socket) -> None:
                     other.close()
                 os.close(reading)
                 os.close(writing)
-                _run(wanted, handles[1], handles[2])
+                _run(wanted, *handles[1:])
             for number in handles[1:]:
                 os.close(number)
             children[pid] = link
@@ -263,13 +269,17 @@ def _reap(children: dict[int, socket.socket]) -> None:
             link.close()
 
 
-def _run(wanted: dict[str, Any], out: int, error: int) -> None:
+def _run(wanted: dict[str, Any], out: int, error: int, *kept: int) -> None:
     """Be the program; never returns."""
+    aside = [fcntl.fcntl(number, fcntl.F_DUPFD, 1 << 8) for number in kept]
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(out, 1)
     os.dup2(error, 2)
     for number in {nothing, out, error} - {0, 1, 2}:
+        os.close(number)
+    for number, wanted_number in zip(aside, wanted["kept"], strict=True):
+        os.dup2(number, wanted_number)
         os.close(number)
     os.chdir(wanted["cwd"])
     os.environ.clear()

@@ -156,6 +156,7 @@ def _is_plain(function: Any) -> bool:
     return True
 
 
+@functools.cache
 def _methods(tree: ast.AST) -> set[str]:
     """Names of the methods of `self` that a function calls."""
     return {
@@ -165,6 +166,7 @@ def _methods(tree: ast.AST) -> set[str]:
     }
 
 
+@functools.cache
 def _calls(tree: ast.AST, name: str) -> bool:
     """Whether a function calls `self.<name>(…)`, also by a local name."""
     aliases = {
@@ -184,6 +186,7 @@ def _calls(tree: ast.AST, name: str) -> bool:
     )
 
 
+@functools.cache
 def _uses_method(tree: ast.AST, name: str) -> bool:
     return any(
         isinstance(node, ast.Call) and (path_of(node.func) or "").startswith(f"{name}.")

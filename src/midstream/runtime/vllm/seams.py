@@ -6,9 +6,11 @@ moved field would be read as absent. Differences are reported by name before any
 from __future__ import annotations
 
 import dis
+import functools
 import importlib
 import inspect
 from importlib.resources import files
+from types import CodeType
 from typing import Any, Literal
 
 from midstream.errors import SeamError
@@ -125,24 +127,24 @@ def _has(owner: Any, name: str) -> bool:
             return True
         for item in vars(base).values():
             code = getattr(inspect.unwrap(item), "__code__", None) if callable(item) else None
-            if code is not None and name in code.co_names and _stores(code, name):
+            if code is not None and name in code.co_names and name in _stored(code):
                 return True
     return False
 
 
-def _stores(code: Any, name: str) -> bool:
-    """Return whether a method sets an attribute of the object that it is a method of."""
-    own = code.co_varnames[:1]
-    loaded: Any = None
+@functools.cache
+def _stored(code: CodeType) -> frozenset[str]:
+    """Return the attributes that a method sets on the object that it is a method of."""
+    own, names, loaded = code.co_varnames[:1], set[str](), None
     for step in dis.get_instructions(code):
-        if step.opname == "STORE_ATTR" and step.argval == name and loaded in own:
-            return True
+        if step.opname == "STORE_ATTR" and loaded in own:
+            names.add(step.argval)
         if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
             # Python 3.13 loads two variables at once.
             loaded = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
         elif step.opname != "EXTENDED_ARG":
             loaded = None
-    return False
+    return frozenset(names)
 
 
 def _reach(root: Any, path: str) -> Any:
