@@ -130,7 +130,8 @@ def test_a_request_beyond_the_largest_dose_ends_and_no_other_does(tiny_llama: Pa
 
 
 def test_with_raise_the_error_names_edit_site_layer_dose_and_bound(tiny_llama: Path) -> None:
-    with engine(tiny_llama, midstream={"max_dose": 0.5, "sites": ["resid_pre"]}) as llm:
+    settings = {"doses": 64, "max_dose": 0.5, "sites": ["resid_pre"]}
+    with engine(tiny_llama, midstream=settings) as llm:
         steer = Steer(vector(1), 2, site="resid_pre", scale=1e3, positions="generated")
         with pytest.raises(ReceiptError, match=r"changed resid_pre of layer 2 by [\d.e+]+ times"):
             ask(llm, SHORT, 6, edits=[steer])
@@ -141,7 +142,7 @@ def test_without_columns_there_are_no_doses_and_all_else_is_the_same(
 ) -> None:
     steer = [Steer(vector(1), 1, scale=0.2)]
     params = greedy(6, detokenize=False, logprobs=3)
-    with engine(tiny_llama, block_size=32, midstream={"doses": 0}) as bare:
+    with engine(tiny_llama, block_size=32) as bare:
         output = ask(bare, SHORT, params, edits=steer)
     measured = ask(llm, SHORT, params, edits=steer)
     assert output.receipt.edited.doses == ()
@@ -172,7 +173,7 @@ def test_in_half_precision_doses_are_those_of_float32_to_within_its_rounding(
     tiny_llama: Path, oracle: EditOracle
 ) -> None:
     v = vector(1)
-    with engine(tiny_llama, dtype="bfloat16") as llm:
+    with engine(tiny_llama, dtype="bfloat16", midstream={"doses": 64, "warn_dose": 2.0}) as llm:
         output = ask(llm, SHORT, 4, edits=[Steer(v, 1, scale=0.5)])
     tokens = [*SHORT, *output.outputs[0].token_ids][:-1]
     rows = oracle.run(tokens).values["resid_post", 1]

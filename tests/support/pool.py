@@ -20,20 +20,21 @@ PROFILES: dict[str, dict[str, Any]] = {
             "sites": engines.ALL_SITES,
             "reuse_bytes": 8 << 20,
             "controllers": controlling.DECLARED,
+            "doses": 64,
         },
     },
     # Every site, and steps that hold whole batches.
     "wide": {
         "max_num_batched_tokens": 512,
         "max_num_seqs": 64,
-        "midstream": {"sites": EVERY_SITE, "maps": 4, "gate_states": 12},
+        "midstream": {"sites": EVERY_SITE, "maps": 4, "gate_states": 12, "doses": 64},
     },
     # The same without a prefix cache: what it gives depends on no earlier request.
     "uncached": {
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
         "enable_prefix_caching": False,
-        "midstream": {"sites": EVERY_SITE, "maps": 4, "gate_states": 12},
+        "midstream": {"sites": EVERY_SITE, "maps": 4, "gate_states": 12, "doses": 64},
     },
 }
 _COMMON = {"block_size": 32, "enable_prefix_caching": True}

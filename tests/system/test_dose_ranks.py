@@ -21,7 +21,7 @@ def test_doses_over_two_ranks_are_those_of_plain_hooks(
     tiny_llama: Path, args: dict[str, Any]
 ) -> None:
     oracle = EditOracle(tiny_llama, PLACES["llama"])
-    settings = {"sites": [*ALL_SITES, "z"], "max_dose": 1e6, "check_ranks": True}
+    settings = {"sites": [*ALL_SITES, "z"], "doses": 64, "max_dose": 1e6, "check_ranks": True}
     common = {"max_num_batched_tokens": 48, "max_model_len": 128, "block_size": 32}
     with ranks(tiny_llama, midstream=settings, **common, **args) as llm:
         asked = [each_kind(len(prompt)) for prompt in PROMPTS]

@@ -58,7 +58,8 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
             earlier site. Each takes 4 bytes on the device per token of a step.
         doses: number of edits of a request, one for each layer, whose dose is measured: how long
             the change of a token's vector is, relative to the vector before it; see `Dose`. Each
-            takes 4 bytes on the device per token of a step. 0: none is measured.
+            takes 4 bytes on the device per token of a step. On a GPU, steps
+            with edits at all layers of an 8B model took 7 % longer with 64. 0: none is measured.
         warn_dose: mean dose above which an edit raises a `ScaleWarning`, once per process for its
             place in the request, site and layer. None: never.
         max_dose: largest dose of a token. A request with a larger one ends, its receipt has a
@@ -151,7 +152,7 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
     max_edits: Count = 65536
     edits_per_site: Count = 64
     probes: Count = 16
-    doses: Amount = 64
+    doses: Amount = 0
     warn_dose: Dose | None = 2.0
     max_dose: Dose | None = None
     token_ids: Count = 16384
