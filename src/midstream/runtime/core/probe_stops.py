@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from midstream.plan.control.act import Progress, follow
+from midstream.plan.control.act import Condition, Progress, follow
 from midstream.plan.positions.position_set import Reached
 from midstream.runtime.core.controllers import NOTHING, RunningController, controlled, decide
 from midstream.runtime.core.ended_requests import add_end, finish
@@ -20,6 +20,8 @@ from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.step_scores import ScoresOfStep, scores_of
 from midstream.runtime.vllm.attributes import WATCHED
+
+_FEW = 16  # scores, which a list holds as fast as NumPy
 
 
 class ReadRange(NamedTuple):
@@ -40,10 +42,16 @@ def read_ranges(probes: Sequence[ActingProbe]) -> tuple[ReadRange, ...] | None:
         if condition.pool != "none" or not probe.where.ranges:
             return None
         start, stop = probe.where.ranges[-1]
-        low = -math.inf if condition.below is None else condition.below
-        high = math.inf if condition.above is None else condition.above
+        low, high = bounds_of(condition)
         ranges.append(ReadRange(probe.slot, start, math.inf if stop is None else stop, low, high))
     return tuple(ranges)
+
+
+def bounds_of(condition: Condition) -> tuple[float, float]:
+    """Return the lowest and the highest score that do not meet a condition without a pool."""
+    low = -math.inf if condition.below is None else condition.below
+    high = math.inf if condition.above is None else condition.above
+    return low, high
 
 
 @dataclass(slots=True, eq=False)
@@ -280,9 +288,19 @@ def advance(
         if progress is None:
             continue
         read = before.read[probe_index] if before.read else None
+        condition = probe.condition
         positions = probe.where.within(start, end, token, read)
+        if (
+            isinstance(positions, range)
+            and len(positions) > _FEW
+            and condition.pool == "none"
+            and not progress.run
+        ):
+            # Of a prompt's thousands of tokens hardly one meets a condition.
+            low, high = bounds_of(condition)
+            positions = positions[scores.num_within(index, probe.slot, positions, low, high) :]
         values = scores.at(index, probe.slot, positions)
-        probe_progress[probe_index], met = follow(probe.condition, progress, values)
+        probe_progress[probe_index], met = follow(condition, progress, values)
         if met is not None and probe.version is not None:
             probe_progress[probe_index] = None
             switched.append(Firing(probe.name, positions[met.nth], probe.version))

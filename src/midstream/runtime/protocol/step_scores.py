@@ -34,6 +34,15 @@ class ScoresOfStep:
             return column[positions.start + shift : positions.stop + shift]
         return [column[position + shift] for position in positions]
 
+    def num_within(self, index: int, slot: int, positions: range, low: float, high: float) -> int:
+        """Return how many scores come before the first that is finite and not in [low, high]."""
+        shift = self.row[index] - self.first[index]
+        scores = self.values[positions.start + shift : positions.stop + shift, slot]
+        # A bound in double precision, as for a score alone: it would be rounded to the scores' own.
+        is_beyond = (scores < np.float64(low)) | (scores > np.float64(high))
+        beyond = np.flatnonzero(is_beyond & np.isfinite(scores))
+        return int(beyond[0]) if beyond.size else len(positions)
+
     def column(self, slot: int) -> list[float]:
         """Return the scores in a column, of each row."""
         column = self._columns.get(slot)

@@ -2,9 +2,22 @@
 engine core, and back to the worker.
 """
 
+import math
+import random
+from typing import Any
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.nightly import rounds
 from unit.runtime.core.stopping import StoppingRun
+
+from midstream.plan.control.act import Condition, Progress
+from midstream.plan.positions.position_set import Where
+from midstream.runtime.core.probe_stops import ProbeProgress, advance
+from midstream.runtime.protocol.acting_probes import ActingProbe
+from midstream.runtime.protocol.step_scores import ScoresOfStep
 
 CASES = 25  # of one test
 
@@ -20,3 +33,31 @@ def test_no_output_has_a_token_beyond_the_one_that_met_the_condition(part):
         ended, switched = ended + found[0], switched + found[1]
     assert ended > CASES / 8
     assert switched > CASES / 8
+
+
+@given(st.integers(0, 10**9))
+def test_many_scores_at_once_meet_a_condition_where_each_alone_does(seed: int) -> None:
+    draw = random.Random(seed)
+    size, cut = draw.randrange(40, 90), draw.randrange(1, 30)
+    values = np.array([draw.choice([0.1, 0.5, 1.0, 2.0, math.nan, math.inf]) for _ in range(size)])
+    values[: draw.randrange(size)] = 0.0
+    column = values.astype(np.float32)[:, None]
+    bound = draw.choice([0.1, float(np.float32(0.1)), 0.5, 1.5])
+    side = draw.choice(["above", "below"])
+    condition = Condition(
+        **{side: bound if side == "above" else -bound}, for_=draw.choice([1, 1, 3])
+    )
+    if side == "below":
+        column = -column
+    probe = ActingProbe("p", 0, Where(((draw.randrange(9), None),)), condition)
+
+    def advanced(pieces: list[tuple[int, int]]) -> Any:
+        progress, firing = ProbeProgress(0, (Progress(),)), None
+        for start, stop in pieces:
+            scores = ScoresOfStep(["r"], [start], [0], [stop - start], column[start:stop])
+            if firing is None:
+                progress, firing, _ = advance([probe], progress, scores, 0, size, lambda _: 0)
+        return firing, progress.each[0].run
+
+    together = advanced([(0, cut), (cut, size)])
+    assert together == advanced([(position, position + 1) for position in range(size)])

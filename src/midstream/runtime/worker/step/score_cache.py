@@ -253,7 +253,8 @@ class ScoreCache:
         places = self._places(np.full(cached.length, cached.slot), position)
         kept, columns = self._kept_of(cached.layout)
         values = np.zeros((cached.length, self._num_columns), np.float32)
-        values[:, columns] = self._values[kept[:, None], places].T
+        for row, column in zip(kept.tolist(), columns.tolist(), strict=True):
+            values[:, column] = self._values[row].take(places)
         cached.values = torch.from_numpy(values)
 
     def _kept_of(self, number: int) -> tuple[Ints, Ints]:
