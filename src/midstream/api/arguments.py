@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, SupportsIndex, TypeGuard
 
+from midstream.api.vllm_arguments import SamplingArguments
 from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
 from midstream.errors import SpecError
@@ -179,6 +180,7 @@ _INSTEAD = {
     "fwd_hooks": "edits=… to change activations, capture=… to read them",
     "hooks": "edits=… to change activations, capture=… to read them",
     "interventions": "edits=…",
+    **dict.fromkeys(("attention", "features", "lens", "logits", "norms"), "capture=…"),
     "layers": "capture=Capture(layers=…)",
     "names_filter": "capture=Capture(layers=…, sites=…)",
     "output_hidden_states": "capture=Capture(layers=…)",
@@ -196,8 +198,25 @@ _INSTEAD = {
 }
 
 
-# The same of an engine: settings of midstream that are no arguments.
-_SETTINGS = {name: f'midstream={{"{name}": …}}' for name in Config.__struct_encode_fields__}
+# The same of sampling parameters, by transformers' names.
+_SAMPLING = {
+    **_INSTEAD,
+    "do_sample": "temperature=0 for greedy sampling",
+    "num_return_sequences": "n=…",
+    "num_beams": "LLM.beam_search(…)",
+    "eos_token_id": "stop_token_ids=[…]",
+    "max_length": "max_tokens=…",
+}
+# The same of an engine: settings of midstream that are no arguments, and transformers' names.
+_SETTINGS = {
+    **{name: f'midstream={{"{name}": …}}' for name in Config.__struct_encode_fields__},
+    "steering": 'enable_steering=True, or midstream={"steering": …} for edits of every request',
+    "device": "no argument: vLLM computes on the device that it was installed for",
+    "device_map": "tensor_parallel_size=…, the number of GPUs",
+    "torch_dtype": "dtype=…",
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantization=…"),
+    **dict.fromkeys(("n_ctx", "max_length", "max_seq_len"), "max_model_len=…"),
+}
 
 
 def check_names(function: str, others: Iterable[str], *known: Callable[..., Any]) -> None:
@@ -205,7 +224,13 @@ def check_names(function: str, others: Iterable[str], *known: Callable[..., Any]
 
     Others that resemble nothing are left to vLLM, which may know more.
     """
-    _check_names(function, others, known, _INSTEAD, OWN)
+    params = {name: f"SamplingParams({name}=…)" for name in SamplingArguments.__annotations__}
+    _check_names(function, others, known, {**params, **_INSTEAD}, OWN)
+
+
+def check_sampling_names(others: Iterable[str], known: Callable[..., Any]) -> None:
+    """Check that arguments of SamplingParams are those of its class; see `check_names`."""
+    _check_names("SamplingParams", others, (known,), _SAMPLING, OWN)
 
 
 def check_engine_names(function: str, others: Iterable[str], *known: Callable[..., Any]) -> None:

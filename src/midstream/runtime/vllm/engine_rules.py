@@ -155,6 +155,14 @@ def check_settings(vllm_config: Any) -> None:
         )
 
 
+def check_layers(vllm_config: Any, config: Config) -> None:
+    """Check that the model has the layers of the settings, before its weights are read."""
+    model = vllm_config.model_config
+    count = getattr(model.hf_text_config, "num_hidden_layers", None)
+    if count:
+        config.resolve_layers(max(count, model.get_total_num_hidden_layers()))
+
+
 def check_offline(data_parallel_size: int) -> None:
     """Check that an engine which its caller steps, such as that of `LLM`, has one replica."""
     if data_parallel_size > 1:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from vllm.renderers.inputs.preprocess import conversation_to_seq, prompt_to_seq
 
 from midstream.errors import SpecError
+from midstream.validation import kind
 
 
 def list_prompts(prompts: Any) -> list[Any]:
     """Return the prompts in `LLM.generate`'s first argument: a list of ints is one."""
-    return list(prompt_to_seq(prompts))
+    if not hasattr(prompts, "__len__") or "int" in str(getattr(prompts, "dtype", "")):
+        ids = "; of an array or tensor of ids, its .tolist()" if hasattr(prompts, "dtype") else ""
+        raise SpecError(
+            "prompts",
+            f"expected a text, a list of texts or of token ids, got {kind(prompts)}{ids}",
+        )
+    listed = list(prompt_to_seq(prompts))
+    if any(isinstance(prompt, Mapping) and "role" in prompt for prompt in listed):
+        raise SpecError("prompts", "expected prompts, got messages of a chat; give them to chat")
+    return listed
 
 
 def conversations(messages: Any) -> list[Any]:
