@@ -36,6 +36,7 @@ from midstream import (
 from midstream.api.arguments import PromptArguments, check_names
 from midstream.api.outputs import GenerateOutput
 from midstream.api.sampling_params import SamplingParams
+from midstream.client.protocol import body_of, upload_of
 from midstream.config.config import Config
 from midstream.config.sinks import plain_sinks
 from midstream.errors import ConfigError, ScaleWarning, SpecError, StoreError, UnsupportedError
@@ -205,6 +206,24 @@ def test_a_message_writes_what_was_meant():
     )
     check_layers(config_of(30), Config.parse({"layers": [-30, 29]}))
     check_layers(config_of(None), Config.parse({"layers": [99]}))
+
+
+def test_a_field_of_a_body_that_a_server_would_ignore_is_refused():
+    refused_calls(
+        (lambda: body_of({"max_token": 3}), "server ignores this field; did you mean max_tokens=…"),
+        (lambda: body_of({"temprature": 0}), "did you mean temperature=…"),
+        (lambda: body_of({"do_sample": False}), "did you mean temperature=0"),
+        (
+            lambda: body_of({}, messages="Hi"),
+            re.escape('[{"role": "user", "content": "Hi"}], or c'),
+        ),
+        (lambda: upload_of("happy.safetensors"), "a client reads no files"),
+    )
+    others = dict.fromkeys(("steering", "guided_json", "capture_layers", "max_tokens", "x"), 1)
+    assert body_of(others, prompt="Hi") == {**others, "prompt": "Hi"}
+    client = Client("http://127.0.0.1:1")
+    with pytest.raises(AttributeError, match="'generate': write client.complete"):
+        _ = client.generate
 
 
 def config_of(count: int | None) -> SimpleNamespace:

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, SupportsIndex, TypeGuard
 
 from midstream.api.vllm_arguments import SamplingArguments
@@ -199,14 +200,24 @@ _INSTEAD = {
 
 
 # The same of sampling parameters, by transformers' names.
-_SAMPLING = {
-    **_INSTEAD,
+_TRANSFORMERS = {
     "do_sample": "temperature=0 for greedy sampling",
     "num_return_sequences": "n=…",
-    "num_beams": "LLM.beam_search(…)",
     "eos_token_id": "stop_token_ids=[…]",
-    "max_length": "max_tokens=…",
+    **dict.fromkeys(("max_length", "max_new_tokens"), "max_tokens=…"),
 }
+_SAMPLING = {**_INSTEAD, **_TRANSFORMERS, "num_beams": "LLM.beam_search(…)"}
+# Fields of requests to a server that are no sampling parameters; and how alike a name must be to
+# one of these to be taken for it.
+_BODY = (
+    *("model", "prompt", "messages", "input", "stream", "stream_options", "echo", "suffix", "user"),
+    *("max_completion_tokens", "max_output_tokens", "top_logprobs", "best_of", "prompt_embeds"),
+    *("tools", "tool_choice", "response_format", "chat_template", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "add_special_tokens", "documents"),
+    *("priority", "request_id", "cache_salt", "vllm_xargs", "return_token_ids", "store"),
+    *("return_tokens_as_token_ids", "truncate_prompt_tokens", "use_beam_search"),
+)
+_VERY_ALIKE = 0.85
 # The same of an engine: settings of midstream that are no arguments, and transformers' names.
 _SETTINGS = {
     **{name: f'midstream={{"{name}": …}}' for name in Config.__struct_encode_fields__},
@@ -231,6 +242,18 @@ def check_names(function: str, others: Iterable[str], *known: Callable[..., Any]
 def check_sampling_names(others: Iterable[str], known: Callable[..., Any]) -> None:
     """Check that arguments of SamplingParams are those of its class; see `check_names`."""
     _check_names("SamplingParams", others, (known,), _SAMPLING, OWN)
+
+
+def check_body_names(others: Iterable[str]) -> None:
+    """Check that fields of a request to a server are not nearly those that it knows: vLLM's server
+    ignores the fields that it does not know.
+    """
+    known = {*SamplingArguments.__annotations__, *_BODY}
+    for name in others:
+        close = next(iter(get_close_matches(name, known, 1, _VERY_ALIKE)), "")
+        shown = _TRANSFORMERS.get(name, f"{close}=…")
+        if name not in known and (close or name in _TRANSFORMERS):
+            raise SpecError(name, f"the server ignores this field; did you mean {shown}?")
 
 
 def check_engine_names(function: str, others: Iterable[str], *known: Callable[..., Any]) -> None:

@@ -183,8 +183,8 @@ class LLM(Updates, VllmLLM):
         """Generate, with captures, edits and probes.
 
         Each of `capture`, `steer`, `edits`, `probes` and `controller` is one value for all prompts,
-        or a list with one entry each; None: nothing. A flat list of edits or probes is that of one
-        prompt; with several, give lists, as in `edits=[[a, b]] * 3`.
+        or a list with one entry each; None: nothing. `edits=[a, b]` means both edits for a single
+        prompt; with several prompts, give lists, as in `edits=[[a, b]] * 3`.
 
         Args:
             prompts: one prompt or a list.

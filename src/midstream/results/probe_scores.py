@@ -158,5 +158,14 @@ class Probes(Mapping[str, "Tensor"]):
         )
 
     def __repr__(self) -> str:
-        rows = ", ".join(f"{name}: {len(scores)}" for name, scores in self._scores.items())
-        return f"Probes({rows})"
+        return f"Probes({', '.join(f'{name}: {_shown(self[name])}' for name in self)})"
+
+
+def _shown(scores: Tensor) -> str:
+    """Return the number of a probe's scores and their range, as `7 scores, −0.3 to 1.2`."""
+    count = len(scores)
+    if not count:
+        return "no scores"
+    if count == 1:
+        return f"{float(scores[0]):.3g}"
+    return f"{count} scores, {float(scores.min()):.3g} to {float(scores.max()):.3g}"

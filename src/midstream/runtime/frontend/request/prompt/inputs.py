@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from vllm.renderers.inputs.preprocess import conversation_to_seq, prompt_to_seq
 
 from midstream.errors import SpecError
-from midstream.validation import kind
+from midstream.validation import kind, not_a_chat
 
 
 def list_prompts(prompts: Any) -> list[Any]:
@@ -32,11 +31,7 @@ def conversations(messages: Any) -> list[Any]:
     items = messages if isinstance(messages, (list, tuple)) else [messages]
     text = next((item for item in items if isinstance(item, str)), None)
     if text is not None:
-        raise SpecError(
-            "messages",
-            f'expected a list of messages, got a text; write [{{"role": "user", "content": '
-            f"{json.dumps(text[:60], ensure_ascii=False)}}}], or give it to generate",
-        )
+        raise not_a_chat(text, "generate(text)")
     return list(conversation_to_seq(messages))
 
 
