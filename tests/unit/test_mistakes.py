@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from sklearn.linear_model import LogisticRegression
 from support.refusals import refused_calls
 from unit.store.making import entry, write
 from vllm import envs
 
+import midstream
 from midstream import (
     LLM,
     Ablate,
@@ -52,7 +54,7 @@ from midstream.results.probe_scores import Probes
 from midstream.results.site_table import SiteTable
 from midstream.runtime.frontend.request.call_plan import merged_plan
 from midstream.runtime.frontend.request.prompt.inputs import conversations, list_prompts
-from midstream.runtime.vllm.engine_rules import check_layers, check_script
+from midstream.runtime.vllm.engine_rules import check_layers, check_script, named_model
 from midstream.sae.sae import SAE
 from midstream.steering import VectorRegistry
 from midstream.store import RowDataset
@@ -177,7 +179,7 @@ def test_a_message_writes_what_was_meant():
         (lambda: check_names("generate", ["lens"]), "did you mean capture=…"),
         (lambda: SamplingParams(do_sample=False), "did you mean temperature=0"),
         (lambda: SamplingParams(num_return_sequences=2), "did you mean n=…"),
-        (lambda: LLM("m", device="cpu"), "vLLM computes on the device"),
+        (lambda: LLM("m", device="cpu"), "did you mean to leave it out"),
         (lambda: LLM("m", steering=True), "did you mean enable_steering=True"),
         (lambda: LLM("m", torch_dtype="auto"), "did you mean dtype=…"),
         (
@@ -204,6 +206,22 @@ def test_a_message_writes_what_was_meant():
         (lambda: check_layers(config_of(30), Config.parse({"layers": [30]})), "0 to 29"),
         error=ConfigError,
     )
+    offline = LocalEntryNotFoundError("no snapshot"), OSError("We could not connect")
+    for error in (*offline, HFValidationError("a name has one slash")):
+        problem = pytest.raises(ConfigError, match="no folder 'org/m' here, .* give the path")
+        with problem, named_model("org/m"):
+            raise error
+    for error, name in (
+        (OSError(28, "disk full"), "org/m"),
+        (offline[0], "/"),
+        (ValueError(), "m"),
+    ):
+        with pytest.raises(type(error)) as caught, named_model(name):
+            raise error
+        assert caught.value is error
+    for name, meant in (("SteeringVector", "Steer"), ("Directionss", "Directions")):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}' .did you mean `{meant}`"):
+            getattr(midstream, name)
     check_layers(config_of(30), Config.parse({"layers": [-30, 29]}))
     check_layers(config_of(None), Config.parse({"layers": [99]}))
 
@@ -287,7 +305,7 @@ def test_what_was_refused_without_a_reason_is_accepted(tmp_path: Path):
     single = Activations(one, dict.fromkeys(one, torch.arange(4)), [5] * 4, 30)
     assert np.asarray(single, np.float64).sum() == 32
     registry = VectorRegistry(ModelShape(4, 8, frozenset(("resid_post", n) for n in range(4))))
-    registry.register("calm", {2: V})
+    registry["calm"] = {2: V}
     assert list(registry) == ["calm"]
     assert registry["calm"]["resid_post", 2].size == 8
     write(tmp_path / "acts", [entry("a")])

@@ -222,7 +222,7 @@ _VERY_ALIKE = 0.85
 _SETTINGS = {
     **{name: f'midstream={{"{name}": …}}' for name in Config.__struct_encode_fields__},
     "steering": 'enable_steering=True, or midstream={"steering": …} for edits of every request',
-    "device": "no argument: vLLM computes on the device that it was installed for",
+    "device": "to leave it out (vLLM has one device, that of its build)",
     "device_map": "tensor_parallel_size=…, the number of GPUs",
     "torch_dtype": "dtype=…",
     **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantization=…"),
