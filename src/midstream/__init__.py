@@ -104,6 +104,15 @@ __all__ = [
 ]
 
 
+# Names of other tools.
+_MEANT = {
+    **dict.fromkeys(("SteeringVector", "SteerVectorRequest", "Intervention", "Edit"), "Steer"),
+    **dict.fromkeys(("ControlVector", "ControlModel", "SteeringVectors"), "Directions"),
+    **dict.fromkeys(("HookedTransformer", "LanguageModel", "TransformerBridge"), "LLM"),
+    **dict.fromkeys(("AutoEncoder", "SparseAutoEncoder", "Dictionary"), "SAE"),
+    "Hook": "Capture",
+    "load_store": "open_store",
+}
 # Modules of public names that are not here: errors, and what requests and results are made of.
 _MODULES = ("errors", "layers", "lenses", "plan", "results", "sites", "store", "viz")
 
@@ -118,7 +127,11 @@ if not TYPE_CHECKING:  # for type checkers a name that is not above is an error
                 return entries.public(name)
             except ModuleNotFoundError as error:
                 raise errors.MissingExtraError.of(error, f"midstream.{name}") from error
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from midstream.validation import hint
+
+        meant = _MEANT.get(name, "")
+        shown = f" (did you mean `{meant}`?)" if meant else hint(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{shown}")
 
 
 def __dir__() -> list[str]:

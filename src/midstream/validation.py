@@ -138,6 +138,24 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f" (did you mean `{close}`?)" if close else ""
 
 
+def not_a_chat(text: str, instead: str) -> SpecError:
+    """Return the error of a text that is given as the messages of a chat."""
+    message = json.dumps(text[:_SHOWN], ensure_ascii=False)
+    return SpecError(
+        "messages",
+        f'expected a list of messages, got a text; write [{{"role": "user", "content": {message}}}]'
+        f", or {instead}",
+    )
+
+
+def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> AttributeError:
+    """Return the error of an attribute that there is not; `instead` says what to write for some."""
+    problem = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    if name in instead:
+        problem += f": {instead[name]}"
+    return AttributeError(problem, name=name, obj=owner)
+
+
 def as_number(value: object) -> object:
     """Return an array or tensor of one element, of any library, as a Python number."""
     shape = getattr(value, "shape", None)

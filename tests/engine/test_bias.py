@@ -236,5 +236,5 @@ def test_what_cannot_be_is_refused(served, llm):
             (Logits(2, positions=9, phase="prompt"), "capture[0].positions", "9"),
         ],
     )
-    with pytest.raises(SpecError, match="logits is not tapped; add it to the settings `sites`"):
+    with pytest.raises(SpecError, match="logits is not tapped; start the engine with"):
         ask_all(llm, [PROMPTS[0]], 1, edits=Bias({7: 1.0}))

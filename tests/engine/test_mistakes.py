@@ -1,5 +1,6 @@
 """Plausible mistakes whose answer needs an engine; the others are in `tests/unit`."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,8 @@ import pytest
 from engine.asking import ask_all
 from support.engines import tokens
 
-from midstream import Capture, Steer
-from midstream.errors import SpecError
+from midstream import Capture, Steer, activate
+from midstream.errors import ConfigError, SpecError
 
 PROMPT = [5, 6, 7, 8]
 HIDDEN = 64
@@ -40,3 +41,21 @@ def test_a_mistake_is_rejected_before_any_work(llm: Any) -> None:
     assert llm.llm_engine.has_unfinished_requests() == before is False
     with pytest.raises(SpecError, match="capture: unsupported in beam_search"):
         llm.beam_search([tokens(PROMPT)], None, capture=READ)
+
+
+def test_layers_that_the_model_lacks_are_refused_before_its_weights_are_read(
+    tiny_llama: Path,
+) -> None:
+    from vllm import EngineArgs
+
+    activate()
+    for layers, problem in (([0, 3], "3 is out of range: the model has 3 layers"), ([-3, 2], "")):
+        settings = {"midstream": {"layers": layers}}
+        args = EngineArgs(
+            str(tiny_llama), skip_tokenizer_init=True, max_model_len=256, additional_config=settings
+        )
+        if problem:
+            with pytest.raises(ConfigError, match=problem):
+                args.create_engine_config()
+        else:
+            args.create_engine_config()

@@ -1,7 +1,9 @@
 """Mistakes of newcomers that no module's own tests show: each is rejected with what to write."""
 
 import asyncio
+import copy
 import multiprocessing
+import pickle
 import re
 import sys
 import warnings
@@ -12,37 +14,55 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from sklearn.linear_model import LogisticRegression
 from support.refusals import refused_calls
 from unit.store.making import entry, write
 from vllm import envs
 
+import midstream
 from midstream import (
     LLM,
     Ablate,
     AsyncLLM,
     Capture,
+    Client,
     Directions,
     Gate,
     Lens,
     Probe,
     Steer,
     open_store,
+    stack,
 )
+from midstream.api.arguments import PromptArguments, check_names
+from midstream.api.outputs import GenerateOutput
 from midstream.api.sampling_params import SamplingParams
+from midstream.client.protocol import body_of, upload_of
+from midstream.config.config import Config
+from midstream.config.sinks import plain_sinks
 from midstream.errors import ConfigError, ScaleWarning, SpecError, StoreError, UnsupportedError
+from midstream.lab.export import export_npz, export_parquet
+from midstream.lab.fit.prompts import read_classes
 from midstream.lab.fit.scores import LayerScore
+from midstream.lab.fit.text_scores import score_steps
 from midstream.lab.sweep import Sweep
 from midstream.plan import ModelShape, Plan
 from midstream.plan.operations import steer as steer_module
 from midstream.results.activations import Activations
+from midstream.results.probe_scores import Probes
+from midstream.results.site_table import SiteTable
 from midstream.runtime.frontend.request.call_plan import merged_plan
-from midstream.runtime.frontend.request.prompt.inputs import conversations
-from midstream.runtime.vllm.engine_rules import check_script
+from midstream.runtime.frontend.request.prompt.inputs import conversations, list_prompts
+from midstream.runtime.vllm.engine_rules import check_layers, check_script, named_model
 from midstream.sae.sae import SAE
 from midstream.steering import VectorRegistry
+from midstream.store import RowDataset
+from midstream.store.selection import as_selection
 
 V = np.arange(1.0, 9.0)
 E = Steer(V, 1)
+ANY = SimpleNamespace(generate=None)  # an engine that is not called
 
 
 def to_async(**given: Any) -> None:
@@ -122,6 +142,160 @@ def test_a_mistake_is_rejected_with_what_to_write():
     refused_calls((lambda: rows()["resid-post"], "mean `resid_post`"), error=KeyError)
 
 
+def shape() -> ModelShape:
+    return ModelShape(30, 8, [("resid_post", layer) for layer in range(30)])
+
+
+def test_a_message_writes_what_was_meant():
+    ready, d = Plan.make, directions()
+    refused_calls(
+        *(
+            (lambda kind=kind: kind(3, V), "the vector is the first argument and the layer the")
+            for kind in (Steer, Probe, Ablate)
+        ),
+        (lambda: Probe(LogisticRegression(), 3), "Probe.from_sklearn"),
+        (lambda: Probe(torch.nn.Linear(8, 2), 3), "Probe.from_torch"),
+        (lambda: Probe.from_torch(torch.nn.Linear(8, 1), 3), r"Probe\(linear.weight\[0\], layer"),
+        (lambda: Steer(rows(), 3), "take one tensor, as activations"),
+        (lambda: Steer(V, "resid_post", 3), "site is given as sites='resid_post'"),
+        (lambda: Capture("blocks.3.hook_mlp_out"), "given as sites='blocks.3.hook_mlp_out'"),
+        (lambda: ready(edits="calm"), re.escape("Steer('calm')")),
+        (lambda: ready(edits=Capture(3)), "got `Capture`; give it as capture=…"),
+        (lambda: ready(edits=Probe(V, 3)), "got `Probe`; give it as probes=…"),
+        (lambda: ready(capture=E), "got `Steer`; give it as edits=…"),
+        (lambda: ready(probes=E), "got `Steer`; give it as edits=…"),
+        (lambda: ready(probes=d.best), "a direction makes its own: .probe"),
+        (lambda: ready(capture=d), "a direction makes its own"),
+        (lambda: ready(edits={3: V}), "write Steer.{layer: vector"),
+        (lambda: PromptArguments(steer={3: V}).plan(), "write Steer.{layer: vector"),
+        (lambda: Capture(3, positions="first"), "use 0 for the first token"),
+        (lambda: Capture(3, exclude="bos"), "use 0 for the first token"),
+        *(
+            (lambda word=word, site=site: Capture(3, word), f"did you mean `{site}`")
+            for word, site in (("residual", "resid_post"), ("mlp", "mlp_out"), ("heads", "z"))
+        ),
+        (lambda: Capture([0], "resid_psot"), "did you mean `resid_post`"),
+        (lambda: check_names("generate", ["max_tokens"]), r"mean SamplingParams\(max_tokens=…\)"),
+        (lambda: check_names("generate", ["lens"]), "did you mean capture=…"),
+        (lambda: SamplingParams(do_sample=False), "did you mean temperature=0"),
+        (lambda: SamplingParams(num_return_sequences=2), "did you mean n=…"),
+        (lambda: LLM("m", device="cpu"), "did you mean to leave it out"),
+        (lambda: LLM("m", steering=True), "did you mean enable_steering=True"),
+        (lambda: LLM("m", torch_dtype="auto"), "did you mean dtype=…"),
+        (
+            lambda: list_prompts(None),
+            "expected a text, a list of texts or of token ids, got `None`",
+        ),
+        (lambda: list_prompts(torch.tensor([[1]])), "got `Tensor`; .* its .tolist"),
+        (lambda: list_prompts([{"role": "user", "content": "Hi"}]), "give them to chat"),
+        (lambda: stack(rows()), "outputs: expected a list of outputs, got `Activations`"),
+        (lambda: next(score_steps(lambda: None, 3, None, None)), "texts: expected a list of texts"),
+        (lambda: Directions.fit("org/model", ["a"], ["b"]), "llm: .*write LLM.'org/model'"),
+        (lambda: Directions.fit(E, ["a"], ["b"]), "llm: expected an LLM, got `Steer`"),
+        (lambda: read_classes(ANY, ["a"], None), "negative: missing: .* or pairs"),
+    )
+    assert list_prompts(np.array(["a", "b"])) == ["a", "b"]
+    assert list_prompts([3, 4]) == [[3, 4]]
+    pairs = [("a", "b"), SimpleNamespace(positive="c", negative="d")]
+    assert read_classes(ANY, pairs, None) == (["a", "c"], ["b", "d"])
+    with pytest.raises(KeyError, match="did you mean `resid_post`"):
+        SiteTable.of(shape())["residual", 3]
+    refused_calls(
+        (lambda: Client("localhost:8000"), "base_url: .*got 'localhost:8000'; start with http://"),
+        (lambda: plain_sinks({"store": "acts"}), "such as store:root=acts"),
+        (lambda: check_layers(config_of(30), Config.parse({"layers": [30]})), "0 to 29"),
+        error=ConfigError,
+    )
+    offline = LocalEntryNotFoundError("no snapshot"), OSError("We could not connect")
+    for error in (*offline, HFValidationError("a name has one slash")):
+        problem = pytest.raises(ConfigError, match="no folder 'org/m' here, .* give the path")
+        with problem, named_model("org/m"):
+            raise error
+    for error, name in (
+        (OSError(28, "disk full"), "org/m"),
+        (offline[0], "/"),
+        (ValueError(), "m"),
+    ):
+        with pytest.raises(type(error)) as caught, named_model(name):
+            raise error
+        assert caught.value is error
+    for name, meant in (("SteeringVector", "Steer"), ("Directionss", "Directions")):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}' .did you mean `{meant}`"):
+            getattr(midstream, name)
+    check_layers(config_of(30), Config.parse({"layers": [-30, 29]}))
+    check_layers(config_of(None), Config.parse({"layers": [99]}))
+
+
+def test_a_field_of_a_body_that_a_server_would_ignore_is_refused():
+    refused_calls(
+        (lambda: body_of({"max_token": 3}), "server ignores this field; did you mean max_tokens=…"),
+        (lambda: body_of({"temprature": 0}), "did you mean temperature=…"),
+        (lambda: body_of({"do_sample": False}), "did you mean temperature=0"),
+        (
+            lambda: body_of({}, messages="Hi"),
+            re.escape('[{"role": "user", "content": "Hi"}], or c'),
+        ),
+        (lambda: upload_of("happy.safetensors"), "a client reads no files"),
+    )
+    others = dict.fromkeys(("steering", "guided_json", "capture_layers", "max_tokens", "x"), 1)
+    assert body_of(others, prompt="Hi") == {**others, "prompt": "Hi"}
+    client = Client("http://127.0.0.1:1")
+    with pytest.raises(AttributeError, match="'generate': write client.complete"):
+        _ = client.generate
+
+
+def config_of(count: int | None) -> SimpleNamespace:
+    """A vLLM configuration of a model with so many layers."""
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(num_hidden_layers=count),
+        get_total_num_hidden_layers=lambda: count or 0,
+    )
+    return SimpleNamespace(model_config=model)
+
+
+def test_an_attribute_of_another_tool_says_what_to_write(tmp_path: Path):
+    write(tmp_path, [entry("a")])
+    store, probes = open_store(tmp_path), Probes({"mood": torch.ones(2)}, {}, [5, 6])
+    llm, output = object.__new__(LLM), object.__new__(GenerateOutput)
+    for owner, name, remedy in (
+        (rows(), "to", "take a tensor"),
+        (rows(), "shape", "take a tensor"),
+        (rows(), "tokens", "write activations.token_ids"),
+        (probes, "mood", re.escape('write probes["mood"]')),
+        (store, "to_pandas", "read_pandas"),
+        (llm, "run_with_hooks", "changes activations"),
+        (llm, "tokenizer", "get_tokenizer"),
+        (llm, "num_layers", "llm.info.shape"),
+        (llm, "set_control", "edits=directions.steer"),
+        (llm, "trace", "capture="),
+        (output, "text", re.escape("output.outputs[0].text")),
+    ):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{remedy}"):
+            getattr(owner, name)
+        with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
+            _ = owner.nonsense
+    for key in ("a", 0):
+        with pytest.raises(StoreError, match=r"store.get\(id\)"):
+            store[key]
+    copied = pickle.loads(pickle.dumps(rows()))
+    assert copied.layers == copy.deepcopy(rows()).layers == (3, 29)
+
+
+def test_a_store_is_a_selection_of_all_its_rows(tmp_path: Path):
+    write(tmp_path / "acts", [entry("a")])
+    store = open_store(tmp_path / "acts")
+    assert as_selection(store).taps == store.select().taps
+    for make in (
+        lambda value: RowDataset(value, 2),
+        lambda value: export_npz(value, tmp_path / "npz"),
+        lambda value: export_parquet(value, tmp_path / "rows.parquet"),
+    ):
+        for value in ("acts", 3, None):
+            with pytest.raises(StoreError, match=r"expected what open_store\(folder\).select"):
+                make(value)
+    assert export_npz(store, tmp_path / "npz") != []
+
+
 def test_what_was_refused_without_a_reason_is_accepted(tmp_path: Path):
     steer = Steer(V, layer=[3, 4], site="mlp_out")
     assert (steer.layer, steer.site, Steer(V, 3).layer) == ([3, 4], "mlp_out", 3)
@@ -131,7 +305,7 @@ def test_what_was_refused_without_a_reason_is_accepted(tmp_path: Path):
     single = Activations(one, dict.fromkeys(one, torch.arange(4)), [5] * 4, 30)
     assert np.asarray(single, np.float64).sum() == 32
     registry = VectorRegistry(ModelShape(4, 8, frozenset(("resid_post", n) for n in range(4))))
-    registry.register("calm", {2: V})
+    registry["calm"] = {2: V}
     assert list(registry) == ["calm"]
     assert registry["calm"]["resid_post", 2].size == 8
     write(tmp_path / "acts", [entry("a")])

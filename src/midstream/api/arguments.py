@@ -7,8 +7,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, SupportsIndex, TypeGuard
 
+from midstream.api.vllm_arguments import SamplingArguments
 from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
 from midstream.errors import SpecError
@@ -179,6 +181,7 @@ _INSTEAD = {
     "fwd_hooks": "edits=… to change activations, capture=… to read them",
     "hooks": "edits=… to change activations, capture=… to read them",
     "interventions": "edits=…",
+    **dict.fromkeys(("attention", "features", "lens", "logits", "norms"), "capture=…"),
     "layers": "capture=Capture(layers=…)",
     "names_filter": "capture=Capture(layers=…, sites=…)",
     "output_hidden_states": "capture=Capture(layers=…)",
@@ -196,8 +199,35 @@ _INSTEAD = {
 }
 
 
-# The same of an engine: settings of midstream that are no arguments.
-_SETTINGS = {name: f'midstream={{"{name}": …}}' for name in Config.__struct_encode_fields__}
+# The same of sampling parameters, by transformers' names.
+_TRANSFORMERS = {
+    "do_sample": "temperature=0 for greedy sampling",
+    "num_return_sequences": "n=…",
+    "eos_token_id": "stop_token_ids=[…]",
+    **dict.fromkeys(("max_length", "max_new_tokens"), "max_tokens=…"),
+}
+_SAMPLING = {**_INSTEAD, **_TRANSFORMERS, "num_beams": "LLM.beam_search(…)"}
+# Fields of requests to a server that are no sampling parameters; and how alike a name must be to
+# one of these to be taken for it.
+_BODY = (
+    *("model", "prompt", "messages", "input", "stream", "stream_options", "echo", "suffix", "user"),
+    *("max_completion_tokens", "max_output_tokens", "top_logprobs", "best_of", "prompt_embeds"),
+    *("tools", "tool_choice", "response_format", "chat_template", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "add_special_tokens", "documents"),
+    *("priority", "request_id", "cache_salt", "vllm_xargs", "return_token_ids", "store"),
+    *("return_tokens_as_token_ids", "truncate_prompt_tokens", "use_beam_search"),
+)
+_VERY_ALIKE = 0.85
+# The same of an engine: settings of midstream that are no arguments, and transformers' names.
+_SETTINGS = {
+    **{name: f'midstream={{"{name}": …}}' for name in Config.__struct_encode_fields__},
+    "steering": 'enable_steering=True, or midstream={"steering": …} for edits of every request',
+    "device": "to leave it out (vLLM has one device, that of its build)",
+    "device_map": "tensor_parallel_size=…, the number of GPUs",
+    "torch_dtype": "dtype=…",
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantization=…"),
+    **dict.fromkeys(("n_ctx", "max_length", "max_seq_len"), "max_model_len=…"),
+}
 
 
 def check_names(function: str, others: Iterable[str], *known: Callable[..., Any]) -> None:
@@ -205,7 +235,25 @@ def check_names(function: str, others: Iterable[str], *known: Callable[..., Any]
 
     Others that resemble nothing are left to vLLM, which may know more.
     """
-    _check_names(function, others, known, _INSTEAD, OWN)
+    params = {name: f"SamplingParams({name}=…)" for name in SamplingArguments.__annotations__}
+    _check_names(function, others, known, {**params, **_INSTEAD}, OWN)
+
+
+def check_sampling_names(others: Iterable[str], known: Callable[..., Any]) -> None:
+    """Check that arguments of SamplingParams are those of its class; see `check_names`."""
+    _check_names("SamplingParams", others, (known,), _SAMPLING, OWN)
+
+
+def check_body_names(others: Iterable[str]) -> None:
+    """Check that fields of a request to a server are not nearly those that it knows: vLLM's server
+    ignores the fields that it does not know.
+    """
+    known = {*SamplingArguments.__annotations__, *_BODY}
+    for name in others:
+        close = next(iter(get_close_matches(name, known, 1, _VERY_ALIKE)), "")
+        shown = _TRANSFORMERS.get(name, f"{close}=…")
+        if name not in known and (close or name in _TRANSFORMERS):
+            raise SpecError(name, f"the server ignores this field; did you mean {shown}?")
 
 
 def check_engine_names(function: str, others: Iterable[str], *known: Callable[..., Any]) -> None:

@@ -43,7 +43,7 @@ from midstream.runtime.frontend.rpc.replicas import call_all, check_loop
 from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
-from midstream.runtime.vllm.engine_rules import check_model, check_script
+from midstream.runtime.vllm.engine_rules import check_model, check_script, named_model
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
@@ -158,8 +158,9 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
             config = with_midstream(
                 arguments.pop("additional_config", None), midstream, enable_steering
             )
-            args = AsyncEngineArgs(**arguments, additional_config=config)
-            made = _of_engine_args(args)
+            with named_model(model):
+                args = AsyncEngineArgs(**arguments, additional_config=config)
+                made = _of_engine_args(args)
         if from_additional_config(made["vllm_config"].additional_config) is None:
             raise ConfigError(
                 f"{KEY}: this vllm_config does not enable midstream; create it with "

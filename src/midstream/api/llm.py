@@ -38,7 +38,12 @@ from midstream.runtime.frontend.request.prompt.inputs import conversations, list
 from midstream.runtime.frontend.request.prompt.message_spans import template_arguments
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
-from midstream.runtime.vllm.engine_rules import check_model, check_offline, check_script
+from midstream.runtime.vllm.engine_rules import (
+    check_model,
+    check_offline,
+    check_script,
+    named_model,
+)
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
@@ -106,7 +111,8 @@ class LLM(Updates, VllmLLM):
         check_script()
         seams.check("offline")
         check_offline(vllm_args.get("data_parallel_size", 1))
-        super().__init__(model, additional_config=extra, **vllm_args)
+        with named_model(model):
+            super().__init__(model, additional_config=extra, **vllm_args)
         self._front_end = install.front_end(self.llm_engine)
         if self._default_capture is not None:
             try:
@@ -183,8 +189,8 @@ class LLM(Updates, VllmLLM):
         """Generate, with captures, edits and probes.
 
         Each of `capture`, `steer`, `edits`, `probes` and `controller` is one value for all prompts,
-        or a list with one entry each; None: nothing. A flat list of edits or probes is that of one
-        prompt; with several, give lists, as in `edits=[[a, b]] * 3`.
+        or a list with one entry each; None: nothing. `edits=[a, b]` means both edits for a single
+        prompt; with several prompts, give lists, as in `edits=[[a, b]] * 3`.
 
         Args:
             prompts: one prompt or a list.

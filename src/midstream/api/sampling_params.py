@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from midstream.api.arguments import check_names
+from midstream.api.arguments import check_sampling_names
 from midstream.compat.vllm_fork import ARGUMENTS, read_edits
 from midstream.config.config import KEY
 from midstream.errors import SpecError
@@ -129,7 +129,7 @@ class SamplingParams(metaclass=_Factory):
 
 def _made(args: tuple[Any, ...], arguments: dict[str, Any]) -> VllmSamplingParams:
     vllm_args = {name: value for name, value in arguments.items() if name not in OWN}
-    check_names("SamplingParams", vllm_args, SamplingParams)
+    check_sampling_names(vllm_args, SamplingParams)
     plan = read_plan({name: arguments[name] for name in OWN if arguments.get(name) is not None})
     made = _vllm()(*args, **vllm_args)
     if plan is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -73,8 +74,18 @@ def model_first(args: list[str]) -> list[str]:
     return [*models, *words]
 
 
+def _check_folder(model: Any) -> None:
+    """Refuse the path of a model's folder that does not exist, before anything is imported."""
+    if isinstance(model, str) and model.startswith((".", "/", "~")) and not os.path.exists(model):
+        raise typer.BadParameter(
+            f"model: there is no folder {model!r}; expected a folder, or a name such as org/model"
+        )
+
+
 class Command(TyperCommand):
-    """A sub-command. Its argument MODEL, if it has one, may also be given as `--model`."""
+    """A sub-command. Its argument MODEL, if it has one, may also be given as `--model`. Without an
+    argument that it needs, the error has the example of its help.
+    """
 
     def get_params(self, ctx: Any) -> Any:
         return _without_types(super().get_params(ctx))
@@ -83,7 +94,15 @@ class Command(TyperCommand):
         arguments = [param for param in self.params if param.param_type_name == "argument"]
         if any("MODEL" in (param.metavar or "") for param in arguments):
             args = model_first(args)
-        return super().parse_args(ctx, args)
+        try:
+            left = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if type(error).__name__ == "MissingParameter" and not error.message:
+                example = (self.help or "").partition("Example:")[1:]
+                error.message = " ".join("".join(example).split())
+            raise
+        _check_folder(ctx.params.get("model"))
+        return left
 
 
 class CommandGroup(TyperGroup):

@@ -10,6 +10,8 @@ from typing import Any
 
 import typer
 
+from midstream.validation import show
+
 REFUSED = 2
 _LOGGER = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ def read_json_option(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{name}: expected JSON: {error}") from None
+        raise typer.BadParameter(f"{name}: expected JSON, got {show(text)}: {error}") from None
 
 
 def read_numbers(name: str, text: str) -> list[int] | None:

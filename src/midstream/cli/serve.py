@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Annotated, Any
 
@@ -19,6 +20,8 @@ from midstream.errors import ConfigError, MissingExtraError
 # vLLM's group of plugin entry points, and the variable that restricts which ones it loads.
 GROUP, PLUGINS = "vllm.general_plugins", "VLLM_PLUGINS"
 ADDITIONAL = "--additional-config"
+# This command's options, and how alike a word must be to be taken for one.
+_OWN, _ALIKE = ("--layers", "--settings", "--sinks", "--sites", "--steering", "--vectors"), 0.8
 # vLLM's options that this command looks for: the whole name, the shortest beginning of it that vLLM
 # takes for it, and its short name; "": it has none.
 _CONFIG = (ADDITIONAL, "--ad", "-ac")
@@ -97,6 +100,7 @@ def server_command(
     model: str, settings: dict[str, Any], words: list[str], sinks: list[str] | None = None
 ) -> list[str]:
     """Return the command of vLLM's server with midstream, `words` for it and more `sinks`."""
+    _check_spelling(words)
     words, in_file = _read_config_file(words)
     words, additional = _take_additional_config(words, in_file)
     in_additional = additional.pop(KEY, {})
@@ -245,7 +249,18 @@ def named_file(word: str) -> tuple[str, str]:
     name, equals, file = word.partition("=")
     if not equals or not name or not file:
         raise typer.BadParameter(f"--vectors: expected NAME=FILE, got {word!r}")
+    if not os.path.isfile(file):  # else it is found when vLLM has been imported
+        raise typer.BadParameter(f"--vectors {name}: there is no file {file!r}")
     return name, file
+
+
+def _check_spelling(words: list[str]) -> None:
+    """Refuse misspelt options of midstream's, which vLLM would answer with all of its own."""
+    for word in words:
+        option = word.partition("=")[0]
+        close = get_close_matches(option, _OWN, 1, _ALIKE)
+        if option.startswith("--") and close:
+            raise typer.BadParameter(f"no such option: {option}; did you mean {close[0]}?")
 
 
 def _indices(text: str) -> list[int]:

@@ -165,9 +165,9 @@ class AsyncSteering:
     def __init__(self, run: AsyncRunExchange) -> None:
         self._run = run
 
-    async def set(self, **tiers: Any) -> dict[str, Any]:
+    async def set(self, base: Any = None, **tiers: Any) -> dict[str, Any]:
         """Set tiers."""
-        return await self._run(protocol.call("PUT", protocol.STEERING, protocol.tiers_of(tiers)))
+        return await self._run(protocol.set_tiers(base, tiers))
 
     async def show(self) -> dict[str, Any]:
         """Return the active steering."""

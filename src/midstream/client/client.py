@@ -227,11 +227,11 @@ class SteeringOfServer:
     def __init__(self, run: RunExchange) -> None:
         self._run = run
 
-    def set(self, **tiers: Any) -> dict[str, Any]:
+    def set(self, base: Any = None, **tiers: Any) -> dict[str, Any]:
         """Set the tiers `base`, `prompt` and `generated`: each an edit, its dict, a name, or a
-        list.
+        list; None: unchanged.
         """
-        return self._run(protocol.call("PUT", protocol.STEERING, protocol.tiers_of(tiers)))
+        return self._run(protocol.set_tiers(base, tiers))
 
     def show(self) -> dict[str, Any]:
         """Return the active steering."""

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from midstream.config.http import ADMIN_HEADER
 from midstream.errors import ConfigError
+from midstream.validation import show
 
 _API = "/v1"
 
@@ -34,7 +35,13 @@ def connected(
 
 def _server_url(base_url: str) -> str:
     """Return the URL of a server, of which the API's path, as other clients take it, is no part."""
-    return str(base_url).rstrip("/").removesuffix(_API)
+    url = str(base_url)
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ConfigError(
+            f"base_url: expected a URL such as http://127.0.0.1:8000, got {show(_shown(url))}; "
+            "start with http:// or https://"
+        )
+    return url.rstrip("/").removesuffix(_API)
 
 
 def _check(http: Any, *keys: str | None) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from midstream.api.arguments import check_body_names
 from midstream.client.outputs import Reader, ServedOutput
 from midstream.client.request_body import extra_body
 from midstream.config.config import KEY
@@ -20,7 +22,7 @@ from midstream.plan.probe import Probe
 from midstream.plan.vectors.named_vector import read_name
 from midstream.results.arrays import load_tensors
 from midstream.results.plan_update import PlanUpdate
-from midstream.validation import at, listed
+from midstream.validation import at, listed, not_a_chat, show
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
@@ -170,7 +172,10 @@ def body_of(arguments: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     if fields and KEY in arguments:
         raise SpecError(KEY, f"the call has {listed(fields)} too; give them in one place")
     body = {name: value for name, value in arguments.items() if name not in FIELDS}
+    check_body_names(body)
     body |= {name: value for name, value in more.items() if value is not None}
+    if isinstance(body.get("messages"), str):
+        raise not_a_chat(body["messages"], "complete(prompt)")
     return {**body, **extra_body(**fields)} if fields else body
 
 
@@ -199,6 +204,12 @@ def path_of(name: str) -> str:
 
 def upload_of(vectors: Any) -> Any:
     """Return vectors or whole edits, as for `VectorRegistry.register`, in JSON form."""
+    if isinstance(vectors, (str, os.PathLike)):
+        raise SpecError(
+            "vectors",
+            f"expected vectors, got the path {show(str(vectors))}: a client reads no files; of a "
+            "safetensors file, give what safetensors.numpy.load_file(path) returns",
+        )
     from midstream.plan.vectors.matrix import read_vector_or_matrix
     from midstream.steering.edit_forms import names_edits, read_named_edits
     from midstream.steering.parse import by_tap
@@ -272,6 +283,13 @@ class Stream:
     def end(self) -> None:
         if not self.is_done:
             raise ServerError(500, "the stream ended before it was complete")
+
+
+def set_tiers(base: Any, tiers: Mapping[str, Any]) -> Exchange[dict[str, Any]]:
+    """Set tiers of server-wide steering; return the new state."""
+    given = tiers if base is None else {"base": base, **tiers}
+    state: dict[str, Any] = yield from call("PUT", STEERING, tiers_of(given))
+    return state
 
 
 def tiers_of(tiers: Mapping[str, Any]) -> dict[str, Any]:

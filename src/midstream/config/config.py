@@ -18,11 +18,10 @@ from midstream.config.sinks import plain_sinks
 from midstream.config.steering import WEIGHTS, plain_steering, plain_vectors, plain_weights
 from midstream.errors import ConfigError, SpecError
 from midstream.plan.readouts.capture import SHARDED, Return
-from midstream.plan.selection import WIDE
+from midstream.plan.selection import WIDE, unknown_site
 from midstream.sites import Tap
 from midstream.validation import (
     at,
-    listed,
     read_count,
     read_json,
     read_mapping,
@@ -299,7 +298,7 @@ def _sites(value: object) -> tuple[str, ...]:
     for name in names:
         canonical = sites.canonical(name) if isinstance(name, str) else None
         if canonical is None:
-            raise SpecError("", f"unknown site {show(name)}; known: {listed(sites.NAMES)}")
+            raise SpecError("", unknown_site(name))
         if canonical in site_names:
             raise SpecError("", f"{canonical} is listed twice")
         site_names.append(canonical)

@@ -51,6 +51,9 @@ class SinkSettings:
     instance: object = None  # None: it is made from its class
 
 
+_WORD = "`name:setting=value`, such as store:root=acts"
+
+
 @setting(_PATH)
 def plain_sinks(value: object) -> dict[str, dict[str, Any]]:
     """Return the setting as plain JSON values: {name: {setting: value}}."""
@@ -61,7 +64,7 @@ def plain_sinks(value: object) -> dict[str, dict[str, Any]]:
     else:
         raise SpecError(
             "",
-            f"expected {{sink: settings}} or `name:setting=value`, got {show(value)}",
+            f"expected {{sink: settings}} or {_WORD}, got {show(value)}",
         )
     sinks: dict[str, dict[str, Any]] = {}
     for name, settings in listed:
@@ -88,13 +91,13 @@ def read_sinks(plain: Mapping[str, Mapping[str, Any]]) -> tuple[SinkSettings, ..
 def _read_word(word: object) -> tuple[str, dict[str, Any]]:
     """Parse `name` or `name:setting=value,setting=value`."""
     if not isinstance(word, str):
-        raise SpecError("", f"expected `name:setting=value`, got {show(word)}")
+        raise SpecError("", f"expected {_WORD}, got {show(word)}")
     name, _, rest = word.partition(":")
     own: dict[str, Any] = {}
     for part in _BETWEEN.split(rest) if rest else ():
         key, equals, value = part.partition("=")
         if not equals or not key:
-            raise SpecError("", f"expected `name:setting=value`, got {show(word)}")
+            raise SpecError("", f"expected {_WORD}, got {show(word)}")
         if key in own:
             raise SpecError(f"{name}.{key}", f"given twice in {show(word)}")
         own[key] = _value(value)

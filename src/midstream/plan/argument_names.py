@@ -29,6 +29,8 @@ _MEANT: dict[str, tuple[str, ...]] = {
     "dtype": ("codec",),
 }
 
+# The argument of `generate` for the parts of a plan that a module of `midstream.plan` has.
+_ARGUMENTS = {"readouts": "capture", "operations": "edits", "probe": "probes"}
 # Methods of plans' parts that are of use to a caller.
 _FORMS = ("parse", "replace", "to_dict")
 
@@ -84,6 +86,14 @@ def read_each(name: str, values: Iterable[S], read: Callable[[S], T]) -> tuple[T
         with at(f"{name}[{index}]"):
             read_values.append(read(value))
     return tuple(read_values)
+
+
+def other_argument(value: object) -> str:
+    """Return where a part of a plan belongs that stands in another's argument, for messages."""
+    if hasattr(value, "as_edit"):
+        return '; a direction makes its own: .probe("name"), .steer(1.0), .ablate()'
+    place = type(value).__module__.removeprefix("midstream.plan.").partition(".")[0]
+    return f"; give it as {_ARGUMENTS[place]}=…" if place in _ARGUMENTS else ""
 
 
 def one_spelling(arguments: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:

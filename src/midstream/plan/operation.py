@@ -11,6 +11,7 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags
 from midstream.plan.argument_names import (
     FrozenFields,
+    other_argument,
     parameters_of,
     read_each,
     read_named,
@@ -27,7 +28,7 @@ from midstream.plan.vectors.named_lookup import Lookup, find_taps, from_start, p
 from midstream.plan.vectors.named_vector import Named
 from midstream.plan.vectors.vector import Vector
 from midstream.sites import ENDS
-from midstream.validation import at, kind, read_float32, read_word
+from midstream.validation import at, is_int, kind, read_float32, read_word
 
 SITE = "resid_post"
 
@@ -86,7 +87,11 @@ class Operation(FrozenFields, ABC):
         if not isinstance(value, Mapping):
             name = cls.__name__
             shown = f"{name}(…)" if cls.op else f"{name}(vector, layer=14)"
-            raise SpecError("", f"expected {shown}, or its dict, got {kind(value)}")
+            problem = f"expected {shown}, or its dict, got {kind(value)}"
+            raise SpecError("", problem + other_argument(value))
+        if any(is_int(field) for field in value):
+            problem = f"expected fields by name; write {cls.__name__}({{layer: vector, …}})"
+            raise SpecError("", problem)
         required, optional = parameters_of(cls)
         fields = read_named(value, required, (*optional, "op") if cls.op else optional)
         if "op" in fields:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from midstream.errors import SpecError
 from midstream.plan.argument_names import read_each
-from midstream.sites import ENDS, NAMES, is_elsewhere, parse
+from midstream.sites import BY_NAME, ENDS, NAMES, is_elsewhere, parse
 from midstream.validation import MAX_ITEMS, as_list, at, hint, is_int, kind, listed, read_int, show
 
 LOGITS = (
@@ -19,6 +19,16 @@ LOGITS = (
 WIDE = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
 # Hooks of TransformerLens that `Attention` reads, and its argument `reduce`.
 _WEIGHTS = {"attn.hook_pattern": "full", "attn.hook_attn_scores": "scores"}
+# What people call a site.
+_MEANT = {
+    **dict.fromkeys(("resid", "residual", "residual_stream", "stream"), "resid_post"),
+    **dict.fromkeys(("hidden", "hidden_state", "hidden_states", "output"), "resid_post"),
+    **dict.fromkeys(("mlp", "ffn"), "mlp_out"),
+    **dict.fromkeys(("attn", "attention", "self_attn"), "attn_out"),
+    **dict.fromkeys(("head", "heads"), "z"),
+    **dict.fromkeys(("neuron", "neurons"), "mlp_act"),
+    "embedding": "embed",
+}
 Name = tuple[str, int | None]  # (canonical site, layer if the name has one)
 
 
@@ -45,7 +55,14 @@ def _read_name(value: object) -> Name:
         )
     if is_elsewhere(value):
         raise SpecError("", f"{show(value)} has no site here; unsupported. Sites: {listed(NAMES)}")
-    raise SpecError("", f"unknown site {show(value)}{hint(value, NAMES)}; known: {listed(NAMES)}")
+    raise SpecError("", unknown_site(value))
+
+
+def unknown_site(name: object) -> str:
+    """Return the problem of a name that is no site's, with the site that may be meant."""
+    meant = _MEANT.get(str(name).lower(), "")
+    shown = f" (did you mean `{meant}`?)" if meant else hint(str(name), BY_NAME)
+    return f"unknown site {show(name)}{shown}; known: {listed(NAMES)}"
 
 
 def read_taps(
@@ -181,7 +198,9 @@ def _read_layers(value: object) -> tuple[int, ...] | Literal["all"]:
     value = as_list(value)
     if isinstance(value, str):
         if value != "all":
-            raise SpecError("", f'expected "all" or layer indices, got {show(value)}')
+            parsed = parse(value)
+            field = "" if parsed is None else f"; the name of a site is given as sites={value!r}"
+            raise SpecError("", f'expected "all" or layer indices, got {show(value)}{field}')
         return "all"
     if is_int(value):
         return (read_int(value),)

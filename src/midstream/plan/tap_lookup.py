@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from midstream.errors import SpecError
 from midstream.plan.selection import Layers, Sites
 from midstream.plan.shape import ModelShape
-from midstream.sites import ENDS, Tap, order, show_tap
+from midstream.sites import ENDS, NAMES, Tap, order, show_tap
 from midstream.validation import at
 
 
@@ -22,7 +23,7 @@ def find_taps(
         if site in ENDS:
             path = _element(site_field, place, len(names))
             taps.append((site, ENDS[site] % shape.num_layers))
-            check_tapped(taps[-1], shape, path, path)
+            check_tapped(taps[-1], shape, path, path, names)
     if len(taps) == len(names):
         return tuple(sorted(taps, key=order))
     if layers.indices == "all":
@@ -31,7 +32,8 @@ def find_taps(
                 continue
             tapped = shape.tapped_layers(site)
             if not tapped:
-                raise SpecError(_element(site_field, place, len(names)), _why_nowhere(site, shape))
+                problem = _why_nowhere(site, names, shape)
+                raise SpecError(_element(site_field, place, len(names)), problem)
             taps.extend((site, layer) for layer in tapped)
         return tuple(sorted(taps, key=order))
     indices = layers.indices
@@ -50,9 +52,8 @@ def find_taps(
         for site_index, site in enumerate(names):
             if site in ENDS:
                 continue
-            check_tapped(
-                (site, layer), shape, _element(site_field, site_index, len(names)), layer_path
-            )
+            site_path = _element(site_field, site_index, len(names))
+            check_tapped((site, layer), shape, site_path, layer_path, names)
             taps.append((site, layer))
     return tuple(sorted(taps, key=order))
 
@@ -83,7 +84,10 @@ def find_layer(index: int, shape: ModelShape) -> int:
     return index % count
 
 
-def check_tapped(tap: Tap, shape: ModelShape, site_path: str, layer_path: str) -> None:
+def check_tapped(
+    tap: Tap, shape: ModelShape, site_path: str, layer_path: str, names: Sequence[str] = ()
+) -> None:
+    """Check that a tap is there; `names` are all sites that are asked for, for the remedy."""
     if tap in shape.taps:
         return
     site, layer = tap
@@ -91,21 +95,38 @@ def check_tapped(tap: Tap, shape: ModelShape, site_path: str, layer_path: str) -
     if reason is not None:
         raise SpecError(layer_path, f"{show_tap(tap)} cannot be tapped: {reason}")
     path = layer_path if shape.tapped_layers(site) else site_path
-    raise SpecError(path, _not_tapped(show_tap(tap)))
+    raise SpecError(
+        path, _not_tapped(show_tap(tap), {site, *names}, shape, None if site in ENDS else layer)
+    )
 
 
-def _why_nowhere(site: str, shape: ModelShape) -> str:
+def _why_nowhere(site: str, names: Sequence[str], shape: ModelShape) -> str:
     reasons = [shape.reason((site, layer)) for layer in range(shape.num_layers)]
     if None in reasons:
-        return _not_tapped(f"{site} at any layer")
+        return _not_tapped(f"{site} at any layer", names, shape)
     return f"{site} cannot be tapped at any layer: {reasons[0]}"
 
 
-def _not_tapped(what: str) -> str:
+def _not_tapped(
+    what: str, names: Iterable[str], shape: ModelShape, layer: int | None = None
+) -> str:
+    """Return the problem of what is not tapped, with the settings of an engine that taps it too."""
+    tapped = {site for site, _ in shape.taps}
+    wanted = [site for site in NAMES if site in tapped.union(names)]
+    layers = sorted({number for site, number in shape.taps if site not in ENDS})
+    settings: dict[str, Any] = {}
+    if layers and layer is not None and layer not in layers:
+        more = sorted({*layers, layer})
+        settings["layers"] = "all" if len(more) == shape.num_layers else more
+    if not settings or not tapped.issuperset(wanted):
+        settings["sites"] = wanted
+    options = " ".join(
+        f"--{name} {value if value == 'all' else ','.join(map(str, value))}"
+        for name, value in settings.items()
+    )
     return (
-        f"{what} is not tapped; add it to the settings `sites`/`layers` of midstream "
-        '(LLM(…, midstream={"sites": [...], "layers": ...}), or '
-        'additional_config={"midstream": {"sites": [...], "layers": ...}})'
+        f"{what} is not tapped; start the engine with LLM(…, midstream={json.dumps(settings)}), "
+        f"or a server with {options}"
     )
 
 

@@ -34,13 +34,31 @@ from midstream.results.rows_file import (
     widths_of,
 )
 from midstream.sites import Tap
-from midstream.validation import as_number, check_regular, check_suffix, hint, is_int
+from midstream.validation import (
+    as_number,
+    check_regular,
+    check_suffix,
+    hint,
+    is_int,
+    no_attribute,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
     from midstream.codecs import Codec
+
+
+# Names of a tensor, and of tables.
+_TENSOR = 'take a tensor, as activations["resid_post", 10]; its rows are on the host'
+_INSTEAD = {
+    **dict.fromkeys(("to", "cpu", "cuda", "float", "half", "detach", "tolist"), _TENSOR),
+    **dict.fromkeys(("shape", "ndim", "dtype", "size", "mean", "sum", "norm", "T"), _TENSOR),
+    "to_pandas": "capture into a store, whose `to_arrow().read_pandas()` is a table of rows",
+    "tokens": "write activations.token_ids",
+    "stack": "write midstream.stack(outputs)",
+}
 
 
 class Activations(NormPlots):
@@ -94,6 +112,11 @@ class Activations(NormPlots):
         self.num_layers = num_layers
         self.positions_of_media = positions_of_media
         self.heads = {tap: tap_heads for tap, tap_heads in (heads or {}).items() if tap in values}
+
+    if not TYPE_CHECKING:  # for type checkers these are errors too
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _INSTEAD)
 
     def __getitem__(self, key: tuple[str, int] | str | int) -> Tensor:
         """Return captured vectors, in the model's dtype.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from midstream.validation import no_attribute
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -35,6 +37,12 @@ class Probes(Mapping[str, "Tensor"]):
         self._scores = dict(scores)
         self._positions = dict(positions)
         self._given_tokens = tokens
+
+    if not TYPE_CHECKING:  # for type checkers these are errors too
+
+        def __getattr__(self, name: str) -> Any:
+            names = self.__dict__.get("_scores", ())
+            raise no_attribute(self, name, {probe: f'write probes["{probe}"]' for probe in names})
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the scores of a probe, float32 [rows]."""
@@ -150,5 +158,14 @@ class Probes(Mapping[str, "Tensor"]):
         )
 
     def __repr__(self) -> str:
-        rows = ", ".join(f"{name}: {len(scores)}" for name, scores in self._scores.items())
-        return f"Probes({rows})"
+        return f"Probes({', '.join(f'{name}: {_shown(self[name])}' for name in self)})"
+
+
+def _shown(scores: Tensor) -> str:
+    """Return the number of a probe's scores and their range, as `7 scores, −0.3 to 1.2`."""
+    count = len(scores)
+    if not count:
+        return "no scores"
+    if count == 1:
+        return f"{float(scores[0]):.3g}"
+    return f"{count} scores, {float(scores.min()):.3g} to {float(scores.max()):.3g}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from midstream import sites
 from midstream.console import format_ranges
+from midstream.plan.selection import unknown_site
 from midstream.plan.shape import ModelShape, unit_of
 
 _ELSE = "not tapped; add it to midstream's settings `sites` and `layers`"
@@ -63,7 +64,8 @@ class SiteTable:
         for state in self.states:
             if state.site == name and (layer == state.layer or name in sites.ENDS):
                 return state
-        raise KeyError(f"there is no {site} at layer {layer}")
+        problem = f"; {unknown_site(site)}" if name is None else ""
+        raise KeyError(f"there is no {site} at layer {layer}{problem}")
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return (site, layers, width, state) rows for display, with equal layers grouped."""

@@ -10,7 +10,7 @@ from midstream.plan.selection import read_taps
 from midstream.results.activations import Activations
 from midstream.results.arrays import show_size, stack_arrays
 from midstream.sites import ENDS
-from midstream.validation import read_int
+from midstream.validation import kind, read_int
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,8 @@ def stack(
     Raises:
         SpecError: an output has no activations, or not these, or the numbers of rows differ.
     """
+    if not hasattr(outputs, "__iter__") or isinstance(outputs, Activations):
+        raise SpecError("outputs", f"expected a list of outputs, got {kind(outputs)}")
     activations = [_activations_of(index, output) for index, output in enumerate(outputs)]
     if not activations:
         raise SpecError("outputs", "expected at least one output")

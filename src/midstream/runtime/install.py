@@ -41,7 +41,7 @@ from midstream.runtime.vllm.additional_config import (
     steers,
 )
 from midstream.runtime.vllm.attributes import FRONT_END
-from midstream.runtime.vllm.engine_rules import check_offline, check_settings
+from midstream.runtime.vllm.engine_rules import check_layers, check_offline, check_settings
 
 # Modules that look up vLLM's function for the extra keys of a block.
 _KEY_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool")
@@ -169,6 +169,7 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
     if settings is not None:
         # Workers check too, but only an error raised here reaches the caller unwrapped.
         check_settings(config)
+        check_layers(config, settings)
         plain.replicas = config.parallel_config.data_parallel_size_local
         count, number = api_process(config.parallel_config)
         if number < 0:

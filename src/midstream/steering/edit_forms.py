@@ -42,6 +42,8 @@ TIERS: Mapping[str, PhaseLike | None] = MappingProxyType(
 # Keys of a name's whole edits, and the tier or the list that each stands for.
 _NAMED_KEYS = {**{tier: tier for tier in TIERS}, "prefill": "prompt", "decode": "generated"}
 _EDITS = "edits"
+# Fields that only a probe has in a tier, whose edits have an `op` or a `vector`.
+_PROBES = frozenset(("direction", "act", "attention", "mlp"))
 
 _FORMS = (
     "an edit, a Direction or a Probe, a registered name, (name, scale), (vector, layer), "
@@ -244,6 +246,8 @@ def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart,
         return (ProbePart("", _narrowed_probe(probe, phase)),)
     if "op" in value:
         return (Part("", narrowed(parse_edit(value), phase)),)
+    if not _PROBES.isdisjoint(value):
+        raise SpecError("", 'missing field `op`; that of a probe is "probe"')
     if "vector" in value or "rows" in value:
         return (Part("", narrowed(Steer.parse(value), phase)),)
     if "name" in value:

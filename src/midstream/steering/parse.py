@@ -10,13 +10,13 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.plan.operations import Edit
+from midstream.plan.selection import unknown_site
 from midstream.plan.vectors.matrix import read_vector_or_matrix
 from midstream.plan.vectors.vector import Vector
-from midstream.sites import BY_NAME, ENDS, NAMES, canonical, parse
+from midstream.sites import ENDS, canonical, parse
 from midstream.validation import (
     MAX_ITEMS,
     at,
-    hint,
     is_int,
     kind,
     listed,
@@ -112,12 +112,8 @@ def read_key(key: str) -> tuple[str, int]:
     site = canonical(place)
     _check_layers(site)
     if site is None:
-        raise SpecError("", f"{show(key)}: {_unknown(place)}")
+        raise SpecError("", f"{show(key)}: {unknown_site(place)}")
     return site, int(match["layer"])
-
-
-def _unknown(site: str) -> str:
-    return f"unknown site {show(site)}{hint(site, BY_NAME)}; known: {listed(NAMES)}"
 
 
 def _read_name(key: str) -> tuple[str, int]:
@@ -180,12 +176,12 @@ def _read_tap(key: object) -> tuple[str, int]:
             raise SpecError("", "expected a key (site, layer)")
         site = canonical(key[0])
         if site is None:
-            raise SpecError("", _unknown(key[0]))
+            raise SpecError("", unknown_site(key[0]))
         return site, _read_layer(key[1])
     if key in ("vector", "f32"):
         raise SpecError("", 'a vector needs a layer: {15: vector} or {15: {"vector": vector}}')
     if isinstance(key, str) and re.fullmatch("[A-Za-z_]+", key):
-        raise SpecError("", _unknown(key))
+        raise SpecError("", unknown_site(key))
     if isinstance(key, str):
         return read_key(key)
     return DEFAULT_SITE, _read_layer(key)

@@ -161,6 +161,10 @@ class VectorRegistry:
         """Return the vectors of a name by (site, layer), of one without a tap by None; or edits."""
         return self.show(name)[1]
 
+    def __setitem__(self, name: str, vectors: object) -> None:
+        """Register vectors, see `register`."""
+        self.register(name, vectors)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._current())
 

@@ -71,7 +71,7 @@ class Steering:
         self._lock = threading.Lock()
 
     def set(
-        self, *, base: object = None, prompt: object = None, generated: object = None
+        self, base: object = None, *, prompt: object = None, generated: object = None
     ) -> SteeringState:
         """Replace the given tiers atomically; other tiers stay unchanged.
 

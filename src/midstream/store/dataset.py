@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from midstream.store.format.entry import check_number
-from midstream.store.selection import Selection
+from midstream.store.selection import Selection, as_selection
 
 # Consecutive rows that are read together, so that a shuffled epoch reads contiguous chunks.
 _RUN = 256
@@ -47,7 +47,7 @@ class RowDataset(IterableDataset[Mapping[str, Tensor]]):
         seed: int = 0,
     ) -> None:
         """Args:
-        selection: the rows.
+        selection: the rows, or a store, of which it is all rows.
         batch_size: rows per batch.
         shuffle: whether the order is random; otherwise it is that of the selection, where
             several workers take turns in chunks of 256 rows.
@@ -58,8 +58,8 @@ class RowDataset(IterableDataset[Mapping[str, Tensor]]):
         Raises:
             StoreError: a number is out of range, or the taps differ in width.
         """
-        selection.width()
-        self.selection = selection
+        self.selection = as_selection(selection)
+        self.selection.width()
         self.batch_size = check_number("batch_size", batch_size, 1, _LARGEST)
         self.shuffle = shuffle
         self.buffer = check_number("buffer", buffer, 1, _LARGEST)

@@ -24,6 +24,23 @@ from midstream.store.stored_activations import decode, media_of
 from midstream.validation import is_int, kind, show
 
 
+def as_selection(value: object) -> Selection:
+    """Return a selection, of a store all its rows.
+
+    Raises:
+        StoreError: it is neither.
+    """
+    if isinstance(value, Selection):
+        return value
+    select = getattr(value, "select", None)
+    if not callable(select):
+        raise StoreError(
+            f"selection: expected what open_store(folder).select(…) returns, got {kind(value)}"
+        )
+    selection: Selection = select()
+    return selection
+
+
 @dataclass(frozen=True, slots=True)
 class SelectionSegment:
     """Rows of one tap in one group of a shard."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream import sites
 from midstream.console import format_ranges
@@ -21,7 +21,7 @@ from midstream.store.filter import read_filter
 from midstream.store.format.shard import Shard
 from midstream.store.selection import Selection
 from midstream.store.stored_activations import read_activations
-from midstream.validation import hint, is_int, kind, show
+from midstream.validation import hint, is_int, kind, no_attribute, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,17 @@ def open_store(root: str | os.PathLike[str], since: str = "") -> Store:
     return Store(check_store(folder_of(root)), since)
 
 
+# Names of tables and of data sets.
+_TABLE = "store.to_arrow(layer=10) has a row for each captured row; "
+_INSTEAD = {
+    "to_pandas": _TABLE + "write store.to_arrow(layer=10).read_pandas()",
+    "to_polars": _TABLE + "write polars.from_arrow(store.to_arrow(layer=10))",
+    "to_duckdb": _TABLE + "write duckdb.from_arrow(store.to_arrow(layer=10))",
+    **dict.fromkeys(("to_dataset", "to_parquet"), "see midstream.lab.export.export_parquet"),
+    **dict.fromkeys(("batches", "take"), "select rows first, as store.select(layer=10)"),
+}
+
+
 class Store(HubObject):
     """The captures in a directory.
 
@@ -132,6 +143,17 @@ class Store(HubObject):
         }
         use = "for batch in found.select(layer=…).batches(1024): ..."
         return Card("Activations", facts, use=use)
+
+    if not TYPE_CHECKING:  # for type checkers these are errors too
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _INSTEAD)
+
+        def __getitem__(self, key: object) -> Any:
+            raise StoreError(
+                f"store[{show(key)}]: a request's activations are store.get(id), all requests "
+                "store.requests, and rows store.select(layer=10)"
+            )
 
     def refresh(self) -> None:
         """List the shards again: add new ones and drop removed ones."""

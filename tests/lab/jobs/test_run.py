@@ -96,7 +96,7 @@ def test_lines_are_read_as_the_engine_takes_them(tmp_path):
                 read += 1
                 yield Record(read, f"prompt {read}")
 
-    write_lines(tmp_path, [])
+    write_lines(tmp_path, [{"text": "of the file, which is not read"}])
     stop = threading.Event()
     start = stopping(stop, 50, window=5)
 

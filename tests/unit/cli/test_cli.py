@@ -83,7 +83,23 @@ MISTAKES = [
     (["generate", "x"], "midstream studio MODEL"),
     (["plan", "--tokens", "1e9"], "--estimate"),
     (["store", "verfy", "x"], "verify"),
-    (["studio"], "Missing argument 'MODEL'"),
+    (["studio"], "Missing argument 'MODEL'. Example: midstream studio org/model"),
+    (["capture", "m"], "Missing option '--data'. Example: midstream capture "),
+    (["store", "inspect"], "Missing argument 'DIR'. Example: midstream store inspect "),
+    *(
+        ([command, "/nope", *rest], "model: there is no folder '/nope'; expected a folder, or")
+        for command, *rest in (
+            ("doctor",),
+            ("report",),
+            ("serve", "--port", "1"),
+            ("studio",),
+            ("capture", "--data", "d.jsonl", "--out", "a"),
+        )
+    ),
+    (["capture", "./m", "--data", "d.jsonl", "--out", "a", "--position", "x"], "no folder './m'"),
+    (["capture", "m", "--data", "none.jsonl", "--out", "a"], "data: none.jsonl: it has no lines"),
+    (["capture", "m", "--data", "t.csv", "--out", "a"], 'to_json("data.jsonl"'),
+    (["capture", "m", "--data", "q.jsonl", "--out", "a"], "--prompt-field (`column`) names"),
     (["capture", "m", "--data", "plain.txt", "--out", "a"], "line 1: expected JSON"),
     (["capture", "m", "--data", "d.jsonl", "--out", "a", "--limit", "many"], "such as 2000 or 2e3"),
     (["capture", "m", "--data", "d.jsonl", "--out", "a", "--limit", "1.5"], "such as 2000 or 2e3"),
@@ -106,6 +122,9 @@ def test_a_mistake_is_answered_before_any_work(typed, said, tmp_path, monkeypatc
     monkeypatch.setenv("COLUMNS", "300")
     (tmp_path / "plain.txt").write_text("The sky is blue.\nGrass is green.\n")
     (tmp_path / "d.jsonl").write_text('{"text": "The sky"}\n')
+    (tmp_path / "q.jsonl").write_text('{"prompt": "The sky"}\n')
+    for empty in ("none.jsonl", "t.csv"):
+        (tmp_path / empty).touch()
     result = CliRunner().invoke(app, typed)
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())

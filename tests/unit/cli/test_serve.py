@@ -212,9 +212,20 @@ def test_with_replicas_one_server_is_started_unless_another_number_is_asked_for(
         (["--sites", "resid_past"], "resid_past"),
         (["--settings", '{"http": {"inline_bites": 1}}'], "http: unknown field 'inline_bites'"),
         (["--vectors", "x.npz"], "expected NAME=FILE, got 'x.npz'"),
-        (["--vectors", "a b=x.npz"], "midstream.vectors: name 'a b'"),
+        (["--vectors", f"a b={__file__}"], "midstream.vectors: name 'a b'"),
+        (["--vectors", "a=no.npz"], "--vectors a: there is no file 'no.npz'"),
+        *(
+            ([typed, "x"], f"no such option: {typed}; did you mean {meant}?")
+            for typed, meant in (
+                ("--setting", "--settings"),
+                ("--vector", "--vectors"),
+                ("--sink", "--sinks"),
+                ("--steer", "--steering"),
+                ("--layer-s", "--layers"),
+            )
+        ),
         (["--steering", '{"all": "a"}'], "midstream.steering: unknown field 'all'"),
-        (["--steering", "base"], "--steering: expected JSON"),
+        (["--steering", "base"], "--steering: expected JSON, got 'base'"),
         (["--sinks", "filesystem:root"], "root"),
     ],
 )
@@ -225,7 +236,10 @@ def test_a_wrong_option_is_named_and_nothing_starts(started, words, said):
     assert not started
 
 
-def test_vectors_and_steering_are_settings_too(started):
+def test_vectors_and_steering_are_settings_too(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("x=1.npz", "y.gguf"):
+        (tmp_path / name).touch()
     words = ("--vectors", "a=x=1.npz", "--vectors", "b/c=y.gguf")
     assert run("m", *words, "--steering", '{"base": ["a", 2.0]}').exit_code == 0
     assert config_of(started)["midstream"] == {
@@ -235,15 +249,16 @@ def test_vectors_and_steering_are_settings_too(started):
 
 
 def test_a_tier_of_an_option_replaces_that_of_a_config_file_whole(started, tmp_path):
-    file = tmp_path / "server.yaml"
+    file, vectors = tmp_path / "server.yaml", tmp_path / "b.npz"
+    vectors.touch()
     file.write_text(
         "additional-config:\n  midstream:\n    vectors: {a: a.npz}\n"
         "    steering: {base: {op: scale, factor: 2, layer: 1}, prompt: a}\n"
     )
-    words = ("--vectors", "b=b.npz", "--steering", '{"base": {"1": [1.0, 2.0]}}')
+    words = ("--vectors", f"b={vectors}", "--steering", '{"base": {"1": [1.0, 2.0]}}')
     assert run("m", "--config", str(file), *words).exit_code == 0
     assert config_of(started)["midstream"] == {
-        "vectors": {"a": "a.npz", "b": "b.npz"},
+        "vectors": {"a": "a.npz", "b": str(vectors)},
         "steering": {"base": {"1": [1.0, 2.0]}, "prompt": "a"},
     }
 

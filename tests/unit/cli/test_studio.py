@@ -68,14 +68,16 @@ def test_a_server_that_ends_first_ends_the_command(opened, monkeypatch, unused_p
     assert (result.exit_code, opened[0]) == (3, [])
 
 
-def test_settings_and_vectors_are_kept(opened, unused_port):
+def test_settings_and_vectors_are_kept(opened, unused_port, tmp_path):
+    vectors = tmp_path / "h.safetensors"
+    vectors.touch()
     settings = json.dumps({"sites": ["resid_post"], "http": {"admin": False}})
     run("--model", "m", "--port", str(unused_port), "--settings", settings,
-        "--vectors", "happy=h.safetensors")  # fmt: skip
+        "--vectors", f"happy={vectors}")  # fmt: skip
     assert opened[1][1] == {
         "sites": ["resid_post"],
         "http": {"admin": False, "studio": True},
-        "vectors": {"happy": "h.safetensors"},
+        "vectors": {"happy": str(vectors)},
     }
     assert run("--model", "m", "--settings", '{"http": false}').exit_code == 2
 

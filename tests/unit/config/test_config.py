@@ -84,7 +84,10 @@ def test_what_is_wrong_is_refused_by_name():
         ({"staging_bytes": "1G"}, "staging_bytes: expected `int | null`, got '1G'"),
         ({"sites": []}, r"sites: expected one or more site names, got \[\]"),
         ({"sites": {"resid_post": 1}}, "sites: expected one or more site names"),
-        ({"sites": ["resid"]}, "sites: unknown site 'resid'; known: `embed`, `resid_pre`"),
+        (
+            {"sites": ["resid"]},
+            "sites: unknown site 'resid' .did you mean `resid_post`.*known: `embed`, `resid_pre`",
+        ),
         ({"sites": [3]}, "sites: unknown site 3"),
         ({"sites": ["resid_post", "post_block"]}, "sites: resid_post is listed twice"),
         ({"layers": []}, r'layers: expected "all" or a list of indices, got \[\]'),

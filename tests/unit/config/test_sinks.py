@@ -64,9 +64,12 @@ def test_memory_takes_a_capture_and_nothing_else():
 def test_what_is_wrong_is_refused_by_name():
     refused(
         plain_sinks,
-        (7, r"sinks: expected {sink: settings} or `name:setting=value`, got 7"),
-        ([7], r"sinks: expected `name:setting=value`, got 7"),
-        ("store:root", r"sinks: expected `name:setting=value`, got 'store:root'"),
+        (7, r"sinks: expected {sink: settings} or `name:setting=value`, such as .*, got 7"),
+        ([7], r"sinks: expected `name:setting=value`, such as store:root=acts, got 7"),
+        (
+            "store:root",
+            r"sinks: expected `name:setting=value`, such as store:root=acts, got 'store:root'",
+        ),
         ("store:=x", r"sinks: expected `name:setting=value`"),
         ("store:root=a,root=b", r"sinks.store.root: given twice"),
         (["log", "log:level=debug"], "sink 'log' is configured twice"),

@@ -28,7 +28,7 @@ def test_it_is_a_mapping_of_names_in_the_order_of_the_plan(probes):
     assert "c" not in probes
     assert probes["b"].tolist() == [0.5, -1.0]
     assert probes.get("c") is None
-    assert repr(probes) == "Probes(b: 2, a: 0)"
+    assert repr(probes) == "Probes(b: 2 scores, -1 to 0.5, a: no scores)"
     assert dict(probes.items())["a"].shape == (0,)
 
 

@@ -125,7 +125,7 @@ def test_what_does_not_fit_the_model_is_refused_and_nothing_changes(registry):
         (
             {"resid_pre": {1: V}},
             'vectors["resid_pre"][1]',
-            r'resid_pre at layer 1 is not tapped; .*settings `sites`/`layers`.*"midstream"',
+            r'resid_pre at layer 1 is not tapped; .*midstream=\{"sites": \["resid_pre"',
         ),
         ({("resid_mid", 3): V}, 'vectors[("resid_mid", 3)]', "is not tapped"),
         (

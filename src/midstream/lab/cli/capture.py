@@ -70,7 +70,11 @@ def capture(
     ] = "resid_post",
     positions: Annotated[
         str,
-        typer.Option(help="Positions: last_prompt, prompt, generated, all, 0,-1, or JSON."),
+        typer.Option(
+            "--positions",
+            "--position",
+            help="Positions: last_prompt, prompt, generated, all, 0,-1, or JSON.",
+        ),
     ] = "last_prompt",
     max_tokens: Annotated[
         int,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from midstream.client import async_client
+from midstream.lab.client.client import INSTEAD
 from midstream.lab.client.fit_request import FitRequest, fit
 from midstream.lab.client.sweep_stream import SweepStream, sweep_body
 from midstream.lab.fit import Directions
@@ -13,12 +14,18 @@ from midstream.lab.sweep import Sweep
 from midstream.lab.sweep.async_run import OnCell
 from midstream.plan.forms import LayersLike, PositionsLike
 from midstream.sites import SiteName
+from midstream.validation import no_attribute
 
 
 class AsyncClient(async_client.AsyncClient):
     """Asyncio client of a midstream server; see `midstream.Client`, whose methods it has as
     coroutines.
     """
+
+    if not TYPE_CHECKING:  # for type checkers these are errors too
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, INSTEAD)
 
     async def sweep(
         self,

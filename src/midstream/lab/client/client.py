@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from midstream.client import client
 from midstream.lab.client.fit_request import FitRequest, fit
@@ -12,6 +12,15 @@ from midstream.lab.sweep import Sweep
 from midstream.lab.sweep.async_run import OnCell
 from midstream.plan.forms import LayersLike, PositionsLike
 from midstream.sites import SiteName
+from midstream.validation import no_attribute
+
+# Names of `LLM` and of the `openai` client.
+_ANSWER = "write client.complete(prompt, …) or client.chat(messages, …)"
+INSTEAD = {
+    **dict.fromkeys(("generate", "create", "completions", "responses", "run_with_cache"), _ANSWER),
+    "register": "write client.vectors.register(name, vectors)",
+    **dict.fromkeys(("info", "models"), "write client.status() or client.sites()"),
+}
 
 
 class Client(client.Client):
@@ -19,6 +28,11 @@ class Client(client.Client):
 
     Works beside the `openai` client, which can send requests to the same server with `extra_body`.
     """
+
+    if not TYPE_CHECKING:  # for type checkers these are errors too
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, INSTEAD)
 
     def sweep(
         self, prompt: Any, source: Any, metric: Any, *, on_cell: OnCell | None = None, **more: Any

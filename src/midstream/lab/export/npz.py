@@ -28,6 +28,7 @@ from midstream.sinks.npz_arrays import arrays_of, described
 from midstream.sites import Tap
 from midstream.store import Selection
 from midstream.store.format.shard import Shard
+from midstream.store.selection import as_selection
 from midstream.store.stored_activations import media_of
 from midstream.validation import show
 
@@ -66,7 +67,7 @@ def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Pat
             are damaged.
         OSError: a file cannot be written.
     """
-    requests = _by_request(selection)
+    requests = _by_request(as_selection(selection))
     lines = [shard.lines[request] for shard, request, _ in requests]
     # Requests with a completion other than the first.
     several = {(line.tag, line.request) for line in lines if line.child}

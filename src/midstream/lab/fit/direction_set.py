@@ -20,13 +20,17 @@ from midstream.plan.operations.steer import Steer
 from midstream.results.arrays import to_numpy
 from midstream.sites import SiteName, Tap
 from midstream.steering.listing import html_table, text_table
-from midstream.validation import is_int, show
+from midstream.validation import is_int, no_attribute, show
 from midstream.viz import Chart, curve
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_OF_ONE = ("vector", "layer", "midpoint", "score", "gap", "unit", "probe")
+# What a single direction has.
+_INSTEAD = {
+    name: f"there is one for each layer; take .best.{name} or [layer].{name}"
+    for name in ("vector", "layer", "midpoint", "score", "gap", "unit", "probe")
+}
 HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
 
 
@@ -112,10 +116,7 @@ class DirectionSet(DirectionEdits):
 
         def __getattr__(self, name: str) -> Any:
             """Refuse a name; of what a single direction has, say where it is."""
-            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name in _OF_ONE:
-                problem += f": there is one for each layer; take .best.{name} or [layer].{name}"
-            raise AttributeError(problem)
+            raise no_attribute(self, name, _INSTEAD)
 
     def project(self, rows: Any) -> NDArray[np.float32]:
         """Project rows onto the directions: −1 is the negative class mean, 1 the positive.

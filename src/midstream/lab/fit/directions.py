@@ -15,7 +15,7 @@ from midstream.lab.fit.batches import capture_rows_async
 from midstream.lab.fit.direction_set import DirectionSet
 from midstream.lab.fit.estimate import Estimate
 from midstream.lab.fit.hub_files import DirectionsFiles
-from midstream.lab.fit.prompts import capture_rows, read_capture
+from midstream.lab.fit.prompts import capture_rows, read_capture, read_classes
 from midstream.lab.fit.train import FitOptions, PromptFit, fit_rows, fit_store
 from midstream.plan.forms import LayersLike, PositionsLike
 from midstream.sites import SiteName
@@ -34,7 +34,7 @@ class Directions(DirectionsFiles, DirectionSet):
     def fit(
         llm: Any,
         positive: Any,
-        negative: Any,
+        negative: Any = None,
         method: Any = "mean",
         layers: LayersLike = "all",
         positions: PositionsLike = "last_prompt",
@@ -72,7 +72,8 @@ class Directions(DirectionsFiles, DirectionSet):
             positive, negative: lists of prompts: texts, lists of token ids, or chats. A chat that
                 ends with the assistant's turn is read up to the end of its content; after another
                 turn the assistant's is begun. With as many in both, prompt i of one and prompt i of
-                the other are a pair, which is held out together.
+                the other are a pair, which is held out together. Without `negative` they are pairs
+                (positive, negative), or objects with these attributes, as repeng's DatasetEntry.
             method: see above. "pca" and "lat" need pairs, and one row per prompt.
             layers: any form of Layers; "all": every layer at which the site is tapped.
             positions: which tokens; any form of Positions. Each token is a row.
@@ -89,6 +90,7 @@ class Directions(DirectionsFiles, DirectionSet):
             MissingExtraError: the method needs scikit-learn, which is not installed.
         """
         options = FitOptions.read(method, site, folds, groups, seed)
+        positive, negative = read_classes(llm, positive, negative)
         read = PromptFit.read(positive, negative, options)
         capture = read_capture(layers, options.site, positions, reduce)
         classes = capture_rows(llm, positive, negative, capture)
@@ -98,7 +100,7 @@ class Directions(DirectionsFiles, DirectionSet):
     async def fit_async(
         llm: Any,
         positive: Any,
-        negative: Any,
+        negative: Any = None,
         method: Any = "mean",
         layers: LayersLike = "all",
         positions: PositionsLike = "last_prompt",
@@ -115,6 +117,7 @@ class Directions(DirectionsFiles, DirectionSet):
         select messages, as `Role`, are rejected.
         """
         options = FitOptions.read(method, site, folds, groups, seed)
+        positive, negative = read_classes(llm, positive, negative)
         read = PromptFit.read(positive, negative, options)
         capture = read_capture(layers, options.site, positions, reduce)
         classes = await capture_rows_async(llm, positive, negative, capture)

@@ -57,6 +57,26 @@ def split_classes(
     return _class(outputs[:positives], site), _class(outputs[positives:], site)
 
 
+def read_classes(llm: Any, positive: Any, negative: Any) -> tuple[Any, Any]:
+    """Return the prompts of both classes, without `negative` those of pairs; check the engine."""
+    if not hasattr(llm, "generate"):
+        name = f"; write LLM({llm!r})" if isinstance(llm, str) else ""
+        raise SpecError("llm", f"expected an LLM, got {kind(llm)}{name}")
+    if negative is not None:
+        return positive, negative
+    classes: tuple[list[Any], list[Any]] = [], []
+    for pair in read_prompts("positive", positive):
+        if hasattr(pair, "positive") and hasattr(pair, "negative"):  # repeng's DatasetEntry
+            pair = pair.positive, pair.negative
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise SpecError(
+                "negative", "missing: give the negative prompts, or pairs (positive, negative)"
+            )
+        for prompts, prompt in zip(classes, pair, strict=True):
+            prompts.append(prompt)
+    return classes
+
+
 def read_prompts(path: str, prompts: Any) -> list[Any]:
     """Check that prompts are a list, and not one prompt."""
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Sequence):

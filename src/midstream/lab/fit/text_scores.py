@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.lab.fit.batches import PromptBatch, Steps, encode_prompts, encode_texts
+from midstream.validation import kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,8 @@ def score_steps(
     """Score texts; see `LLM.score`."""
     if isinstance(texts, str):
         raise SpecError("texts", "expected a list of texts, got one; put it into a list")
+    if not hasattr(texts, "__len__"):
+        raise SpecError("texts", f"expected a list of texts, got {kind(texts)}")
     if prompts is None:
         starts = [1] * len(texts)
         whole = encode_prompts("texts", texts, tokenizer_of)

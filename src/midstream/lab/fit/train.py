@@ -100,7 +100,12 @@ def fit_store(
     positive: Selection, negative: Selection, method: object, folds: int, groups: Any, seed: int
 ) -> Fitted:
     """Fit rows of a store; see `Directions.from_store`."""
-    samples = StoredSamples(positive, "positive"), StoredSamples(negative, "negative")
+    from midstream.store.selection import as_selection
+
+    samples = (
+        StoredSamples(as_selection(positive), "positive"),
+        StoredSamples(as_selection(negative), "negative"),
+    )
     if samples[0].site != samples[1].site:
         raise SpecError(
             "negative", f"its rows are of {samples[1].site}, those of positive {samples[0].site}"

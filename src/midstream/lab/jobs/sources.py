@@ -53,7 +53,11 @@ def open_source(job: Job) -> Source:
         return Limited(HubRows(job, path), job.limit)
     if os.path.exists(path):
         if path.lower().endswith(_OTHERS):
-            raise SpecError("data", f"{show(name)}: expected JSON lines or a Parquet file")
+            raise SpecError(
+                "data",
+                f"{show(name)}: expected JSON lines or a Parquet file; of a table, pandas writes "
+                'both: read_csv(file).to_json("data.jsonl", orient="records", lines=True)',
+            )
         _check_whole(job)
         is_table = path.lower().endswith(".parquet")
         return Limited(ParquetRows(job, path) if is_table else Lines(job, path), job.limit)
@@ -112,11 +116,14 @@ class Lines:
             if not isinstance(line, Failed):
                 return
             failed.append(line)
+        if not failed and self._limit != 0:
+            raise SpecError("data", f"{self._path}: it has no lines")
         if failed:
             raise SpecError(
                 "data",
                 f"{self._path}: no prompt in the first {len(failed)} lines; line {failed[0].line}: "
-                f'{failed[0].reason}; expected JSON lines, each as {{"{self._form[0]}": …}}',
+                f'{failed[0].reason}; expected JSON lines, each as {{"{self._form[0]}": …}}; '
+                "--prompt-field (`column`) names another field",
             )
 
     @property

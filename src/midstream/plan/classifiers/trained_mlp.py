@@ -10,6 +10,7 @@ from midstream.plan.classifiers.mlp import MLP
 from midstream.validation import kind
 
 _NETWORK = "MLPClassifier"
+_LINEAR = "; of a Linear with one output, write Probe(linear.weight[0], layer, linear.bias)"
 _OF_TORCH = {"ReLU": "relu", "GELU": "gelu", "Tanh": "tanh", "SiLU": "silu"}
 
 
@@ -48,7 +49,7 @@ def read_module(module: object) -> tuple[MLP, float]:
         raise SpecError(
             "",
             "expected an `nn.Sequential` of Linear, one of ReLU, GELU, Tanh and SiLU, and Linear, "
-            f"got {kind(module)}{f' of {names}' if names else ''}",
+            f"got {kind(module)}{f' of {names}' if names else ''}{_LINEAR if not names else ''}",
         )
     first, activation, last = parts
     if names[1] == "GELU" and activation.approximate != "none":

@@ -42,12 +42,14 @@ _LAST = (
     'use "last_prompt", which is −1, for the last token of the prompt, or "last_row" for the '
     "last row of the request, with what it generates"
 )
+_FIRST = "use 0 for the first token of the request"
 _GENERATED = 'use "generated" for the tokens that the model generates'
 _PROMPT = 'use "prompt" for the tokens of the prompt'
 _THINKING = 'use Between("<think>", "</think>"), or Role("assistant", part="thinking") of a chat'
 # Words of other tools, and what to write instead.
 _MEANT = {
     **dict.fromkeys(("last", "last_token", "last_tok", "final", "final_token", "end", "-1"), _LAST),
+    **dict.fromkeys(("first", "first_token", "bos", "start", "begin", "0"), _FIRST),
     **dict.fromkeys(("decode", "completion", "response", "output", "answer"), _GENERATED),
     **dict.fromkeys(("prefill", "input", "context"), _PROMPT),
     **dict.fromkeys(("thinking", "reasoning", "analysis", "cot"), _THINKING),

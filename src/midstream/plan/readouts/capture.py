@@ -9,7 +9,13 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import accept_spellings, only_set, parameters_of, read_named
+from midstream.plan.argument_names import (
+    accept_spellings,
+    only_set,
+    other_argument,
+    parameters_of,
+    read_named,
+)
 from midstream.plan.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.plan.heads import head_size, read_ordered_indices
 from midstream.plan.positions.positions import Positions
@@ -21,6 +27,8 @@ from midstream.plan.selection import Layers, Sites
 from midstream.plan.sink_target import MEMORY, Metadata
 from midstream.plan.tap_lookup import find_taps
 from midstream.validation import INT_LIMIT, as_list, at, is_int, kind, read_int, show
+
+_FORMS = "Capture(layers=[3, 4]); or short: True, layers, or names such as `resid_post.10`"
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -161,8 +169,8 @@ class Capture(ReadOut):
         if not isinstance(value, Mapping):
             raise SpecError(
                 "",
-                f"expected a `Capture`, or its dict, got {kind(value)}, such as "
-                "Capture(layers=[3, 4]); or short: True, layers, or names such as `resid_post.10`",
+                f"expected a `Capture`, or its dict, got {kind(value)}"
+                + (other_argument(value) or f", such as {_FORMS}"),
             )
         fields = read_named(value, (), FIELDS)
         by_rank = fields.pop("return", None)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.validation import FLOAT32_MAX, at, kind, read_fields, read_float32
+from midstream.plan.argument_names import other_argument
+from midstream.validation import FLOAT32_MAX, at, is_int, kind, read_fields, read_float32
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,7 +68,7 @@ class Vector:
             return _from_array(_host_array(value))
         if hasattr(value, "__array__") and hasattr(value, "shape"):
             return _from_array(_as_array(value))
-        raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
+        raise SpecError("", f"expected {_FORMS}, got {kind(value)}{_meant(value)}")
 
     @property
     def size(self) -> int:
@@ -96,6 +97,19 @@ class Vector:
 
     def __repr__(self) -> str:
         return f"Vector(size={self.size}, norm={self.norm:.3g}, digest={self.digest[:8]!r})"
+
+
+def _meant(value: object) -> str:
+    """Return what to write for what is no vector but was meant to have one, for messages."""
+    if is_int(value):
+        return "; the vector is the first argument and the layer the second, as in (vector, 14)"
+    if hasattr(value, "decision_function") or hasattr(value, "predict_proba"):
+        return "; a classifier is read by Probe.from_sklearn(classifier, layer=14)"
+    if hasattr(value, "forward") and hasattr(value, "parameters"):
+        return "; a network is read by Probe.from_torch(module, layer=14)"
+    if hasattr(value, "positions_of"):
+        return '; take one tensor, as activations["resid_post", 14]'
+    return other_argument(value)
 
 
 def _check_size(size: int, most: int = MAX_SIZE) -> None:

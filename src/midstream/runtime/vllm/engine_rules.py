@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from midstream.config.config import Config, from_additional_config
@@ -26,6 +27,24 @@ def check_model(model: str) -> None:
         elif os.path.exists(os.path.expanduser(model)):
             problem = f"write {os.path.expanduser(model)!r}: `~` is of the shell"
         raise ConfigError(f"model: {problem}; expected a folder, or a name such as org/model")
+
+
+@contextmanager
+def named_model(model: object) -> Iterator[None]:
+    """Raise a ConfigError where the Hugging Face Hub does not have a model, or cannot be asked."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        is_of_hub = type(error).__module__.startswith("huggingface_hub")
+        # transformers raises OSErrors of its own, which have no number.
+        is_of_hub |= isinstance(error, OSError) and error.errno is None
+        if not is_of_hub or os.path.exists(str(model)):
+            raise
+        said = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model: there is no folder {model!r} here, and the Hugging Face Hub did not give it; "
+            f"check the name, or give the path of a folder ({type(error).__name__}: {said})"
+        ) from None
 
 
 class Rule(NamedTuple):
@@ -153,6 +172,14 @@ def check_settings(vllm_config: Any) -> None:
             "midstream is enabled, but does not support these engine settings; change them, or "
             "remove `midstream` from additional_config.\n  " + "\n  ".join(refused)
         )
+
+
+def check_layers(vllm_config: Any, config: Config) -> None:
+    """Check that the model has the layers of the settings, before its weights are read."""
+    model = vllm_config.model_config
+    count = getattr(model.hf_text_config, "num_hidden_layers", None)
+    if count:
+        config.resolve_layers(max(count, model.get_total_num_hidden_layers()))
 
 
 def check_offline(data_parallel_size: int) -> None:

@@ -18,6 +18,7 @@ from midstream.deadlines import within
 from midstream.errors import HttpError, MidstreamError
 from midstream.server.routes.request_body import StrictRequest
 from midstream.server.server import Server
+from midstream.validation import hint, listed
 
 _SHOWN = 200  # maximum length of quoted client data
 Check = TypeVar("Check", bound=Callable[[Request], Any])
@@ -85,6 +86,8 @@ class MidstreamRoute(APIRoute):
         handle = super().get_route_handler()
         calls = [dependency.call for dependency in self.dependant.dependencies]
         checks = [call for call in calls if call in _before_body]
+        bodies = [param.field_info.annotation for param in self.dependant.body_params]
+        known = [name for body in bodies for name in getattr(body, "model_fields", ())]
 
         async def guarded(request: Request) -> Response:
             try:
@@ -99,7 +102,10 @@ class MidstreamRoute(APIRoute):
                 first = error.errors()[0]
                 # The first part says whether the value is in the path or in the body.
                 where = ".".join(str(part) for part in first["loc"][1:])[:_SHOWN]
-                problem = f"{where or 'body'}: {first['msg'][:_SHOWN]}"
+                said = first["msg"][:_SHOWN]
+                if first["type"] == "extra_forbidden" and len(first["loc"]) == 2:
+                    said = f"unknown field{hint(where, known)}; known: {listed(known)}"
+                problem = f"{where or 'body'}: {said}"
                 refusal = HttpError(400, problem, where or None)
             except HTTPException as error:
                 detail: Any = error.detail

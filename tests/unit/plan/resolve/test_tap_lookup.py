@@ -1,12 +1,14 @@
 """Layers and sites as written, into taps in the order of a forward pass."""
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.refusals import refused
 
+from midstream.config.config import Config
 from midstream.errors import SpecError
 from midstream.plan import Layers, ModelShape, Sites
 from midstream.plan.tap_lookup import check_tapped, find_layer, find_taps
@@ -47,7 +49,7 @@ def test_a_site_without_a_layer_that_is_not_tapped_is_refused_by_its_name():
                 Layers(layers), Sites(["resid_post", site]), shape, "layers", "sites"
             ),
             ("embed", "sites[1]", "embed cannot be tapped: it adds positions"),
-            ("final_norm", "sites[1]", "final_norm is not tapped; add it"),
+            ("final_norm", "sites[1]", "final_norm is not tapped; start the engine with"),
         )
 
 
@@ -61,10 +63,28 @@ def test_all_layers_are_those_at_which_the_site_is_tapped():
     assert both == (("resid_post", 0), ("resid_post", 2), ("mlp_out", 3))
 
 
+def test_what_is_not_tapped_is_refused_with_the_settings_that_tap_it():
+    default = ModelShape(4, 3, [("resid_post", layer) for layer in range(4)])
+    few = ModelShape(9, 3, [(site, layer) for site in ("z", "mlp_out") for layer in (2, 5)])
+    for shape, layers, sites, settings, options in (
+        (default, 1, "mlp_out", {"sites": ["mlp_out", "resid_post"]}, "--sites mlp_out,resid_post"),
+        (default, "all", ["z", "q"], {"sites": ["q", "z", "resid_post"]}, "--sites q,z,resid_post"),
+        (default, 1, "embed", {"sites": ["embed", "resid_post"]}, "--sites embed,resid_post"),
+        (few, [5, 3], "z", {"layers": [2, 3, 5]}, "--layers 2,3,5"),
+        (few, 3, "q", {"layers": [2, 3, 5], "sites": ["q", "z", "mlp_out"]}, "--layers 2,3,5 --si"),
+        (SOME, 1, "resid_post", {"layers": "all"}, "--layers all"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            find_taps(Layers.parse(layers), Sites.parse(sites), shape, "l", "s")
+        remedy = f"LLM(…, midstream={json.dumps(settings)}), or a server with {options}"
+        assert remedy in str(caught.value)
+        Config.parse(settings)
+
+
 def test_what_is_not_there_is_refused_under_the_field_that_asked():
     refused(
         lambda asked: find_taps(Layers.parse(asked[0]), Sites.parse(asked[1]), SOME, "l", "s"),
-        (([1], "resid_post"), "l", "resid_post at layer 1 is not tapped; add it to the settings"),
+        (([1], "resid_post"), "l", "resid_post at layer 1 is not tapped; start the engine with"),
         (([0, 1], "resid_post"), "l[1]", "resid_post at layer 1 is not tapped"),
         (([3], "resid_post"), "l", "resid_post at layer 3 cannot be tapped: none"),
         (([0], ["resid_post", "resid_pre"]), "s[1]", "resid_pre at layer 0 is not tapped"),

@@ -11,6 +11,7 @@ from vllm.outputs import CompletionOutput
 from midstream.errors import NotAskedError
 from midstream.results.readouts import RESULTS as READOUTS
 from midstream.results.readouts import OutputReadOuts
+from midstream.validation import no_attribute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +37,13 @@ _REMEDIES = {
     **dict.fromkeys(
         ("hidden_states", "hidden", "prefill_hidden_states", "prefill_hidden"), _LAYERS
     ),
+}
+# Names of other tools.
+_INSTEAD = {
+    **dict.fromkeys(("cache", "rows"), "write output.activations"),
+    **dict.fromkeys(("scores", "probe"), 'write output.probes["name"]'),
+    "text": "write output.outputs[0].text",
+    "token_ids": "write output.outputs[0].token_ids",
 }
 # Those that each of several completions has of its own.
 PER_COMPLETION = tuple(
@@ -69,7 +77,7 @@ class _Results(OutputReadOuts):
         def __getattr__(self, name: str) -> Any:
             remedy = _REMEDIES.get(name)
             if remedy is None:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+                raise no_attribute(self, name, _INSTEAD)
             if name == "activations" and "capture_results" in self.__dict__:
                 remedy = (
                     "the rows went to sinks: see `capture_results`; a capture without `sink` "

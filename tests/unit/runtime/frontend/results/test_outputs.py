@@ -79,7 +79,7 @@ def test_an_output_prints_what_came_back():
         text = str(output)
         assert text == repr(output)
         assert "activations: Activations(resid_post; layers 3; 2 rows of 4, float32)" in text
-        assert "probes: Probes(mood: 2)" in text
+        assert "probes: Probes(mood: 2 scores, " in text
         assert "receipt: ok; 2 prompt and 1 generated tokens; captured 2 of 2 rows" in text
         assert text.count("'t1'; 1 tokens") == count - 1
         assert "2 tokens" in text

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from vllm.renderers.inputs.preprocess import conversation_to_seq, prompt_to_seq
 
 from midstream.errors import SpecError
+from midstream.validation import kind, not_a_chat
 
 
 def list_prompts(prompts: Any) -> list[Any]:
     """Return the prompts in `LLM.generate`'s first argument: a list of ints is one."""
-    return list(prompt_to_seq(prompts))
+    if not hasattr(prompts, "__len__") or "int" in str(getattr(prompts, "dtype", "")):
+        ids = "; of an array or tensor of ids, its .tolist()" if hasattr(prompts, "dtype") else ""
+        raise SpecError(
+            "prompts",
+            f"expected a text, a list of texts or of token ids, got {kind(prompts)}{ids}",
+        )
+    listed = list(prompt_to_seq(prompts))
+    if any(isinstance(prompt, Mapping) and "role" in prompt for prompt in listed):
+        raise SpecError("prompts", "expected prompts, got messages of a chat; give them to chat")
+    return listed
 
 
 def conversations(messages: Any) -> list[Any]:
@@ -22,11 +31,7 @@ def conversations(messages: Any) -> list[Any]:
     items = messages if isinstance(messages, (list, tuple)) else [messages]
     text = next((item for item in items if isinstance(item, str)), None)
     if text is not None:
-        raise SpecError(
-            "messages",
-            f'expected a list of messages, got a text; write [{{"role": "user", "content": '
-            f"{json.dumps(text[:60], ensure_ascii=False)}}}], or give it to generate",
-        )
+        raise not_a_chat(text, "generate(text)")
     return list(conversation_to_seq(messages))
 
 
