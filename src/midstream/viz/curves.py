@@ -17,6 +17,7 @@ from midstream.viz.theme import COLORS, LINES
 
 # Places up to which values have points, and ranges bars; more have lines and bands alone.
 _MOST_POINTS = 100
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _INK, _SOFT = COLORS["ink"][0], COLORS["soft"][0]
 
 
@@ -38,7 +39,12 @@ class _Lines:
         axes.set_xlabel(self.titles[0], parse_math=False)
         axes.set_ylabel(self.titles[1], parse_math=False)
         if self.is_log and any((line > 0).any() for line in self.lines.values()):
+            from matplotlib.ticker import FuncFormatter, LogFormatter
+
             axes.set_yscale("log", nonpositive="clip")
+            # matplotlib's own are formulas, which the style shows as they are written.
+            axes.yaxis.set_major_formatter(FuncFormatter(_power))
+            axes.yaxis.set_minor_formatter(LogFormatter())
         if self.level is not None:
             axes.axhline(self.level, color=_SOFT, linewidth=0.8, linestyle=(0, (3, 4)))
         if self.marked is not None:
@@ -69,7 +75,7 @@ class _Lines:
             shown = "_" if index > len(LINES) else f"{more} more"
             axes.plot(x, line, color=_SOFT, alpha=0.4, linewidth=0.7, zorder=1.5, label=shown)
             return
-        color, _, dashes = LINES[index]
+        color, _, dashes, marker = LINES[index]
         if name in self.ranges and is_short:
             errors = np.abs(self.ranges[name] - line)
             bars = {"elinewidth": 0.8, "capthick": 0.8, "label": "_"}
@@ -77,13 +83,19 @@ class _Lines:
         elif name in self.ranges:
             axes.fill_between(x, *self.ranges[name], color=color, alpha=0.18, linewidth=0)
         shown = f" {name}" if name.startswith("_") else name
-        style = {"linestyle": (0, dashes) if dashes else "-", "marker": "o" if is_short else ""}
+        style = {"linestyle": (0, dashes) if dashes else "-", "marker": marker if is_short else ""}
         axes.plot(x, line, color=color, label=shown, **style)
 
     @property
     def places(self) -> Floats:
         """Where the values are along the axis: labelled ones are side by side."""
         return self.x if self.labels is None else np.arange(len(self.x), dtype=np.float64)
+
+
+def _power(value: float, _: Any) -> str:
+    """Return a power of ten, a tick of a logarithmic axis, as text."""
+    exponent = round(np.log10(value)) if value > 0 else 0
+    return f"10{str(exponent).translate(_RAISED)}"
 
 
 def curve(
