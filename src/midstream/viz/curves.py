@@ -17,6 +17,7 @@ from midstream.viz.theme import COLORS, LINES
 
 # Places up to which values have points, and ranges bars; more have lines and bands alone.
 _MOST_POINTS = 100
+_FOOT = 0.1  # part of the height of the axes, in which the name of a marked place is
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _INK, _SOFT = COLORS["ink"][0], COLORS["soft"][0]
 
@@ -47,17 +48,10 @@ class _Lines:
             axes.yaxis.set_minor_formatter(LogFormatter())
         if self.level is not None:
             axes.axhline(self.level, color=_SOFT, linewidth=0.8, linestyle=(0, (3, 4)))
-        if self.marked is not None:
-            at = float(np.interp(self.marked, self.x, self.places))
-            axes.axvline(at, color=_INK, alpha=0.55, linewidth=0.8)
-            is_right = at > (self.places[0] + self.places[-1]) / 2
-            place = {"xytext": (-3 if is_right else 3, 2), "textcoords": "offset points"}
-            where = {"ha": "right" if is_right else "left", "va": "bottom", "fontsize": "small"}
-            name = f"{self.titles[0]} {written(self.marked, 'g')}".strip()
-            foot = {"xy": (at, 0), "xycoords": ("data", "axes fraction")}
-            axes.annotate(name, parse_math=False, **foot, **place, **where)
         for index, name in enumerate(self.lines):
             self._draw_line(axes, index, name)
+        if self.marked is not None:
+            self._mark(axes, self.marked)
         if len(self.lines) > 1:
             for text in axes.legend().get_texts():
                 text.set_parse_math(False)
@@ -85,6 +79,22 @@ class _Lines:
         shown = f" {name}" if name.startswith("_") else name
         style = {"linestyle": (0, dashes) if dashes else "-", "marker": marker if is_short else ""}
         axes.plot(x, line, color=color, label=shown, **style)
+
+    def _mark(self, axes: Any, marked: float) -> None:
+        at = float(np.interp(marked, self.x, self.places))
+        axes.axvline(at, color=_INK, alpha=0.55, linewidth=0.8)
+        is_right = at > (self.places[0] + self.places[-1]) / 2
+        place = {"xytext": (-3 if is_right else 3, 2), "textcoords": "offset points"}
+        where = {"ha": "right" if is_right else "left", "va": "bottom", "fontsize": "small"}
+        name = f"{self.titles[0]} {written(marked, 'g')}".strip()
+        foot = 0.0
+        if self.level is not None:
+            # A level near the foot would strike the name through: the name stands on it.
+            axes.autoscale_view()  # matplotlib does so when it draws
+            share = (axes.transScale + axes.transLimits).transform((at, self.level))[1]
+            foot = share if 0 < share < _FOOT else 0.0
+        low = {"xy": (at, foot), "xycoords": ("data", "axes fraction")}
+        axes.annotate(name, parse_math=False, **low, **place, **where)
 
     @property
     def places(self) -> Floats:

@@ -119,6 +119,16 @@ def test_a_curve_has_all_values_ranges_and_marks() -> None:
     assert [text.get_text() for text in axes.get_legend().get_texts()][-2:] == ["5", "3 more"]
 
 
+def test_the_name_of_a_marked_place_stands_on_a_level_that_would_strike_it_through() -> None:
+    # A level at the foot of the axes, one in the middle, and none.
+    for level, stands in ((0.0, True), (5.0, False), (None, False)):
+        axes = Figure().subplots()
+        viz.curve([0, 1, 2], {"d": [0.0, 9, 10]}, marked=2, level=level).plot(axes)
+        (name,) = axes.texts
+        low, high = axes.get_ylim()
+        assert name.xy[1] == pytest.approx((level - low) / (high - low) if stands else 0)
+
+
 def test_as_many_labels_are_drawn_as_there_is_space_for() -> None:
     axes = Figure(figsize=(4, 3)).subplots()
     viz.heatmap(np.zeros((60, 300)), range(60), range(300), row_title="layer", marked=41).plot(axes)
