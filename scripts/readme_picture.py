@@ -10,15 +10,19 @@ positive one.
 
 from __future__ import annotations
 
+import base64
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+from matplotlib import style
+from matplotlib.figure import Figure
 
 from midstream import LLM, Capture, Directions, SamplingParams
+from midstream.viz import Chart, heatmap
 from midstream.viz.color_scale import ColorScale
-from midstream.viz.heatmaps import heatmap
 from midstream.viz.markup import escape, tag
 from midstream.viz.picture import document
 
@@ -29,19 +33,18 @@ LIMITS = (-1.5, 1.5)
 LAYERS = range(10, 29)
 CSS = """
 body.midstream { margin: 0; background: var(--page); font: 15px/1.4 var(--sans); }
-body.midstream main { width: 1280px; height: 580px; box-sizing: border-box; padding: 24px 34px; }
-h1 { font: 600 25px/1.2 var(--sans); margin: 0 0 3px; }
+body.midstream main { width: 1280px; height: 640px; box-sizing: border-box; padding: 24px 34px; }
+h1 { font: 600 27px/1.2 var(--sans); margin: 0 0 3px; }
 .sub { color: var(--soft); margin: 0 0 14px; }
 .three { display: grid; grid-template-columns: repeat(3, 1fr); gap: 20px; }
 .col { background: var(--card); border: 1px solid var(--line); border-radius: 12px; }
 .col { padding: 14px 16px; }
-.col h2 { font: 600 15px/1 var(--sans); margin: 0 0 9px; }
-.col p.t { font: 19px/1.7 var(--serif); margin: 0 0 8px; height: 97px; overflow: hidden; }
+.col h2 { font: 600 16px/1 var(--sans); margin: 0 0 9px; }
+.col p.t { font: 21px/1.6 var(--serif); margin: 0; height: 101px; overflow: hidden; }
 .col p.t span { background: var(--c); color: var(--i); border-radius: 3px; padding: .12em 0; }
 .col p.t span { white-space: pre-wrap; }
-.col figure { margin: 0; border: 0; padding: 0; } .col details { display: none; }
-.midstream .col svg.chart { width: 100%; max-width: 100%; }
-.base { margin-top: 12px; color: var(--soft); }
+img { display: block; width: 1212px; margin: 16px 0 0; }
+.base { margin-top: 10px; color: var(--soft); }
 """
 
 
@@ -65,13 +68,14 @@ def main(page: Path) -> None:
         capture=Capture(layers="all", positions="generated"),
     )
     tokenizer = llm.get_tokenizer()
-    columns = []
+    columns, charts = [], []
     for head, out in zip(HEADS, outs, strict=True):
         rows = np.stack(
             [projections(out.activations["resid_post", one], mood[one]) for one in LAYERS]
         )
         words = [tokenizer.decode([one]) for one in out.outputs[0].token_ids][: rows.shape[1]]
-        columns.append(column(head, words, rows, best.layer))
+        columns.append(column(head, words, rows))
+        charts.append(cells(words, rows, best.layer))
     sub = (
         "“How was your day?”, SmolLM2-135M-Instruct. A direction between five glad and five sad"
         f" sentences is added at layer {best.layer}."
@@ -84,11 +88,12 @@ def main(page: Path) -> None:
         tag("h1", "One prompt, three requests, one batch")
         + tag("p", escape(sub), "sub")
         + tag("div", "".join(columns), "three")
+        + f'<img src="{source_of(charts)}" alt="">'
         + tag("div", escape(base), "base")
     )
     page.write_text(document("midstream", body, css=CSS), encoding="utf-8")
     shot = [sys.executable, ROOT / "scripts/screenshot.py", page, ROOT / "docs/images/readme.png"]
-    subprocess.run([*shot, "--width", "1280", "--height", "580", "--scale", "1.5"], check=True)
+    subprocess.run([*shot, "--width", "1280", "--height", "640", "--scale", "1.5"], check=True)
 
 
 def projections(rows: object, direction: object) -> np.ndarray:
@@ -97,14 +102,19 @@ def projections(rows: object, direction: object) -> np.ndarray:
     return 2 * (values - direction.midpoint) @ direction.unit / direction.gap
 
 
-def column(head: str, words: list[str], rows: np.ndarray, layer: int) -> str:
-    """Return one answer: its tokens, coloured by the last row, and the rows of all layers."""
+def column(head: str, words: list[str], rows: np.ndarray) -> str:
+    """Return one answer: its tokens, coloured by the last row."""
     colors = ColorScale.of(np.array(LIMITS), 0.0, LIMITS)
     spans = "".join(
         tag("span", escape(word), colors.style(float(value)))
         for word, value in zip(words, rows[-1], strict=True)
     )
-    cells = heatmap(
+    return tag("div", tag("h2", escape(head)) + tag("p", spans, "t"), "col")
+
+
+def cells(words: list[str], rows: np.ndarray, layer: int) -> Chart:
+    """Return the rows of all layers of one answer."""
+    return heatmap(
         rows,
         LAYERS,
         words,
@@ -113,7 +123,17 @@ def column(head: str, words: list[str], rows: np.ndarray, layer: int) -> str:
         limits=LIMITS,
         marked=LAYERS.index(layer),
     )
-    return tag("div", tag("h2", escape(head)) + tag("p", spans, "t") + cells.body, "col")
+
+
+def source_of(charts: list[Chart]) -> str:
+    """Return charts side by side, with one colour bar, as the source of an image."""
+    sizes = dict.fromkeys(("font.size", "axes.labelsize", "xtick.labelsize", "ytick.labelsize"), 10)
+    file = io.BytesIO()
+    with style.context(["midstream.viz.paper", sizes]):
+        figure = Figure(figsize=(12.6, 3.35), layout="constrained")
+        Chart.beside("", charts).plot(figure.subplots(1, len(charts), sharey=True))
+        figure.savefig(file, format="svg", transparent=True)
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 if __name__ == "__main__":

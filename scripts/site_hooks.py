@@ -7,6 +7,7 @@ with its text on the site. Nothing is fetched.
 
 from __future__ import annotations
 
+import base64
 import functools
 import html
 import posixpath
@@ -195,6 +196,7 @@ def _shown(output: Any) -> str:
     data = output.get("data", {})
     if "text/html" in data:
         return str(data["text/html"])
-    if "image/png" in data:
-        return f'<img alt="output" src="data:image/png;base64,{data["image/png"].strip()}">'
+    if "image/svg+xml" in data:
+        encoded = base64.b64encode(data["image/svg+xml"].encode()).decode()
+        return f'<img alt="chart" src="data:image/svg+xml;base64,{encoded}">'
     return f"<pre>{html.escape(data.get('text/plain', ''))}</pre>"

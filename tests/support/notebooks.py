@@ -125,7 +125,10 @@ def source_hash(notebook: Any) -> str:
 
 
 def store(notebook: Any, path: Path) -> None:
-    """Write an executed notebook: without log lines, progress bars and what differs by machine."""
+    """Write an executed notebook: without log lines, progress bars and what differs by machine.
+
+    A chart is kept as SVG alone, which code hosts show: its PNG is three times as large.
+    """
     for nth, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{nth}"
         cell.metadata = {"tags": tags} if (tags := cell.metadata.get("tags")) else {}
@@ -134,6 +137,9 @@ def store(notebook: Any, path: Path) -> None:
             cell.outputs = [one for one in cell.outputs if one.output_type != "stream"]
             for one in cell.outputs:
                 one.pop("transient", None)
+                if "image/svg+xml" in one.get("data", {}):
+                    one.data.pop("image/png", None)
+                    one.metadata.pop("image/png", None)
     notebook.metadata = {**_METADATA, "midstream": {"source": source_hash(notebook)}}
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     nbformat.validate(notebook)

@@ -24,6 +24,13 @@ from midstream.viz.theme import VARIABLES
 _SVG, _LINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 # Pixels per inch: of files, of notebooks, and of pages.
 _FILE_DPI, _NOTEBOOK_DPI, _PAGE_DPI = 300, 192, 120
+# By whether there are values below a colour bar, and above it.
+_EXTEND = {
+    (False, False): "neither",
+    (True, False): "min",
+    (False, True): "max",
+    (True, True): "both",
+}
 _DATES = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
@@ -34,7 +41,6 @@ class ColorBar(NamedTuple):
     low: float
     high: float
     center: float | None  # with the neutral colour
-    extend: str  # the ends beyond which there are values: "neither", "both", "min", "max"
 
 
 @dataclass(frozen=True)
@@ -154,12 +160,13 @@ class Chart(Picture):
         # One bar serves all panels with its colours.
         for bar, served in bars.items():
             mappables, places = zip(*served, strict=True)
-            options = {"ax": list(places), "extend": bar.extend, "pad": 0.02, "aspect": 25}
+            values = np.concatenate([np.ma.compressed(one.get_array()) for one in mappables])
+            beyond = bool((values < bar.low).any()), bool((values > bar.high).any())
+            options = {"ax": list(places), "extend": _EXTEND[beyond], "pad": 0.02, "aspect": 25}
             made = places[0].figure.colorbar(mappables[0], **options)
             made.set_label(wrapped(bar.title, self.panels[0].size[1]), parse_math=False)
             made.outline.set_visible(False)
-            least = min(np.ma.filled(mappable.get_array(), np.inf).min() for mappable in mappables)
-            if bar.center is not None and least >= bar.center:
+            if bar.center is not None and values.min(initial=np.inf) >= bar.center:
                 made.ax.set_ylim(bar.center, bar.high)  # nothing is below it
 
     def _rendered(self, *kinds: tuple[str, int], ground: str = "white") -> list[bytes]:

@@ -106,9 +106,13 @@ class ColorScale:
         pad = max(0.5, 0.5 * abs(self.low))
         return self.low - pad, self.high + (0 if self.center is None else pad)
 
-    @property
-    def steps(self) -> Sequence[int]:
-        return range(NUM_BINS // 2 if self.center is None else 0, NUM_BINS, 2)
+    def legend(self, values: Floats) -> tuple[float, Sequence[int]]:
+        """Return the lowest value of a legend and its bins: those below the centre only if some of
+        the values are.
+        """
+        is_below = self.center is not None and bool((values < self.center).any())
+        low = self.low if is_below or self.center is None else self.center
+        return low, range(0 if is_below else NUM_BINS // 2, NUM_BINS, 2)
 
 
 def _ends(values: Floats) -> tuple[float, float]:

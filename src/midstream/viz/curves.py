@@ -17,6 +17,8 @@ from midstream.viz.theme import COLORS, LINES
 
 # Places up to which values have points, and ranges bars; more have lines and bands alone.
 _MOST_POINTS = 100
+_FOOT = 0.1  # part of the height of the axes, in which the name of a marked place is
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _INK, _SOFT = COLORS["ink"][0], COLORS["soft"][0]
 
 
@@ -38,20 +40,18 @@ class _Lines:
         axes.set_xlabel(self.titles[0], parse_math=False)
         axes.set_ylabel(self.titles[1], parse_math=False)
         if self.is_log and any((line > 0).any() for line in self.lines.values()):
+            from matplotlib.ticker import FuncFormatter, LogFormatter
+
             axes.set_yscale("log", nonpositive="clip")
+            # matplotlib's own are formulas, which the style shows as they are written.
+            axes.yaxis.set_major_formatter(FuncFormatter(_power))
+            axes.yaxis.set_minor_formatter(LogFormatter())
         if self.level is not None:
             axes.axhline(self.level, color=_SOFT, linewidth=0.8, linestyle=(0, (3, 4)))
-        if self.marked is not None:
-            at = float(np.interp(self.marked, self.x, self.places))
-            axes.axvline(at, color=_INK, alpha=0.55, linewidth=0.8)
-            is_right = at > (self.places[0] + self.places[-1]) / 2
-            place = {"xytext": (-3 if is_right else 3, 2), "textcoords": "offset points"}
-            where = {"ha": "right" if is_right else "left", "va": "bottom", "fontsize": "small"}
-            name = f"{self.titles[0]} {written(self.marked, 'g')}".strip()
-            foot = {"xy": (at, 0), "xycoords": ("data", "axes fraction")}
-            axes.annotate(name, parse_math=False, **foot, **place, **where)
         for index, name in enumerate(self.lines):
             self._draw_line(axes, index, name)
+        if self.marked is not None:
+            self._mark(axes, self.marked)
         if len(self.lines) > 1:
             for text in axes.legend().get_texts():
                 text.set_parse_math(False)
@@ -69,7 +69,7 @@ class _Lines:
             shown = "_" if index > len(LINES) else f"{more} more"
             axes.plot(x, line, color=_SOFT, alpha=0.4, linewidth=0.7, zorder=1.5, label=shown)
             return
-        color, _, dashes = LINES[index]
+        color, _, dashes, marker = LINES[index]
         if name in self.ranges and is_short:
             errors = np.abs(self.ranges[name] - line)
             bars = {"elinewidth": 0.8, "capthick": 0.8, "label": "_"}
@@ -77,13 +77,35 @@ class _Lines:
         elif name in self.ranges:
             axes.fill_between(x, *self.ranges[name], color=color, alpha=0.18, linewidth=0)
         shown = f" {name}" if name.startswith("_") else name
-        style = {"linestyle": (0, dashes) if dashes else "-", "marker": "o" if is_short else ""}
+        style = {"linestyle": (0, dashes) if dashes else "-", "marker": marker if is_short else ""}
         axes.plot(x, line, color=color, label=shown, **style)
+
+    def _mark(self, axes: Any, marked: float) -> None:
+        at = float(np.interp(marked, self.x, self.places))
+        axes.axvline(at, color=_INK, alpha=0.55, linewidth=0.8)
+        is_right = at > (self.places[0] + self.places[-1]) / 2
+        place = {"xytext": (-3 if is_right else 3, 2), "textcoords": "offset points"}
+        where = {"ha": "right" if is_right else "left", "va": "bottom", "fontsize": "small"}
+        name = f"{self.titles[0]} {written(marked, 'g')}".strip()
+        foot = 0.0
+        if self.level is not None:
+            # A level near the foot would strike the name through: the name stands on it.
+            axes.autoscale_view()  # matplotlib does so when it draws
+            share = (axes.transScale + axes.transLimits).transform((at, self.level))[1]
+            foot = share if 0 < share < _FOOT else 0.0
+        low = {"xy": (at, foot), "xycoords": ("data", "axes fraction")}
+        axes.annotate(name, parse_math=False, **low, **place, **where)
 
     @property
     def places(self) -> Floats:
         """Where the values are along the axis: labelled ones are side by side."""
         return self.x if self.labels is None else np.arange(len(self.x), dtype=np.float64)
+
+
+def _power(value: float, _: Any) -> str:
+    """Return a power of ten, a tick of a logarithmic axis, as text."""
+    exponent = round(np.log10(value)) if value > 0 else 0
+    return f"10{str(exponent).translate(_RAISED)}"
 
 
 def curve(

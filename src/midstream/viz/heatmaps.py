@@ -16,7 +16,6 @@ from midstream.viz.markup import visible
 from midstream.viz.theme import COLORS, ink_on
 
 MOST_CELLS, MOST_TEXTS = 1_000_000, 20_000
-_EXTEND = ("neither", "min", "max", "both")
 
 
 def position_label(position: int, tokens: Any = None) -> str:
@@ -80,8 +79,7 @@ class _Grid:
             ink = ink_on((color[0], color[1], color[2])) if alpha else COLORS["soft"][0]
             told = axes.text(column, row, short(text), color=ink, ha="center", va="center")
             told.set(fontsize="x-small", clip_on=True, parse_math=False, in_layout=False)
-        beyond = _EXTEND[int((shown < low).any()) + 2 * int((shown > high).any())]
-        return image, ColorBar(self.bar, low, high, self.scale.center, beyond)
+        return image, ColorBar(self.bar, low, high, self.scale.center)
 
 
 def heatmap(

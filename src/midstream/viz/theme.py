@@ -23,15 +23,15 @@ COLORS = {
     "soft": ("#5f5b55", "#a39f98"),
     "line": ("#e3dfd8", "#34373c"),
 }
-# Lines of a curve, in order; told apart by their dashes too. None has the colour of a scale's end,
-# which stays the same on a dark page.
+# Lines of a curve, in order: light, dark, dashes, marker. In print without colours the markers and
+# dashes tell them apart. None has the colour of a scale's end, which stays the same on a dark page.
 LINES = (
-    ("#c8540c", "#ff9240", ()),
-    ("#205aa8", "#62a4ff", (5, 2)),
-    ("#3a7d44", "#7ccb87", (1.5, 2)),
-    ("#7d4fa8", "#c39bea", (6, 2, 1.5, 2)),
-    ("#8a6d12", "#d8b64c", (3, 1.5)),
-    ("#5d6570", "#9aa4b2", (1, 1.5)),
+    ("#c8540c", "#ff9240", (), "o"),
+    ("#205aa8", "#62a4ff", (5, 2), "s"),
+    ("#3a7d44", "#7ccb87", (1.5, 2), "^"),
+    ("#7d4fa8", "#c39bea", (6, 2, 1.5, 2), "D"),
+    ("#8a6d12", "#d8b64c", (3, 1.5), "v"),
+    ("#5d6570", "#9aa4b2", (1, 1.5), "X"),
 )
 VARIABLES = {
     **{light: f"var(--{name})" for name, (light, _) in COLORS.items() if name != "card"},

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.viz.color_scale import ColorScale, read_numbers, written
+from midstream.viz.color_scale import ColorScale, Floats, read_numbers, written
 from midstream.viz.heatmaps import MOST_TEXTS
 from midstream.viz.markup import escape, tag, visible
 from midstream.viz.picture import Picture, details, figure
@@ -58,16 +58,17 @@ def tokens(
         style = f"c {scale.style(value)}".strip()
         spans.append(tag("span", escape("⏎\n".join(pieces)), style, title=label))
         lines.append(f"{place:>5}  {number:>10}  {visible(text)!r}")
-    box = tag("div", "".join(spans), "text", dir="auto") + legend(scale, fmt, unit)
+    box = tag("div", "".join(spans), "text", dir="auto") + legend(scale, numbers, fmt, unit)
     table = "\n".join(lines)
     return Picture(
         title, (f"{title}\n" if title else "") + table, figure(title, box + details(table))
     )
 
 
-def legend(scale: ColorScale, fmt: str, unit: str = "") -> str:
-    steps = "".join(tag("i", cls=f"b{step}") for step in scale.steps)
+def legend(scale: ColorScale, values: Floats, fmt: str, unit: str = "") -> str:
+    least, bins = scale.legend(values)
+    steps = "".join(tag("i", cls=f"b{bin_index}") for bin_index in bins)
     suffix = f" {unit}" if unit else ""
-    low = tag("span", escape(written(scale.low, fmt)))
+    low = tag("span", escape(written(least, fmt)))
     high = tag("span", escape(written(scale.high, fmt) + suffix))
     return tag("div", low + tag("span", steps, "ramp", aria_hidden="true") + high, "legend")

@@ -105,10 +105,28 @@ def test_a_curve_has_all_values_ranges_and_marks() -> None:
     assert axes.get_yscale() == "log"
     assert len(axes.collections) == 1  # a band
     assert len(axes.get_xticklabels()) < 60
+    for values, wanted in (([0.02, 3e4], ["10⁻¹", "10⁰", "10⁴"]), ([20, 50], ["20", "30"])):
+        (_, axes), *_ = [viz.curve([0, 1], {"a": values}, log=True)._new(Figure)]
+        axes[0].figure.draw_without_rendering()
+        ticks = [text.get_text() for text in axes[0].get_yticklabels(which="both")]
+        assert set(wanted) <= set(ticks), ticks
+        assert not [text for text in ticks if "$" in text], ticks
     axes = Figure().subplots()
     viz.curve([0], {str(n): [n] for n in range(9)}).plot(axes)
     assert [line.get_ydata().tolist() for line in axes.lines] == [[n] for n in range(9)]
+    # Points at every place hide dashes: in print without colours the markers differ.
+    assert len({line.get_marker() for line in axes.lines[:6]}) == 6
     assert [text.get_text() for text in axes.get_legend().get_texts()][-2:] == ["5", "3 more"]
+
+
+def test_the_name_of_a_marked_place_stands_on_a_level_that_would_strike_it_through() -> None:
+    # A level at the foot of the axes, one in the middle, and none.
+    for level, stands in ((0.0, True), (5.0, False), (None, False)):
+        axes = Figure().subplots()
+        viz.curve([0, 1, 2], {"d": [0.0, 9, 10]}, marked=2, level=level).plot(axes)
+        (name,) = axes.texts
+        low, high = axes.get_ylim()
+        assert name.xy[1] == pytest.approx((level - low) / (high - low) if stands else 0)
 
 
 def test_as_many_labels_are_drawn_as_there_is_space_for() -> None:
@@ -178,13 +196,15 @@ def test_without_matplotlib_the_numbers_are_shown_and_the_extra_is_named(
 def test_charts_are_drawn_beside_one_another_with_one_bar_for_equal_colours() -> None:
     other = viz.heatmap([[1, 2]], [0], [" a", "b"], title="More", limits=(-2, 2), **WORDS)
     further = viz.heatmap([[1, 2]], [0], [1, 2], limits=(0, 9), **WORDS)
-    for second, bars in ((other, 1), (further, 2)):
+    beyond = viz.heatmap([[9, -9]], [0], [1, 2], limits=(-2, 2), **WORDS)
+    for second, bars in ((other, 1), (further, 2), (beyond, 1)):
         chart = viz.Chart.beside("Both", [some(), second])
         figure = Figure()
         axes = figure.subplots(1, 2)
         assert list(chart.plot(axes)) == list(axes)
-        same(read(axes[1]).image, [[1, 2]])
+        same(read(axes[1]).image, [[9, -9] if second is beyond else [1, 2]])
         assert len(figure.axes) == 2 + bars
+    assert axes[0].images[0].colorbar.extend == "both"  # of either panel
     assert str(chart).startswith("Both\n\nEffect\n")
     refused(
         chart.plot,

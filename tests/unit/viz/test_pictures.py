@@ -85,6 +85,14 @@ def test_tokens_are_one_text_with_a_colour_each() -> None:
     assert page.one("pre", cls="numbers").text == str(picture)  # for keyboard and touch
 
 
+def test_a_legend_has_the_colours_below_the_centre_only_if_there_are_such_values() -> None:
+    for values, low, count in (([0.0, 2.0], "0.0", 11), ([-1.0, 2.0], "−2.0", 21)):
+        page = viz.tokens(["a", "b"], values, fmt=".1f").body
+        legend = page.partition('class="legend"')[2]
+        assert legend.startswith(f"><span>{low}</span>")
+        assert legend.count("<i class=") == count
+
+
 def test_wrong_tokens_are_rejected() -> None:
     refused(
         lambda given: viz.tokens(*given),

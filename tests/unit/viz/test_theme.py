@@ -44,8 +44,9 @@ def test_text_and_lines_contrast_with_their_ground_in_both_modes(mode: int) -> N
             assert contrast(parsed(line[mode]), ground) > 3
 
 
-def test_lines_are_told_apart_by_dashes_too_and_are_no_colour_of_a_scale() -> None:
-    assert len({dashes for *_, dashes in theme.LINES}) == len(theme.LINES)
+def test_lines_are_told_apart_without_colours_and_are_no_colour_of_a_scale() -> None:
+    for part in (2, 3):  # dashes, markers
+        assert len({line[part] for line in theme.LINES}) == len(theme.LINES)
     # On a dark page lines are lighter, and a scale's ends are not.
     assert not {parsed(light) for light, *_ in theme.LINES} & set(theme.LIGHT)
 
