@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # What a single direction has.
 _INSTEAD = {
     name: f"there is one for each layer; take .best.{name} or [layer].{name}"
-    for name in ("vector", "layer", "midpoint", "score", "gap", "unit", "probe")
+    for name in ("vector", "layer", "midpoint", "score", "gap", "unit", "probe", "to_neuronpedia")
 }
 HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
 
