@@ -85,9 +85,10 @@ def activate() -> None:
             "get_computed_blocks",
             prefix_cache.computed_blocks,
         )
-        for name in ("cache_full_blocks", "get_new_blocks"):
-            hook = getattr(scored_blocks, name)
-            _wrap("vllm.v1.core.block_pool", "BlockPool", name, hook)
+        cache = scored_blocks.cache_full_blocks
+        _wrap("vllm.v1.core.block_pool", "BlockPool", "cache_full_blocks", cache)
+        take = scored_blocks.get_new_blocks
+        _wrap("vllm.v1.core.block_pool", "BlockPool", "get_new_blocks", take)
         # The last one runs first: what is left of requests that failed is not evaluated.
         for part in (ended_requests, probe_stops, failed_requests):
             hook = part.update_from_output

@@ -53,7 +53,7 @@ def computed_blocks(
     if CHANGED_KEYS.get(request) is not None:
         cap = payload.keys.first_read  # kept rows are those of the plan that it began with
     scores = payload.keys.scores
-    scored: ScoredBlocks | None = SCORED_BLOCKS.get(manager.block_pool)
+    scored: ScoredBlocks | None = SCORED_BLOCKS.get(manager.block_pool) if scores else None
     if scores and scored is None:
         firsts = [score.ranges[0][0] for score in scores]
         cap = min(firsts if cap is None else [cap, *firsts])

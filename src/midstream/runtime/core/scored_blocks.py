@@ -17,6 +17,10 @@ from midstream.runtime.vllm.kv_cache import KvBlocks, full_attention_blocks
 
 # Host memory of a worker for kept scores, and the most scores that it keeps of a token.
 MOST_BYTES, MOST_SCORES = 256 << 20, 256
+# Arguments of `BlockPool.cache_full_blocks` after the request.
+_PASSED = (
+    "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id",
+)  # fmt: skip
 # (number of a score, tokens of the block that have it, as a bit for each), ascending.
 Marks = tuple[tuple[int, int], ...]
 
@@ -216,33 +220,16 @@ def _is_simple(manager: Any, blocks: KvBlocks) -> bool:
 
 
 def cache_full_blocks(
-    original: Callable[..., Any],
-    pool: Any,
-    request: Any,
-    blocks: Any,
-    num_cached_blocks: int,
-    num_full_blocks: int,
-    block_size: int,
-    kv_cache_group_id: int,
-    *rest: Any,
-    **kwargs: Any,
+    original: Callable[..., Any], pool: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Mark the blocks that vLLM caches with the scores that their request asked for."""
-    out = original(
-        pool,
-        request,
-        blocks,
-        num_cached_blocks,
-        num_full_blocks,
-        block_size,
-        kv_cache_group_id,
-        *rest,
-        **kwargs,
-    )
+    out = original(pool, request, *args, **kwargs)
     scored: ScoredBlocks | None = SCORED_BLOCKS.get(pool)
-    if scored is not None and kv_cache_group_id == scored.group:
-        full = blocks[num_cached_blocks:num_full_blocks]
-        scored.add(request, pool, full, num_cached_blocks)
+    if scored is not None:
+        passed = dict(zip(_PASSED, args, strict=False)) | kwargs
+        if passed["kv_cache_group_id"] == scored.group:
+            first = passed["num_cached_blocks"]
+            scored.add(request, pool, passed["blocks"][first : passed["num_full_blocks"]], first)
     return out
 
 
