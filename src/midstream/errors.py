@@ -214,6 +214,7 @@ _EXTRA_OF = {
     "starlette": "vllm",
     "tokenizers": "vllm",
     "torch": "vllm",
+    "transformer_lens": "transformer-lens",
     "transformers": "vllm",
     "vllm": "vllm",
     "xarray": "sweep",

@@ -74,7 +74,7 @@ class CachedRuns:
         prompts = [_one(prompt)]
         with _named():
             (output,) = llm.generate(
-                prompts, _one_token(), capture=[captures], edits=edits, use_tqdm=False
+                prompts, one_token(), capture=[captures], edits=edits, use_tqdm=False
             )
         return _logits_and_cache(output, return_type)
 
@@ -114,7 +114,7 @@ class AsyncCachedRuns:
         llm: Any = self
         await llm.ready()
         captures = _captures_of(names_filter, return_type, llm.info.shape)
-        outputs = llm.generate(_one(prompt), _one_token(), capture=captures, edits=edits)
+        outputs = llm.generate(_one(prompt), one_token(), capture=captures, edits=edits)
         with _named():
             last = [output async for output in outputs][-1]
         return _logits_and_cache(last, return_type)
@@ -176,7 +176,8 @@ def _one(prompt: Any) -> Any:
     return prompts[0]
 
 
-def _one_token() -> SamplingParams:
+def one_token() -> SamplingParams:
+    """Return the sampling parameters of a request for its prompt alone."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
