@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from support.refusals import refused_calls
 
 from midstream.errors import MissingExtraError, SpecError
 from midstream.lab.fit import Directions, LayerScore
@@ -243,3 +244,64 @@ def test_repengs_vectors_are_read_and_written():
     given_.directions = {1: np.full(3, np.nan)}
     with pytest.raises(SpecError, match=r"control_vector.directions\[1\]\[0\]: expected a finite"):
         Directions.from_repeng(given_)
+
+
+# Neuronpedia's schema of POST /api/vector/new, apps/webapp/app/api/vector/new/route.tsx.
+NEURONPEDIA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": [
+        "modelId", "layerNumber", "hookType", "vector", "vectorDefaultSteerStrength", "vectorLabel",
+    ],
+    "properties": {
+        "modelId": {"type": "string", "minLength": 1},
+        "layerNumber": {"type": "integer", "minimum": 0},
+        "hookType": {"enum": ["hook_resid_pre", "hook_resid_post"]},
+        "vector": {"type": "array", "maxItems": 24576, "items": {"type": "number"}},
+        "vectorDefaultSteerStrength": {"type": "number", "minimum": -300, "maximum": 300},
+        "vectorLabel": {"type": "string", "minLength": 1},
+    },
+}  # fmt: skip
+
+
+def test_a_direction_is_what_neuronpedia_takes():
+    import jsonschema
+
+    found = Directions(np.array([[0, 1], [-3.5, 0.1]], np.float32), (4, 7), "resid_pre")
+    body = json.loads(json.dumps(found[7].to_neuronpedia("gpt2-small", "calm", 2)))
+    jsonschema.validate(body, NEURONPEDIA)
+    assert np.array(body["vector"], np.float32).tobytes() == found.vectors[1].tobytes()
+    expected = {"modelId": "gpt2-small", "vectorLabel": "calm", "vectorDefaultSteerStrength": 2,
+                "layerNumber": 7, "hookType": "hook_resid_pre"}  # fmt: skip
+    assert {name: value for name, value in body.items() if name != "vector"} == expected
+    wide = Directions(np.ones((1, 24_577), np.float32), (0,))[0]
+    refused_calls(
+        (lambda: Directions(np.ones((1, 2)), (0,), "mlp_out")[0].to_neuronpedia("m", "l"), "site",
+         "resid_pre and resid_post, not mlp_out"),
+        (lambda: wide.to_neuronpedia("m", "l"), "vector", "24576 numbers, not 24577"),
+        (lambda: found[4].to_neuronpedia("", "l"), "model_id", "expected a text"),
+        (lambda: found[4].to_neuronpedia("m", 3), "label", "expected a text"),
+        (lambda: found[4].to_neuronpedia("m", "l", 301), "strength", "−300 to 300"),
+        (lambda: found[4].to_neuronpedia("m", "l", "big"), "strength", "expected a number"),
+    )  # fmt: skip
+    with pytest.raises(AttributeError, match=r"take \.best\.to_neuronpedia"):
+        found.to_neuronpedia("m", "l")
+
+
+def test_neuronpedias_own_client_sends_the_same(monkeypatch):
+    client = pytest.importorskip("neuronpedia.requests.vector_request", reason="needs neuronpedia")
+    sent = []
+
+    def request(method, url, *, json, headers):
+        sent.append((method, url, json))
+        raise ConnectionError
+
+    monkeypatch.setattr("neuronpedia.requests.base_request.requests.request", request)
+    found = Directions(np.array([[0.5, 1]], np.float32), (4,))[4]
+    with pytest.raises(ConnectionError):
+        client.VectorRequest(api_key="none").new(
+            "calm", "gpt2-small", 4, "hook_resid_post", found.vector.tolist(), 2.0
+        )
+    [(method, url, body)] = sent
+    assert (method, url.rpartition("/api/")[2]) == ("POST", "vector/new")
+    assert body == found.to_neuronpedia("gpt2-small", "calm", 2)

@@ -15,9 +15,13 @@ from midstream.plan.operations.ablate import Ablate
 from midstream.plan.operations.steer import Steer
 from midstream.plan.probe import Probe
 from midstream.sites import SiteName, Tap
+from midstream.validation import at, read_float32
 
 if TYPE_CHECKING:
     from midstream.lab.fit.scores import LayerScore
+
+# Of Neuronpedia's vectors: numbers, and the ends of the slider.
+_MAX_NEURONPEDIA, _MAX_STRENGTH = 24_576, 300
 
 
 class DirectionEdits(ABC):
@@ -146,6 +150,45 @@ class Direction(DirectionEdits):
         bias = -float(self.midpoint.astype(np.float64) @ vector) / half_gap
         where.setdefault("layer", self.layer)
         return Probe(vector / half_gap, bias=bias, site=self.site, name=name, **where)
+
+    def to_neuronpedia(
+        self, model_id: str, label: str, strength: NumberLike = 1.0
+    ) -> dict[str, Any]:
+        """Return the body of Neuronpedia's `POST /api/vector/new`, JSON values.
+
+        Neuronpedia adds strength · vector, as `steer` does.
+
+        Args:
+            model_id: Neuronpedia's name of the model, such as "gemma-2-2b-it".
+            label: the name that its page shows.
+            strength: strength of the slider at first, −300 to 300, in distances between the class
+                means.
+
+        Raises:
+            SpecError: the site is neither resid_pre nor resid_post, the vector has more than 24,576
+                numbers, or an argument is malformed.
+        """
+        if self.site not in ("resid_pre", "resid_post"):
+            raise SpecError("site", f"Neuronpedia takes resid_pre and resid_post, not {self.site}")
+        if self.vector.size > _MAX_NEURONPEDIA:
+            raise SpecError(
+                "vector", f"Neuronpedia takes {_MAX_NEURONPEDIA} numbers, not {self.vector.size}"
+            )
+        for name, text in (("model_id", model_id), ("label", label)):
+            if not isinstance(text, str) or not text:
+                raise SpecError(name, f"expected a text, got {text!r:.60}")
+        with at("strength"):
+            default = read_float32(strength)
+            if abs(default) > _MAX_STRENGTH:
+                raise SpecError("", f"expected −{_MAX_STRENGTH} to {_MAX_STRENGTH}, got {default}")
+        return {
+            "modelId": model_id,
+            "layerNumber": self.layer,
+            "hookType": f"hook_{self.site}",
+            "vector": self.vector.tolist(),
+            "vectorDefaultSteerStrength": default,
+            "vectorLabel": label,
+        }
 
     def by_tap(self) -> dict[Tap, NDArray[np.float32]]:
         """Return {(site, layer): vector}, as `llm.vectors.register(name, direction)` reads it."""

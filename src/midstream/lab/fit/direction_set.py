@@ -26,7 +26,7 @@ from midstream.viz import Chart, curve
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_OF_ONE = ("vector", "layer", "midpoint", "score", "gap", "unit", "probe")
+_OF_ONE = ("vector", "layer", "midpoint", "score", "gap", "unit", "probe", "to_neuronpedia")
 HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
 
 
