@@ -466,6 +466,8 @@ def test_vllms_spans_say_what_the_receipts_say(client, spans):
     assert attributes["midstream.receipt.status"] == "ok"
     assert attributes["midstream.captured.rows"] == sum(one.actual for one in receipt.captured)
     assert attributes["midstream.edits.applied"] == receipt.edited.applied
+    assert attributes["midstream.asked.captures"] == len(CASES["everything"].captures)
+    assert attributes["midstream.captured.bytes"] > 0
     assert attributes["gen_ai.usage.completion_tokens"] == TOKENS
     without = ask(client, CASES["plain"])
     assert not [

@@ -213,7 +213,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         call.is_over = True
         _end_wait(call)
         while call.spans:
-            call.spans.pop(0).finish(None)
+            call.spans.pop(0).finish(call.admitted, None, self.info.shape)
         if call.admitted is not None and not call.is_collected:
             call.is_collected = True
             self.completion.totals.aborted += 1

@@ -9,7 +9,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from midstream.plan import ModelShape, ResolvedPlan
 from midstream.results.receipt import Receipt
+from midstream.runtime.frontend.admitted import AdmittedRequest
+from midstream.runtime.frontend.request.budget import row_sizes
+from midstream.runtime.frontend.stats import RequestTotals
 from midstream.runtime.vllm.attributes import SPANS_OF_REQUEST
 
 # Attributes to add to the span that is being made, and its end in nanoseconds.
@@ -27,9 +31,14 @@ class DelayedSpan:
     end: int  # nanoseconds since the epoch
     context: contextvars.Context
 
-    def finish(self, receipt: Receipt | None) -> None:
-        """Make the span, with what the receipt of its completion says."""
-        self.context.run(self._make, {} if receipt is None else attributes_of(receipt))
+    def finish(
+        self, admitted: AdmittedRequest | None, receipt: Receipt | None, shape: ModelShape
+    ) -> None:
+        """Make the span, with what was asked and what the receipt of its completion says."""
+        attributes = {} if admitted is None else asked_of(admitted)
+        if admitted is not None and receipt is not None:
+            attributes |= attributes_of(receipt, admitted.plan, shape)
+        self.context.run(self._make, attributes)
 
     def _make(self, attributes: Mapping[str, Any]) -> None:
         # What is begun while the span is made keeps the context, and may make other spans.
@@ -75,13 +84,37 @@ def instrument_manual(original: Callable[..., Any], *args: Any, **named: Any) ->
     return original(*args, **named)
 
 
-def attributes_of(receipt: Receipt) -> dict[str, Any]:
+def asked_of(admitted: AdmittedRequest) -> dict[str, Any]:
+    """Return what a request asked for, and where it and what applies to every request are."""
+    own, plan = admitted.own, admitted.plan
+    taps = {tap for capture in plan.captures for tap in capture.taps}
+    for parts in (plan.edits, plan.probes, plan.functions):
+        taps |= {(part.site, part.layer) for part in parts}
+    return {
+        "midstream.asked.captures": 0 if own is None else len(own.captures),
+        "midstream.asked.edits": 0 if own is None else len(own.edits),
+        "midstream.asked.probes": 0 if own is None else len(own.probes),
+        # Of read-outs the kind, without the name that the request gives it.
+        "midstream.asked.sites": sorted({site.partition(".")[0] for site, _ in taps}),
+        "midstream.asked.layers": len({layer for _, layer in taps}),
+    }
+
+
+def attributes_of(receipt: Receipt, plan: ResolvedPlan, shape: ModelShape) -> dict[str, Any]:
+    """Return what a receipt says; bytes are of rows as the device encoded them."""
+    totals = RequestTotals()
+    totals.add([receipt], row_sizes(plan, shape), plan.reduced)
     attributes: dict[str, Any] = {
         "midstream.receipt.status": receipt.status,
         "midstream.captured.rows": sum(count.actual for count in receipt.captured),
-        "midstream.captured.dropped": receipt.dropped,
-        "midstream.probes.scores": sum(count.actual for count in receipt.probed),
+        "midstream.captured.bytes": totals.row_bytes,
+        "midstream.captured.dropped": totals.dropped,
+        "midstream.probes.scores": totals.scores,
     }
+    if receipt.actions:
+        attributes["midstream.probes.fired"] = [
+            f"{action.name}: {action.kind} at {action.position}" for action in receipt.actions
+        ]
     if receipt.edited is not None:
         attributes["midstream.edits.applied"] = receipt.edited.applied
         attributes["midstream.edits.cached"] = receipt.edited.cached

@@ -1,5 +1,6 @@
 """vLLM's spans of requests that ask for something wait for their receipts."""
 
+import contextvars
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,10 +8,29 @@ from typing import Any
 
 import pytest
 
-from midstream.results.receipt import Captured, CaptureResult, Edited, Receipt
+from midstream.plan import Capture, ModelShape, Norms, Plan, Probe, Scale, Steer
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.resolve.resolve import resolve
+from midstream.results.receipt import Action, Captured, CaptureResult, Edited, Receipt
 from midstream.runtime.frontend import tracing
+from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.tracing import DelayedSpan
 
+SHAPE = ModelShape(4, 8, {(site, n) for site in ("resid_post", "rot_q") for n in range(4)})
+PLAN = Plan.make(
+    capture=[Capture([1, 2]), Norms([3])],
+    edits=[Steer([1.0] * 8, [0, 1]), Scale(2.0, 3)],
+    probes=Probe([1.0] * 8, layer=2, name="mood"),
+)
+ADMITTED = AdmittedRequest("u", resolve(PLAN, SHAPE, Prompt(5), 5), PLAN)
+ASKED = {
+    "midstream.asked.captures": 2,
+    "midstream.asked.edits": 2,
+    "midstream.asked.probes": 1,
+    "midstream.asked.sites": ["norms", "resid_post"],
+    "midstream.asked.layers": 4,
+}
+FIRED = Action("mood", "flag", 6, 1.5)
 RECEIPT = Receipt(
     request_id="a-0",
     prompt_tokens=5,
@@ -61,8 +81,9 @@ def test_a_held_span_says_what_its_receipt_says_and_ends_when_it_would_have():
     assert processor.sent == []
     assert [span.completion for span in spans] == [0, 1]
     time.sleep(0.01)
-    spans[0].finish(RECEIPT)
-    spans[1].finish(replace(RECEIPT, edited=None, kept=(), problems=("no",)))
+    spans[0].finish(ADMITTED, RECEIPT, SHAPE)
+    told = replace(RECEIPT, edited=None, kept=(), problems=("no",), actions=(FIRED,))
+    spans[1].finish(replace(ADMITTED, own=None), told, SHAPE)
     first, second = processor.sent
     assert before <= first["end_time"] <= second["end_time"] <= after
     assert first["attributes"] == {
@@ -70,7 +91,9 @@ def test_a_held_span_says_what_its_receipt_says_and_ends_when_it_would_have():
         "output": "out",
         "stats": "stats",
         "midstream.receipt.status": "partial",
+        **ASKED,
         "midstream.captured.rows": 15,
+        "midstream.captured.bytes": 15 * 8 * 4,
         "midstream.captured.dropped": 1,
         "midstream.probes.scores": 0,
         "midstream.edits.applied": 5,
@@ -80,13 +103,61 @@ def test_a_held_span_says_what_its_receipt_says_and_ends_when_it_would_have():
     }
     assert second["attributes"]["midstream.receipt.status"] == "error"
     assert "midstream.edits.applied" not in second["attributes"]
+    assert second["attributes"]["midstream.probes.fired"] == ["mood: flag at 6"]
+    nothing = dict.fromkeys(("captures", "edits", "probes"), 0)
+    assert {name: second["attributes"][f"midstream.asked.{name}"] for name in nothing} == nothing
+    assert second["attributes"]["midstream.asked.layers"] == 4
+
+
+def test_a_request_that_ends_without_a_receipt_says_what_it_asked():
+    spans: list[DelayedSpan] = []
+    processor = Processor({"a": spans})
+    processor.do_tracing("out", state("a"), "stats")
+    spans[0].finish(ADMITTED, None, SHAPE)
+    [sent] = processor.sent
+    told = {name: value for name, value in sent["attributes"].items() if "midstream" in name}
+    assert told == ASKED
+
+
+def test_opentelemetry_takes_every_attribute(monkeypatch):
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from vllm.tracing.otel import manual_instrument_otel
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+
+    def make() -> None:
+        tracing.instrument_manual(
+            manual_instrument_otel, "llm_request", start_time=5, attributes={"gen_ai.x": 1}
+        )
+
+    end = time.time_ns()
+    receipt = replace(RECEIPT, actions=(FIRED,))
+    DelayedSpan(0, make, end, contextvars.copy_context()).finish(ADMITTED, receipt, SHAPE)
+    [span] = exporter.get_finished_spans()
+    assert (span.name, span.start_time, span.end_time) == ("llm_request", 5, end)
+    expected = {
+        "gen_ai.x": 1,
+        **tracing.asked_of(ADMITTED),
+        **tracing.attributes_of(receipt, ADMITTED.plan, SHAPE),
+    }
+    seen = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in span.attributes.items()
+    }
+    assert seen == expected
+    assert seen["midstream.asked.sites"] == ["norms", "resid_post"]
 
 
 def test_without_a_receipt_a_held_span_says_what_vllm_says():
     spans: list[DelayedSpan] = []
     processor = Processor({"a": spans})
     processor.do_tracing("out", state("a"), "stats")
-    spans[0].finish(None)
+    spans[0].finish(None, None, SHAPE)
     [sent] = processor.sent
     assert set(sent["attributes"]) == {"id", "output", "stats"}
     # What was for this one is not for the next.
@@ -110,7 +181,7 @@ def test_what_a_span_has_begun_makes_spans_of_its_own():
     processor = Processor({"a": spans})
     processor.do_tracing("out", state("a"), "stats")
     (held,) = spans
-    held.finish(RECEIPT)
+    held.finish(ADMITTED, RECEIPT, SHAPE)
     # A task or a timer that an exporter begins keeps the context of the span.
     held.context.run(processor.do_tracing, "out", state("plain"), "stats")
     told = {"id": "plain", "output": "out", "stats": "stats"}

@@ -137,7 +137,7 @@ class AsyncCompletion:
         plan = call.admitted.plan
         self.totals.add(receipts, row_sizes(plan, self._shape), plan.reduced)
         for span in call.spans:
-            span.finish(receipts[span.completion])
+            span.finish(call.admitted, receipts[span.completion], self._shape)
         call.spans.clear()
 
 
