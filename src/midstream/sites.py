@@ -149,6 +149,15 @@ _END_NAMES = {
     "transformer.ln_f.output": "final_norm",
 }
 _END_HOOKS = {"embed": "hook_embed", "final_norm": "ln_final.hook_out", "logits": "logits"}
+# nnterp's accessors, `layers_output[10]`.
+_ACCESSORS = {
+    "layers_input": "resid_pre",
+    "layers_output": "resid_post",
+    "attentions_input": "attn_in",
+    "attentions_output": "attn_out",
+    "mlps_input": "mlp_in",
+    "mlps_output": "mlp_out",
+}
 _MODULES = {
     **dict.fromkeys(("self_attn", "attention", "self_attention"), "attn"),
     **dict.fromkeys(("feed_forward", "ffn", "block_sparse_moe"), "mlp"),
@@ -158,10 +167,11 @@ _PATH = re.compile(
     r"(?:[a-z_]+\.)*(?:layers|layer|blocks|block|h)(?:\.([0-9]{1,6})|\[(-?[0-9]{1,6})\])"
     r"(?:\.([a-z0-9_.]*[a-z0-9_]))?(?:\[0\])?"
 )
+_ACCESSOR = re.compile(r"([a-z]+_(?:input|output))(?:\[(-?[0-9]{1,6})\])?")
 # `resid_post.10`, interp-engine's addresses and the names of tensors in saved files.
 _ADDRESS = re.compile(r"([a-z_]+)\.(-?[0-9]{1,6})")
 _OUTSIDE = re.compile(
-    r"(hook_|ln_final|embed|pos_embed|unembed|lm_head|logits|model\.(norm|embed_tokens)|"
+    r"(hook_|ln_final|embed|token_embeddings|pos_embed|unembed|lm_head|logits|model\.(norm|embed_tokens)|"
     r"transformer\.(wte|wpe|ln_f))|.*\.hook_"
 )
 
@@ -171,9 +181,9 @@ def parse(name: str) -> tuple[str, int | None] | None:
 
     These are the name or alias of a site; TransformerLens's `blocks.10.hook_resid_post`, or
     `hook_resid_post`; a module path of transformers or nnsight, `model.layers.10.output`;
-    interp-engine's `resid_post.10`. The layer is None where the name has none. The path of a layer
-    alone means its output. `attn_out` and `mlp_out` are what is added to the stream: in a model
-    with a norm after attention or the MLP, its output.
+    nnterp's `layers_output[10]`; interp-engine's `resid_post.10`. The layer is None where the name
+    has none. The path of a layer alone means its output. `attn_out` and `mlp_out` are what is added
+    to the stream: in a model with a norm after attention or the MLP, its output.
     """
     if name in BY_NAME:
         return BY_NAME[name].name, None
@@ -182,6 +192,9 @@ def parse(name: str) -> tuple[str, int | None] | None:
     address = _ADDRESS.fullmatch(name)
     if address and address[1] in BY_NAME and BY_NAME[address[1]].layer is None:
         return BY_NAME[address[1]].name, int(address[2])
+    accessor = _ACCESSOR.fullmatch(name)
+    if accessor and accessor[1] in _ACCESSORS:
+        return _ACCESSORS[accessor[1]], int(accessor[2]) if accessor[2] else None
     path = _PATH.fullmatch(name)
     if path:
         site = _OTHERS.get(_plain(path[3] or ""))

@@ -50,6 +50,13 @@ def test_names_of_other_tools_mean_sites():
         ("transformer.h.10.attn.output", ("attn_out", 10)),
         ("gpt_neox.layers.3.attention", ("attn_out", 3)),
         ("model.decoder.layers.3.input", ("resid_pre", 3)),
+        ("layers_input[10]", ("resid_pre", 10)),
+        ("layers_output[-1]", ("resid_post", -1)),
+        ("attentions_input[3]", ("attn_in", 3)),
+        ("attentions_output[3]", ("attn_out", 3)),
+        ("mlps_input[3]", ("mlp_in", 3)),
+        ("mlps_output[3]", ("mlp_out", 3)),
+        ("mlps_output", ("mlp_out", None)),
         ("post_attn.2", ("resid_mid", 2)),
         ("post_mlp", ("resid_post", None)),
     ):
@@ -73,7 +80,13 @@ def test_a_place_of_other_tools_without_a_site_is_unsupported():
         lambda name: Capture(3, sites=name),
         *(
             (name, words)
-            for name in (*names, "hook_pos_embed", "ln_final.hook_normalized", "lm_head")
+            for name in (
+                *names,
+                "hook_pos_embed",
+                "ln_final.hook_normalized",
+                "lm_head",
+                "token_embeddings",
+            )
         ),
         (
             "blocks.3.attn.hook_pattern",
@@ -111,6 +124,9 @@ def test_a_layer_at_a_site_without_one_is_refused():
         (lambda: Capture([0, 1], ["embed", "final_norm"]), "layers", "got 0, 1, but .* have no la"),
         (lambda: Capture(sites=["embed", "resid_post"]), "", "missing field `layers`"),
         (lambda: Capture(sites="final_norm.3"), "sites", "unknown site|no site here"),
+        (lambda: Capture(sites="layers_outputs[3]"), "sites", "unknown site"),
+        (lambda: Capture(sites="heads_output[3]"), "sites", "unknown site"),
+        (lambda: Capture(sites="attention_probabilities[3]"), "sites", "Attention"),
         (lambda: Steer([1], [2, 3], site="embed"), "layer", "got 2, 3, but `embed` has no layer"),
         (lambda: Steer({2: [1]}, site="embed"), "layer", "got 2, but `embed` has no layer"),
         (lambda: Scale(2, 3, site=["embed", "q"]), "site", "embed has no layer and others have"),

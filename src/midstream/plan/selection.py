@@ -17,8 +17,12 @@ LOGITS = (
 )
 # The sites whose vectors are of the model's width, whole on every rank.
 WIDE = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
-# Hooks of TransformerLens that `Attention` reads, and its argument `reduce`.
-_WEIGHTS = {"attn.hook_pattern": "full", "attn.hook_attn_scores": "scores"}
+# Names of TransformerLens and nnterp for what `Attention` reads, and its argument `reduce`.
+_WEIGHTS = {
+    "attn.hook_pattern": "full",
+    "attn.hook_attn_scores": "scores",
+    "attention_probabilities": "full",
+}
 Name = tuple[str, int | None]  # (canonical site, layer if the name has one)
 
 
@@ -36,7 +40,7 @@ def _read_name(value: object) -> Name:
     site_name = parse(value)
     if site_name is not None:
         return site_name
-    weights = next((word for name, word in _WEIGHTS.items() if value.endswith(name)), None)
+    weights = next((word for name, word in _WEIGHTS.items() if name in value), None)
     if weights is not None:
         raise SpecError(
             "",

@@ -1,8 +1,8 @@
 """Parquet and Arrow files of a store, read by pyarrow and by Hugging Face's datasets."""
 
-import importlib.util
 import json
 import sys
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -155,17 +155,36 @@ def test_other_tools_read_a_store_as_a_table_batch_by_batch(tmp_path, monkeypatc
     frame = store.to_arrow(layer=0).read_pandas()
     media = [None if name != name else name for name in frame.pop("media")]
     assert holds({**frame.to_dict("list"), "media": media}, wanted)
-    if importlib.util.find_spec("polars"):
-        import polars
 
-        found = polars.from_arrow(store.to_arrow(layer=0))
-        assert holds(found.to_dict(as_series=False), wanted)
-    if importlib.util.find_spec("duckdb"):
-        import duckdb
 
-        reader = store.to_arrow(layer=0)
-        counted = duckdb.from_arrow(reader).aggregate("layer, count(*)").fetchall()
-        assert counted == [(0, len(selection))]
+def test_polars_reads_every_column(tmp_path):
+    polars = pytest.importorskip("polars", reason="needs polars")
+    wanted, store = expected(selected(tmp_path)), open_store(tmp_path / "store")
+    frame = polars.from_arrow(store.to_arrow())
+    assert holds(frame.to_dict(as_series=False), wanted)
+    chosen = frame.filter(polars.col("layer") == 0).group_by("request").len().sort("request")
+    by_request = Counter(
+        request
+        for request, layer in zip(wanted["request"], wanted["layer"], strict=True)
+        if layer == 0
+    )
+    assert chosen.rows() == sorted(by_request.items())
+
+
+def test_duckdb_reads_every_column(tmp_path):
+    duckdb = pytest.importorskip("duckdb", reason="needs duckdb")
+    wanted, store = expected(selected(tmp_path)), open_store(tmp_path / "store")
+    relation = duckdb.from_arrow(store.to_arrow())
+    columns = relation.columns
+    rows = relation.fetchall()
+    assert holds({name: [row[n] for row in rows] for n, name in enumerate(columns)}, wanted)
+    sums = duckdb.from_arrow(store.to_arrow()).aggregate(
+        "layer, sum(list_dot_product(vector::FLOAT[], vector::FLOAT[]))"
+    )
+    norms: dict[int, float] = {}
+    for layer, vector in zip(wanted["layer"], wanted["vector"], strict=True):
+        norms[layer] = norms.get(layer, 0.0) + sum(x * x for x in map(float, vector))
+    assert dict(sums.fetchall()) == pytest.approx(norms, rel=1e-3)
 
 
 @pytest.fixture
