@@ -322,6 +322,26 @@ def request_cost(result: dict[str, Any]) -> str:
     return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
 
 
+def remote_bridge(result: dict[str, Any]) -> str:
+    """Render a result of remote_bridge.py: time of TransformerLens's `run_with_cache`."""
+    parts = [_where(result)]
+    ranks = f", TP {result['ranks']}" if result.get("ranks", 1) > 1 else ""
+    for shape, measured in result["shapes"].items():
+        rows = [
+            [
+                work,
+                *(f"{each['median_s'] * 1e3:.1f} ms" for each in (ours, theirs)),
+                f"{theirs['times']:.1f} ×",
+                f"{theirs['differs_by']:.1e}",
+            ]
+            for work, variants in measured.items()
+            if (ours := variants.get("midstream")) and (theirs := variants.get("boot_vllm"))
+        ]
+        head = [f"{shape}{ranks}", "midstream", "boot_vllm", "times", "differs by"]
+        parts.append(markers.table(head, rows, numbers=True))
+    return "\n\n".join(parts)
+
+
 def _where(result: dict[str, Any]) -> str:
     """Return machine, versions, commit, and the number of rounds, as a line of text."""
     where = result["machine"]
@@ -411,6 +431,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "layer_scaling": capture_cost,
     "stream": stream,
     "sweep": sweep,
+    "remote_bridge": remote_bridge,
     "identical": identical,
     "disk": disk,
     "serving": serving,

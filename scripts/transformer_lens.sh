@@ -20,8 +20,7 @@ fi
 export PYTHONPATH=$folder/site:$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
 export VLLM_CPU_KVCACHE_SPACE=1
 "$python" -m pytest -q tests/engine/test_remote_bridge.py
-export VLLM_ENABLE_V1_MULTIPROCESSING=1 VLLM_WORKER_MULTIPROC_METHOD=spawn
-export VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+export VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
 cd "$folder/transformer_lens-$release"
 # An engine of theirs in a process, as theirs say.
 for tests in \

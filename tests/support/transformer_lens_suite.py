@@ -10,17 +10,22 @@ shape in which their names and token ids exist. Without GPUs they run on the CPU
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from support.engines import engine
+from support.ranks import PIPELINE, ranks
+
 # Tests of attributes of their driver that no other has.
 THEIR_OWN = {
     "test_layout_check_ran_clean": "reads `_tp_size` and `_layout_verified` of their driver"
 }
-_booted: list[Any] = []
+SITES = ["embed", "resid_post", "attn_out", "mlp_out", "final_norm"]
+_engines = ExitStack()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,30 +44,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    for llm in _booted:
-        llm.llm_engine.engine_core.shutdown()
+    _engines.close()
 
 
 def boot(model: str, dtype: Any = None, **arguments: Any) -> Any:
     """Return the bridge on an engine with the prefix cache on, in place of `boot_vllm`'s."""
-    from midstream import LLM
     from midstream.lab.harness.transformer_lens import remote_bridge
 
     del model
     arguments.pop("enable_position_interventions", None)  # midstream needs no other engine for them
     arguments.pop("gpu_memory_utilization", None)
-    if arguments.get("pipeline_parallel_size", 1) > 1 and not torch.cuda.is_available():
-        arguments |= {"enforce_eager": False, "async_scheduling": False}
-    llm = LLM(
-        str(_model()),
-        dtype=str(dtype).removeprefix("torch."),
-        enable_prefix_caching=True,
-        skip_tokenizer_init=True,
-        midstream={"sites": ["embed", "resid_post", "attn_out", "mlp_out", "final_norm"]},
-        **{"enforce_eager": True, **arguments},
-    )
-    _booted.append(llm)
-    return remote_bridge(llm)
+    arguments |= {"dtype": str(dtype).removeprefix("torch."), "enable_prefix_caching": True}
+    arguments |= {"midstream": {"sites": SITES}, "max_num_seqs": 4, "num_gpu_blocks_override": 64}
+    if "pipeline_parallel_size" in arguments:
+        arguments |= PIPELINE
+    start = ranks if any(name.endswith("parallel_size") for name in arguments) else engine
+    return remote_bridge(_engines.enter_context(start(_model(), **arguments)))
 
 
 def _model() -> Path:
@@ -72,7 +69,7 @@ def _model() -> Path:
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
         config = Qwen2Config(
-            vocab_size=30_000, hidden_size=64, intermediate_size=128, num_hidden_layers=24,
+            vocab_size=30_000, hidden_size=128, intermediate_size=192, num_hidden_layers=24,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
         )  # fmt: skip
         AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)

@@ -262,7 +262,9 @@ class Prompts:
         last = start + min(map(len, self.ids)) - 1
         outside = [place for place in places if not start <= place <= last]
         if outside or not places:
-            raise SpecError("", f"expected positions {start} to {last}, got {outside or places}")
+            where = ", beyond the prompt length" if outside and max(outside) > last else ""
+            got = f"got {outside or [*places]}{where}"
+            raise SpecError("", f"expected positions {start} to {last}, {got}")
         return [place - start for place in places]
 
     def padded(
