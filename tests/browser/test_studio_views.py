@@ -55,6 +55,19 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, server, vie
     context.close()
 
 
+def test_a_wide_map_scrolls_in_its_card_on_a_phone(page, server):
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(link(server, "layers", prompt="abcdefghijklmnopqrstuvwxyz"))
+    expect(page.locator(".grid td.known").last).to_be_attached()
+    rights = page.evaluate(
+        "[...document.querySelectorAll('.panel, .main > *')]"
+        ".map(e => e.getBoundingClientRect().right)"
+    )
+    assert max(rights) <= 390 - 16  # the page's margin
+    scroll = page.locator(".grid .scroll")
+    assert scroll.evaluate("e => e.scrollWidth > e.clientWidth")
+
+
 def test_it_is_used_by_keyboard_alone(page, server):
     page.goto(link(server))
     expect(page.get_by_role("heading", level=1, name="Chat")).to_be_visible()

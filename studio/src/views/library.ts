@@ -51,7 +51,7 @@ export function library(context: Context, state: State): View {
           h("a", { href: hashOf("chat", { color: "vector", vector: one.name, layer: middleLayer }) }, "Colour"),
           saveButton(one.name, told),
         ];
-    return h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, where(one)), h("td", { class: "num" }, norms(one)), h("td", { class: "actions" }, ...uses, remove, told));
+    return h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, where(one)), h("td", { class: "num" }, norms(one)), h("td", {}, h("div", { class: "actions" }, ...uses, remove, told)));
   }
 
   function saveButton(name: string, said: HTMLElement): HTMLElement {

@@ -115,7 +115,7 @@ def test_charts_have_the_scores_by_layer_the_effects_by_strength_and_maps_that_r
     page = Page(report.render(result))
     charts = {each.attributes["aria-label"]: each for each in page.all("svg", cls="chart")}
     assert list(charts) == [
-        "d′: distance between the classes, on held-out texts",
+        "Distance of the classes, on held-out texts",
         "AUC and accuracy, on held-out texts",
         "a map ",
         "Reading",

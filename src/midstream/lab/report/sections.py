@@ -27,7 +27,7 @@ def layers_section(result: Result) -> str:
         " over the folds."
     )
     pictures = [
-        _by_layer(result, {"d_prime": "d′"}, "d′: distance between the classes", 0.0),
+        _by_layer(result, {"d_prime": "d′"}, "Distance of the classes", 0.0),
         _by_layer(result, {"auc": "AUC", "accuracy": "accuracy"}, "AUC and accuracy", 0.5),
     ]
     return _words(words) + tag("div", "".join(picture.body for picture in pictures), "pair")
@@ -46,7 +46,9 @@ def _by_layer(result: Result, names: dict[str, str], title: str, level: float) -
         lines,
         title=f"{title}, on held-out texts",
         x_title="layer",
-        y_title="standard deviations" if "d_prime" in names else "fraction (dashed: guessing)",
+        y_title=(
+            "d′ (standard deviations)" if "d_prime" in names else "fraction (dashed: guessing)"
+        ),
         fmt=".3f",
         ranges=ranges,
         marked=result.layer,

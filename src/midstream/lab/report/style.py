@@ -23,6 +23,7 @@ dd { margin: 0.1rem 0 0; overflow-wrap: anywhere; font-size: 0.95rem; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr));
   gap: 1.25rem; margin: 1rem 0; align-items: start; }
 .pair figure.midstream { margin: 0; width: auto; }
+.midstream .pair svg.chart { width: 100%; }
 .maps { display: flex; flex-wrap: wrap; gap: 1.25rem; margin: 1rem 0; align-items: start; }
 .maps figure.midstream { margin: 0; }
 .scroll { overflow-x: auto; }
