@@ -89,9 +89,8 @@ class LLM(Updates, VllmLLM):
                 token, so there are as many rows as tokens. It takes a second request per
                 completion. Rejected then: edits that select positions or a phase, names of vectors
                 in the request, captures of every request, prompts of embeddings.
-            enable_steering: tap all three residual sites, so that
-                `SamplingParams(steering_vectors=…)` can use any of its hook points. Settings in
-                `midstream` take precedence.
+            enable_steering: tap all three residual sites, which are the hook points of
+                `SamplingParams(steering_vectors=…)`. Settings in `midstream` take precedence.
 
         Raises:
             ConfigError: a setting is invalid, or there is no such folder.

@@ -64,15 +64,13 @@ _INSTEAD = {
 class Activations(NormPlots):
     """The vectors captured for one completion, by (site, layer).
 
-    `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, with rows in
-    the order of their positions. Rows of a lossy codec are decoded by `Codec.decode`. Tensors are
-    created on first access. They are views without a copy if the rows are contiguous in the
-    worker's shared memory; that memory is freed when the tensor is. `torch.save`, pickles, deep
-    copies and queues of processes take a tensor's own bytes alone. A client without torch has
-    arrays of NumPy in place of tensors, with bfloat16 widened to float32.
+    `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, by position,
+    created on first access. It is a view without a copy if the rows are contiguous in the worker's
+    shared memory, which is freed with it. `torch.save`, pickles, deep copies and queues of
+    processes take a tensor's own bytes alone. A client without torch has arrays of NumPy, with
+    bfloat16 widened to float32.
 
-    The sites `embed` and `final_norm` have no layer: `activations["final_norm"]` is [rows, hidden].
-    In keys they have the number of the first and of the last layer.
+    The sites `embed` and `final_norm` have no layer; in keys they have the first and the last one.
 
     At the sites q, k, v, rot_q, rot_k and z it is [rows, heads, head_dim]: one vector per query
     head, at k, v and rot_k per key-value head. A `Capture` with `heads` has these heads only.
@@ -303,19 +301,23 @@ class Activations(NormPlots):
         )
 
     def _repr_html_(self) -> str:
-        head = "<tr><th>site</th><th>layer</th><th>rows × size</th><th>positions</th></tr>"
-        lines = [
-            f"<tr><td>{html.escape(site)}</td><td>{'' if site in sites.ENDS else layer}</td>"
-            f"<td>{show_size((count, *self[site, layer].shape[1:]))}</td>"
-            f"<td>{format_ranges(tuple(self.positions_of(site, layer).tolist()))}</td></tr>"
-            for (site, layer), count in self.counts().items()
-        ]
-        return f"<p>{html.escape(repr(self))}</p><table>{head}{''.join(lines)}</table>"
+        return f"<p>{html.escape(repr(self))}</p>{_html_table(self)}"
 
     def _value(self, tap: Tap) -> Tensor:
         if tap not in self._values:
             self._values.update(self.held.decoded(tap, self.heads))
         return self._values[tap]
+
+
+def _html_table(rows: Activations) -> str:
+    head = "<tr><th>site</th><th>layer</th><th>rows × size</th><th>positions</th></tr>"
+    lines = [
+        f"<tr><td>{html.escape(site)}</td><td>{'' if site in sites.ENDS else layer}</td>"
+        f"<td>{show_size((count, *rows[site, layer].shape[1:]))}</td>"
+        f"<td>{format_ranges(tuple(rows.positions_of(site, layer).tolist()))}</td></tr>"
+        for (site, layer), count in rows.counts().items()
+    ]
+    return f"<table>{head}{''.join(lines)}</table>"
 
 
 def _only_array(rows: Activations, dtype: Any, copy: bool | None) -> NDArray[Any]:

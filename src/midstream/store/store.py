@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -214,12 +215,7 @@ class Store(HubObject):
             StoreError: there is no such completion, or more than one; or an argument has a wrong
                 type.
         """
-        if not isinstance(request, str):
-            raise StoreError(f"request: expected `str`, got {kind(request)}")
-        if not is_int(child):
-            raise StoreError(f"child: expected `int`, got {kind(child)}")
-        if not (shard is None or isinstance(shard, str)):
-            raise StoreError(f"shard: expected the name of a shard, got {kind(shard)}")
+        _check_key(request, child, shard)
         child = int(child)
         hits = self._ids().get((request, child), [])
         if shard is not None:
@@ -231,12 +227,7 @@ class Store(HubObject):
                 problem = f"there is no completion {show(child)} of request {show(request)}"
             raise StoreError(f"{self.root}: {problem}" + (f" in {shard}" if shard else ""))
         if len(hits) > 1:
-            shards = ", ".join(completion.shard for completion in hits)
-            where = ", after `merge` into a directory" if "://" in str(self.root) else ""
-            raise StoreError(
-                f"{self.root}: request {show(request)} was stored {len(hits)} times, in {shards}; "
-                f"choose one by `shard`, or remove duplicates with `midstream.store.prune`{where}"
-            )
+            raise _stored_again(self.root, hits)
         return hits[0]
 
     def get(self, request: str, child: int = 0, shard: str | None = None) -> Activations:
@@ -353,3 +344,21 @@ class Store(HubObject):
                 self.refresh()
                 self._open_all()
                 break
+
+
+def _check_key(request: object, child: object, shard: object) -> None:
+    if not isinstance(request, str):
+        raise StoreError(f"request: expected `str`, got {kind(request)}")
+    if not is_int(child):
+        raise StoreError(f"child: expected `int`, got {kind(child)}")
+    if not (shard is None or isinstance(shard, str)):
+        raise StoreError(f"shard: expected the name of a shard, got {kind(shard)}")
+
+
+def _stored_again(root: str, completions: Sequence[StoredRequest]) -> StoreError:
+    shards = ", ".join(completion.shard for completion in completions)
+    where = ", after `merge` into a directory" if "://" in root else ""
+    return StoreError(
+        f"{root}: request {show(completions[0].request)} was stored {len(completions)} times, in "
+        f"{shards}; choose one by `shard`, or remove duplicates with `midstream.store.prune`{where}"
+    )

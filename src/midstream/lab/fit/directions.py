@@ -81,8 +81,8 @@ class Directions(DirectionsFiles, DirectionSet):
             reduce: "mean": the row of a prompt is the mean over its tokens; "": see `positions`.
             folds: number of folds, at most one per group. 0: no scores. There are none either where
                 a class has a single group.
-            groups: a key per pair, such as its topic; or (keys of the positives, keys of the
-                negatives). Rows with one key are held out together.
+            groups: a key per pair, or (keys of the positives, of the negatives): rows of one key,
+                such as a topic, are held out together.
             seed: seed of the folds and of the signs of "lat".
 
         Raises:
@@ -111,17 +111,14 @@ class Directions(DirectionsFiles, DirectionSet):
         groups: Any = None,
         seed: int = 0,
     ) -> Directions:
-        """Fit as `fit` does, on an `AsyncLLM`, whose requests run concurrently.
-
-        Arguments and errors are those of `fit`. Chats are captured as token ids, so positions that
-        select messages, as `Role`, are rejected.
+        """Fit as `fit` does, on an `AsyncLLM`, whose requests run concurrently. Chats are captured
+        as token ids, so positions that select messages, as `Role`, are rejected.
         """
         options = FitOptions.read(method, site, folds, groups, seed)
         positive, negative = read_classes(llm, positive, negative)
         read = PromptFit.read(positive, negative, options)
         capture = read_capture(layers, options.site, positions, reduce)
         classes = await capture_rows_async(llm, positive, negative, capture)
-        # A classifier of all layers and folds may take seconds.
         return Directions._of(*await asyncio.to_thread(read.fit, llm, classes))
 
     @staticmethod
