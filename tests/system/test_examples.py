@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -48,6 +51,7 @@ def test_every_example_is_run_here_and_listed_in_the_readme():
         "conditional_steering",
         "contrastive_steering",
         "live_lens",
+        "paper_figures",
         "refusal_ablation",
         "sae_feature",
         "steering_client",  # in test_serving_docs.py
@@ -97,6 +101,37 @@ def test_the_mood_rises_with_the_scale(run: Any):
     assert moods[0] < 0 < moods[-1]
     assert moods[-1] - moods[0] > 4
     assert found["by_params"] == pytest.approx(moods[-1], abs=1e-3)
+
+
+@pytest.mark.nightly
+def test_the_figures_of_a_paper_are_a_column_wide_and_have_the_numbers_of_transformers(
+    run: Any, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    found = run("paper_figures")
+    pdf = found["path"].read_bytes()
+    assert found["path"] == tmp_path / "figures.pdf"
+    assert pdf.count(b"/MediaBox [ 0 0 237.6 165.6 ]") == 3  # 3.3 inches
+    assert b"/FontFile2" in pdf  # text is text, of fonts in the file
+    assert b"/Type3" not in pdf
+    assert (tmp_path / "figures.png").stat().st_size > 50_000
+    # Norms: the hidden states of transformers, of which the last is after the final norm.
+    example = importlib.import_module("paper_figures")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    for name, prompt in example.PROMPTS.items():
+        with torch.no_grad():
+            states = model(**tokenizer(prompt, return_tensors="pt"), output_hidden_states=True)
+        wanted = torch.stack(states.hidden_states[1:-1])[:, 0, 1:].norm(dim=-1).numpy()
+        np.testing.assert_allclose(found["norms"][name][:-1], np.median(wanted, 1), rtol=1e-3)
+    # Accuracy: guessing before the mood is read, and errors over the folds.
+    for directions in found["fitted"].values():
+        scores = [directions.scores[layer] for layer in directions.layers]
+        assert scores[0].accuracy < 0.6 < 0.9 < max(score.accuracy for score in scores)
+        assert any(score.accuracy_error > 0 for score in scores)
+    for values in found["doses"].values():
+        assert values.tolist() == sorted(values)
+        assert values[example.SCALES.index(0)] == pytest.approx(found["doses"]["layer 8"][3])
 
 
 @pytest.mark.nightly
