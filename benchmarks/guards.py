@@ -94,7 +94,8 @@ def asks(name: str, shape: str, count: int) -> dict[str, Any]:
 
 def decode(llm: Any, name: str, shape: str, count: int) -> float:
     """Return the mean seconds of steps in which each sequence generates a token."""
-    return overhead.last_steps(llm, BATCH, SKIPPED, STEPS, asks(name, shape, count))[0]
+    given = {field: [value] * BATCH for field, value in asks(name, shape, count).items()}
+    return overhead.last_steps(llm, BATCH, SKIPPED, STEPS, given)[0]
 
 
 def prefill(llm: Any, name: str, shape: str, count: int) -> float:
