@@ -161,6 +161,7 @@ def settings(folder: Path) -> dict[str, Any]:
     return {
         "sites": ["resid_post", "rot_q", "final_norm"],
         "gate_states": 2,
+        "doses": 64,
         "lenses": {"mapped": str(folder / "mapped.safetensors")},
         "saes": saes,
         "reconstruct": {"resid_post:10": 400},

@@ -63,7 +63,6 @@ def spans() -> Iterator[tuple[str, Any]]:
 @pytest.fixture(scope="module")
 def server(smollm2: Path, folder: Path, spans: tuple[str, Any]) -> Iterator[Running]:
     given = settings(folder) | {
-        "doses": 64,
         "sinks": {"store": {"root": str(folder / "store")}},
         "http": {"parameters": ["lm_head.weight", "model.norm.weight"]},
     }
