@@ -114,7 +114,7 @@ def assert_it_showed_something(totals: Totals, asked: int) -> None:
         "inner_edits": 4,
         "inner_rows": 4,
         "of_heads": 6,
-        "of_dims": 40,
+        "of_dims": 100,
         "captured_hits": 25,
         "scored_hits": 40,
         "cached_edits": 1,

@@ -145,7 +145,6 @@ def run_the_mix(model: Model, llm: Any, folder: Path, count: int = REQUESTS) -> 
     for name in shown if count == REQUESTS else ("edited", "captured", "probed"):
         few = f"{name}: the mix shows little\n{totals}"
         assert getattr(totals, name) > count / shown[name], few
-    assert totals.preemptions > 0 or count < REQUESTS, totals
     assert totals.parted < REQUESTS / 20, totals
     # How many of the mix's requests find their prompt cached depends on timing. This one does.
     ids = model.families[1][:70]

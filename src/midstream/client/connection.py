@@ -36,7 +36,11 @@ def connected(
 def _server_url(base_url: str) -> str:
     """Return the URL of a server, of which the API's path, as other clients take it, is no part."""
     url = str(base_url)
-    if urlsplit(url).scheme not in ("http", "https"):
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError as error:
+        raise ConfigError(f"base_url: {show(url)} is no URL: {error}") from None
+    if scheme not in ("http", "https"):
         raise ConfigError(
             f"base_url: expected a URL such as http://127.0.0.1:8000, got {show(_shown(url))}; "
             "start with http:// or https://"

@@ -243,7 +243,9 @@ def test_an_engine_that_cannot_check_estimates_is_named_before_anything_runs(twi
         found.check(engine_of(num_layers=4))
     with pytest.raises(SpecError, match="^top: expected at least 1 cell, got 0"):
         found.check(engine_of(), top=0)
-    with pytest.raises(SpecError, match="^sites: resid_pre at layer . is not tapped; add it"):
+    with pytest.raises(
+        SpecError, match="^sites: resid_pre at layer . is not tapped; start the engine with "
+    ):
         found.check(engine_of())
     by_function = attribution_patching(twin, CLEAN, CORRUPT, difference)
     with pytest.raises(SpecError, match="^metric: a function of logits cannot be measured"):

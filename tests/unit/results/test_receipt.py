@@ -90,7 +90,7 @@ def test_its_plain_form_is_json_with_every_field():
             {"site": "resid_pre", "layer": 0, "expected": 7, "actual": 7},
             {"site": "resid_post", "layer": 1, "expected": 2, "actual": 2},
         ],
-        "edited": {"expected": 10, "applied": 9, "tokens": 7, "cached": 0},
+        "edited": {"expected": 10, "applied": 9, "tokens": 7, "cached": 0, "doses": []},
         "probed": [],
         "selected": [],
         "dropped": 0,

@@ -22,6 +22,7 @@ from midstream.cli.output import (
     read_positions,
     refusals,
 )
+from midstream.errors import ConfigError
 from midstream.lab.cli.capture import ENVIRONMENT, check_writable, read_layers
 
 if TYPE_CHECKING:
@@ -274,7 +275,7 @@ def _of_server(url: str, model: str, prompt: Any, request: SweepRequest, console
                 progress.advance(task)
 
             return client.sweep(prompt, on_cell=on_cell, **arguments)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ConfigError) as error:
         raise OSError(f"--url {url}: {error}") from error
 
 

@@ -130,12 +130,15 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
 
 def scanned(plan: ResolvedPlan) -> list[Ranges]:
     """Return the positions of each probe whose tokens must be computed, also in a cached block."""
-    # A gate with memory starts from the state of the token before, which no cached block has.
-    return [probe.where.possible for probe in plan.probes if probe.is_scan]
+    # A gate with memory starts from the state of the token before, which no cached block has; and
+    # an attention's score is that of queries, which are captured.
+    kinds = [probe for probe in plan.probes if probe.is_scan or probe.attention is not None]
+    return [probe.where.possible for probe in kinds if probe.where.possible]
 
 
 def _is_kept(probe: ResolvedProbe) -> bool:
-    return bool(probe.name and not probe.is_scan and probe.where.possible)
+    is_computed = probe.is_scan or probe.attention is not None
+    return bool(probe.name and not is_computed and probe.where.possible)
 
 
 def _kept_score(plan: ResolvedPlan, probe: ResolvedProbe) -> KeptScore:
@@ -148,8 +151,6 @@ def _kept_score(plan: ResolvedPlan, probe: ResolvedProbe) -> KeptScore:
 
 def _content(probe: ResolvedProbe) -> str:
     """Return what a probe computes, without the column that it has in its plan."""
-    if probe.attention is not None:
-        return repr(probe.attention._replace(slot=0))
     *before, last = probe.steps.instructions
     return digest_steps((*before, replace(last, slot=0)))
 

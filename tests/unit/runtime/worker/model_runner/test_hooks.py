@@ -19,7 +19,7 @@ class NoRequests:
         return set(request_ids)
 
 
-NO_SESSION = SimpleNamespace(requests=NoRequests())
+NO_SESSION = SimpleNamespace(requests=NoRequests(), keeps_scores=False)
 ONE_MODEL = SimpleNamespace(prepare=lambda: None, use=lambda _: None)
 
 
