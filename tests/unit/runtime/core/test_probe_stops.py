@@ -61,3 +61,13 @@ def test_many_scores_at_once_meet_a_condition_where_each_alone_does(seed: int) -
 
     together = advanced([(0, cut), (cut, size)])
     assert together == advanced([(position, position + 1) for position in range(size)])
+
+
+def test_a_score_that_single_precision_cannot_tell_from_the_bound_meets_it_among_many() -> None:
+    column = np.zeros((40, 1), np.float32)
+    column[30] = 0.1  # a little more than 0.1 in double precision
+    scores = ScoresOfStep(["r"], [0], [0], [40], column)
+    probe = ActingProbe("p", 0, Where(((0, None),)), Condition(above=0.1))
+    _, firing, _ = advance([probe], ProbeProgress(0, (Progress(),)), scores, 0, 40, lambda _: 0)
+    assert firing is not None
+    assert firing.position == 30
