@@ -261,7 +261,6 @@ def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: An
     if vector_updates.is_prepared(engine):
         vector_updates.send_updates(engine)
         plan_versions.prepare(engine)
-        scored_blocks.prepare(engine)
     return original(engine, request, *rest)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from midstream.runtime.core import scored_blocks
 from midstream.runtime.core.ended_requests import stop_later
 from midstream.runtime.protocol.cache_keys import ChangedKeys
 from midstream.runtime.protocol.codec import pack
@@ -28,8 +29,11 @@ from midstream.runtime.vllm.attributes import CHANGED_KEYS, DECLARED, EXECUTOR
 
 
 def prepare(engine: Any) -> None:
-    """Let the scheduler of an engine core reach the workers and the declared controllers, once."""
+    """Let the scheduler of an engine core reach the workers, the declared controllers and the
+    scores of cached blocks, once.
+    """
     if EXECUTOR.get(engine.scheduler) is not engine.model_executor:
+        scored_blocks.prepare(engine)
         EXECUTOR.set(engine.scheduler, engine.model_executor)
         DECLARED.set(engine.scheduler, DECLARED.get(engine) or {})
 

@@ -71,7 +71,7 @@ def computed_blocks(
 
     def end_of_hit(hit: Any) -> int:
         length: int = hit[1]
-        if scores and scored is not None:
+        if scored is not None:
             blocks = hit[0][scored.group]
             length = scored.served(request, scores, manager.block_pool, blocks, length)
         return start_of_images(request, length) if payload.mm_prefix else length

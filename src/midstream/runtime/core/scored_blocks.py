@@ -192,11 +192,8 @@ def most_scores(tokens: int) -> int:
 
 
 def prepare(engine: Any) -> None:
-    """Let an engine core note which blocks have scores, once."""
+    """Let an engine core note which blocks have scores. Call once."""
     manager = engine.scheduler.kv_cache_manager
-    pool = manager.block_pool
-    if SCORED_BLOCKS.get(pool) is not None:
-        return
     blocks = full_attention_blocks(manager.kv_cache_config)
     if blocks is None or not _is_simple(manager, blocks):
         return
@@ -205,7 +202,7 @@ def prepare(engine: Any) -> None:
         message = arguments_of(DropScores(keys))
         engine.model_executor.collective_rpc(RPC, args=message, non_block=True)
 
-    SCORED_BLOCKS.set(pool, ScoredBlocks(blocks, drop))
+    SCORED_BLOCKS.set(manager.block_pool, ScoredBlocks(blocks, drop))
 
 
 def _is_simple(manager: Any, blocks: KvBlocks) -> bool:

@@ -130,15 +130,18 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
 
 def scanned(plan: ResolvedPlan) -> list[Ranges]:
     """Return the positions of each probe whose tokens must be computed, also in a cached block."""
+    ranges = [probe.where.possible for probe in plan.probes if _is_computed(probe)]
+    return [mine for mine in ranges if mine]
+
+
+def _is_computed(probe: ResolvedProbe) -> bool:
     # A gate with memory starts from the state of the token before, which no cached block has; and
     # an attention's score is that of queries, which are captured.
-    kinds = [probe for probe in plan.probes if probe.is_scan or probe.attention is not None]
-    return [probe.where.possible for probe in kinds if probe.where.possible]
+    return probe.is_scan or probe.attention is not None
 
 
 def _is_kept(probe: ResolvedProbe) -> bool:
-    is_computed = probe.is_scan or probe.attention is not None
-    return bool(probe.name and not is_computed and probe.where.possible)
+    return bool(probe.name and not _is_computed(probe) and probe.where.possible)
 
 
 def _kept_score(plan: ResolvedPlan, probe: ResolvedProbe) -> KeptScore:

@@ -186,16 +186,16 @@ class StepRecorder:
             return {}
         self.kept.record(prepared, shipment, self.counts.steps)
         reported = {}
-        for slot, cached in self.kept.take_new():
+        for cached in self.kept.take_new():
             self.scores.record(
                 Scores(cached),
-                self._slots.serials(np.array([slot])),
+                self._slots.serials(np.array([cached.slot])),
                 np.zeros(1, np.int64),
                 np.array([cached.length]),
                 np.zeros(1, np.int64),
                 np.array([self._score_kind]),
             )
-            request = self._slots.by_slot(slot)
+            request = self._slots.by_slot(cached.slot)
             if request is not None and request.reports:
                 reported[request.id] = cached
         return reported

@@ -105,6 +105,8 @@ def test_blocks_are_hashed_again_from_where_a_version_begins():
 
 def test_the_engine_core_answers_for_the_requests_that_run():
     scheduler = scheduler_of(Request("a"), Request("b"))
+    no_groups = SimpleNamespace(kv_cache_groups=[])
+    scheduler.kv_cache_manager = SimpleNamespace(kv_cache_config=no_groups)
     engine = SimpleNamespace(scheduler=scheduler, model_executor=Executor())
     update = UpdatePlan("u", ["a", "gone"], LATER, VectorUpdate((), (bytes(4),)))
     assert answer_rpc(engine, RPC, (pack(update),)) == [{"positions": {"a": 6}}]

@@ -101,7 +101,7 @@ class Engine:
                 self.scored.add(request, self.pool, [blocks[index] for index in full], full[0])
             self.compute(tokens, scores, start, end)
             if start == length:
-                for _, cached in self.cache.take_new():
+                for cached in self.cache.take_new():
                     self.check(tokens, scores, cached.scores().numpy())
         self.cache.carry_out(self.step)
         self.cache.release([0])

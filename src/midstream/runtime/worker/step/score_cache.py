@@ -91,7 +91,7 @@ class ScoreCache:
         self._table = np.zeros((0, 0), np.int64)  # blocks of each slot
         self._known = np.zeros(0, np.int64)  # number of these
         self._queue: deque[_Write | CachedScores] = deque()
-        self._new: list[tuple[int, CachedScores]] = []  # of the next step, with their slots
+        self._new: list[CachedScores] = []  # of requests that begin with the next step
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -116,7 +116,6 @@ class ScoreCache:
             self._layout = grow(self._layout, size)
             self._table = grow(self._table, size)
             self._known = grow(self._known, size)
-        mine = blocks[self._blocks.group]
         self._known[slot] = 0
         self.extend(slot, blocks)
         number = int(self._layout[slot])
@@ -124,8 +123,8 @@ class ScoreCache:
             number = self._numbered(scores)
             self._users[number] = self._users.get(number, 0) + 1
             self._layout[slot] = number
-        if cached and mine:
-            self._new.append((slot, CachedScores(self, slot, cached, number)))
+        if cached:
+            self._new.append(CachedScores(self, slot, cached, number))
 
     def extend(self, slot: int, blocks: Sequence[Sequence[int]]) -> None:
         """Note more blocks, by group, of a request."""
@@ -203,12 +202,12 @@ class ScoreCache:
                 position = positions_of(prepared, chosen)
                 columns = runs.length[chosen], runs.row[chosen], runs.slot[chosen], layout[chosen]
                 self._queue.append(_Write(step, shipment, position, *columns))
-        for _, cached in self._new:
+        for cached in self._new:
             cached.step = step
             self._queue.append(cached)
 
-    def take_new(self) -> list[tuple[int, CachedScores]]:
-        """Return, once, what the requests have that began with the last recorded step, by slot."""
+    def take_new(self) -> list[CachedScores]:
+        """Return, once, what the requests have that began with the last recorded step."""
         new, self._new = self._new, []
         return new
 
