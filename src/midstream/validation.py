@@ -19,6 +19,7 @@ from typing import (
     TYPE_CHECKING,
     Any,
     Literal,
+    NoReturn,
     TypeGuard,
     TypeVar,
     get_args,
@@ -56,6 +57,7 @@ _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
 T = TypeVar("T")
 D = TypeVar("D")
+C = TypeVar("C")
 S = TypeVar("S", bound="Struct")
 
 
@@ -154,6 +156,21 @@ def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> Attrib
     if name in instead:
         problem += f": {instead[name]}"
     return AttributeError(problem, name=name, obj=owner)
+
+
+def suggests(instead: Mapping[str, str]) -> Callable[[type[C]], type[C]]:
+    """Return the decorator of a class whose unknown attributes raise `no_attribute`. Type checkers
+    do not see it, so that they report these too.
+    """
+
+    def decorate(cls: type[C]) -> type[C]:
+        def refuse(self: object, name: str) -> NoReturn:
+            raise no_attribute(self, name, instead)
+
+        cls.__getattr__ = refuse  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
 
 
 def as_number(value: object) -> object:

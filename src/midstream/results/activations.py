@@ -40,7 +40,7 @@ from midstream.validation import (
     check_suffix,
     hint,
     is_int,
-    no_attribute,
+    suggests,
 )
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ _INSTEAD = {
 }
 
 
+@suggests(_INSTEAD)
 class Activations(NormPlots):
     """The vectors captured for one completion, by (site, layer).
 
@@ -110,11 +111,6 @@ class Activations(NormPlots):
         self.num_layers = num_layers
         self.positions_of_media = positions_of_media
         self.heads = {tap: tap_heads for tap, tap_heads in (heads or {}).items() if tap in values}
-
-    if not TYPE_CHECKING:  # for type checkers these are errors too
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, _INSTEAD)
 
     def __getitem__(self, key: tuple[str, int] | str | int) -> Tensor:
         """Return captured vectors, in the model's dtype.

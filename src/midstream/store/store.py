@@ -22,7 +22,7 @@ from midstream.store.filter import read_filter
 from midstream.store.format.shard import Shard
 from midstream.store.selection import Selection
 from midstream.store.stored_activations import read_activations
-from midstream.validation import hint, is_int, kind, no_attribute, show
+from midstream.validation import hint, is_int, kind, show, suggests
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ _INSTEAD = {
 }
 
 
+@suggests(_INSTEAD)
 class Store(HubObject):
     """The captures in a directory.
 
@@ -146,9 +147,6 @@ class Store(HubObject):
         return Card("Activations", facts, use=use)
 
     if not TYPE_CHECKING:  # for type checkers these are errors too
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, _INSTEAD)
 
         def __getitem__(self, key: object) -> Any:
             raise StoreError(

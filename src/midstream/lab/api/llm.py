@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from midstream.api import llm
 from midstream.lab.api.cached_run import CachedRuns
 from midstream.lab.api.evaluations import Evaluations
 from midstream.lab.api.sweep_calls import OfflineSweeps
-from midstream.validation import no_attribute
+from midstream.validation import suggests
 
 # Names of other tools.
 _HOOKS = "llm.generate(prompt, edits=…) changes activations, llm.run_with_cache(prompt) reads them"
@@ -31,10 +29,6 @@ _INSTEAD = {
 }
 
 
+@suggests(_INSTEAD)
 class LLM(OfflineSweeps, Evaluations, CachedRuns, llm.LLM):
     """vLLM's offline engine, with midstream enabled."""
-
-    if not TYPE_CHECKING:  # for type checkers these are errors too
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, _INSTEAD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from midstream.client import async_client
 from midstream.lab.client.client import INSTEAD
@@ -14,18 +14,14 @@ from midstream.lab.sweep import Sweep
 from midstream.lab.sweep.async_run import OnCell
 from midstream.plan.forms import LayersLike, PositionsLike
 from midstream.sites import SiteName
-from midstream.validation import no_attribute
+from midstream.validation import suggests
 
 
+@suggests(INSTEAD)
 class AsyncClient(async_client.AsyncClient):
     """Asyncio client of a midstream server; see `midstream.Client`, whose methods it has as
     coroutines.
     """
-
-    if not TYPE_CHECKING:  # for type checkers these are errors too
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, INSTEAD)
 
     async def sweep(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from midstream.client import client
 from midstream.lab.client.fit_request import FitRequest, fit
@@ -12,7 +12,7 @@ from midstream.lab.sweep import Sweep
 from midstream.lab.sweep.async_run import OnCell
 from midstream.plan.forms import LayersLike, PositionsLike
 from midstream.sites import SiteName
-from midstream.validation import no_attribute
+from midstream.validation import suggests
 
 # Names of `LLM` and of the `openai` client.
 _ANSWER = "write client.complete(prompt, …) or client.chat(messages, …)"
@@ -23,16 +23,12 @@ INSTEAD = {
 }
 
 
+@suggests(INSTEAD)
 class Client(client.Client):
     """Client of a midstream server; returns results in the form of the offline API.
 
     Works beside the `openai` client, which can send requests to the same server with `extra_body`.
     """
-
-    if not TYPE_CHECKING:  # for type checkers these are errors too
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, INSTEAD)
 
     def sweep(
         self, prompt: Any, source: Any, metric: Any, *, on_cell: OnCell | None = None, **more: Any

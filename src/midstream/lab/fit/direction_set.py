@@ -20,7 +20,7 @@ from midstream.plan.operations.steer import Steer
 from midstream.results.arrays import to_numpy
 from midstream.sites import SiteName, Tap
 from midstream.steering.listing import html_table, text_table
-from midstream.validation import is_int, no_attribute, show
+from midstream.validation import is_int, show, suggests
 from midstream.viz import Chart, curve
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ HEADINGS = ("layer", "AUC", "accuracy", "d′", "gap")
 
 
 @dataclass(frozen=True, eq=False)
+@suggests(_INSTEAD)
 class DirectionSet(DirectionEdits):
     """Directions between two classes by layer, with scores on rows that each was not fitted on.
 
@@ -111,12 +112,6 @@ class DirectionSet(DirectionEdits):
     def best(self) -> Direction:
         """The direction of `best_layer`. Raises SpecError if there are no scores."""
         return self[self.best_layer]
-
-    if not TYPE_CHECKING:  # for type checkers these are errors too
-
-        def __getattr__(self, name: str) -> Any:
-            """Refuse a name; of what a single direction has, say where it is."""
-            raise no_attribute(self, name, _INSTEAD)
 
     def project(self, rows: Any) -> NDArray[np.float32]:
         """Project rows onto the directions: −1 is the negative class mean, 1 the positive.
