@@ -127,11 +127,13 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """Return the most similar of the known names; "" if none is, or a search would take seconds."""
+def closest(name: str, known: Iterable[str], least: float = 0.6) -> str:
+    """Return the most similar of the known names; "" if none is, or a search would take seconds.
+    `least`: how similar it must be, up to 1.
+    """
     names = list(known)
     is_quick = len(name) * len(names) <= _HINTED
-    return next(iter(difflib.get_close_matches(name, names, 1)), "") if is_quick else ""
+    return next(iter(difflib.get_close_matches(name, names, 1, least)), "") if is_quick else ""
 
 
 def hint(name: str, known: Iterable[str]) -> str:

@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, SupportsIndex, TypeGuard
 
 from midstream.api.vllm_arguments import SamplingArguments
@@ -250,9 +249,11 @@ def check_body_names(others: Iterable[str]) -> None:
     """
     known = {*SamplingArguments.__annotations__, *_BODY}
     for name in others:
-        close = next(iter(get_close_matches(name, known, 1, _VERY_ALIKE)), "")
-        shown = _TRANSFORMERS.get(name, f"{close}=…")
-        if name not in known and (close or name in _TRANSFORMERS):
+        if name in known:
+            continue
+        close = closest(name, known, _VERY_ALIKE)
+        if close or name in _TRANSFORMERS:
+            shown = _TRANSFORMERS.get(name, f"{close}=…")
             raise SpecError(name, f"the server ignores this field; did you mean {shown}?")
 
 

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import sys
-from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from midstream.cli.output import read_json_option, read_names, refuse
 from midstream.config.config import KEY, Config
 from midstream.config.sinks import plain_sinks
 from midstream.errors import ConfigError, MissingExtraError
+from midstream.validation import closest
 
 # vLLM's group of plugin entry points, and the variable that restricts which ones it loads.
 GROUP, PLUGINS = "vllm.general_plugins", "VLLM_PLUGINS"
@@ -258,9 +258,9 @@ def _check_spelling(words: list[str]) -> None:
     """Refuse misspelt options of midstream's, which vLLM would answer with all of its own."""
     for word in words:
         option = word.partition("=")[0]
-        close = get_close_matches(option, _OWN, 1, _ALIKE)
-        if option.startswith("--") and close:
-            raise typer.BadParameter(f"no such option: {option}; did you mean {close[0]}?")
+        close = closest(option, _OWN, _ALIKE) if option.startswith("--") else ""
+        if close:
+            raise typer.BadParameter(f"no such option: {option}; did you mean {close}?")
 
 
 def _indices(text: str) -> list[int]:
