@@ -22,12 +22,12 @@ _PASSED = (
     "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id",
 )  # fmt: skip
 # (number of a score, tokens of the block that have it, as a bit for each), ascending.
-Marks = tuple[tuple[int, int], ...]
+Coverage = tuple[tuple[int, int], ...]
 
 
 class ScoredBlocks:
-    """The marks of cached blocks. A score has a number from its first request until it is dropped;
-    the same score gets another one afterwards, as the workers start with it anew.
+    """Which scores cached blocks have. A score has a number from its first request until it is
+    dropped; the same score gets another one afterwards, as the workers start with it anew.
     """
 
     def __init__(self, blocks: KvBlocks, drop: Callable[[list[str]], object]) -> None:
@@ -38,13 +38,13 @@ class ScoredBlocks:
         self._numbers: OrderedDict[str, int] = OrderedDict()  # by key, the last used at the end
         self._next = 1
         self._kept: set[int] = set()  # those in `_numbers`
-        self._marks: dict[int, Marks] = {}  # by id of a block
+        self._coverage: dict[int, Coverage] = {}  # by id of a block
         # Blocks of equal content beside the one that vLLM finds, by its hash and by their ids.
-        self._twins: dict[Any, set[int]] = {}
+        self._duplicates: dict[Any, set[int]] = {}
         self._hashes: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._marks)
+        return len(self._coverage)
 
     def numbers_of(self, request: Any, scores: Sequence[KeptScore]) -> tuple[int, ...]:
         """Return the numbers of a request's scores, the same ones as long as it runs."""
@@ -78,7 +78,7 @@ class ScoredBlocks:
         that lacks any is replaced, in the list, by one of the same content that has them.
         """
         wanted = _Wanted(scores, self.numbers_of(request, scores), self.size, self._kept)
-        last: tuple[Marks, Marks] | None = None
+        last: tuple[Coverage, Coverage] | None = None
         for index, block in enumerate(hit):
             if index * self.size >= length:
                 break
@@ -87,59 +87,59 @@ class ScoredBlocks:
                 return index * self.size  # a score of it was dropped
             if not needs:
                 continue
-            marks = self._marks.get(block.block_id, ())
-            if last is not None and marks is last[0] and needs is last[1]:
+            coverage = self._coverage.get(block.block_id, ())
+            if last is not None and coverage is last[0] and needs is last[1]:
                 continue
-            if not _has(marks, needs):
-                twin = self._twin(block, pool, needs)
-                if twin is None:
+            if not _has(coverage, needs):
+                duplicate = self._duplicate(block, pool, needs)
+                if duplicate is None:
                     return index * self.size
-                hit[index] = twin
+                hit[index] = duplicate
                 continue
-            last = marks, needs
+            last = coverage, needs
         return length
 
-    def _twin(self, block: Any, pool: Any, needs: Marks) -> Any | None:
-        for number in self._twins.get(block.block_hash, ()):
-            twin = pool.blocks[number]
-            if twin.block_hash == block.block_hash and _has(self._marks[number], needs):
-                return twin
+    def _duplicate(self, block: Any, pool: Any, needs: Coverage) -> Any | None:
+        for number in self._duplicates.get(block.block_hash, ()):
+            duplicate = pool.blocks[number]
+            if duplicate.block_hash == block.block_hash and _has(self._coverage[number], needs):
+                return duplicate
         return None
 
     def add(self, request: Any, pool: Any, blocks: Sequence[Any], first: int) -> None:
-        """Mark blocks that a request fills, from its block `first` on, and that are cached now."""
+        """Note the scores of blocks that a request fills, from its block `first` on."""
         payload = payload_of(request.sampling_params)
         scores = () if payload is None else payload.keys.scores
         if not scores:
             return
         wanted = _Wanted(scores, self.numbers_of(request, scores), self.size, None)
         for index, block in enumerate(blocks, first):
-            marks = wanted.of_block(index)
-            if not marks or block.block_hash is None:
+            coverage = wanted.of_block(index)
+            if not coverage or block.block_hash is None:
                 continue
-            self._marks[block.block_id] = marks
+            self._coverage[block.block_id] = coverage
             served = pool.get_cached_block(request.block_hashes[index], [self.group])
             if served and served[0] is not block:
-                self._twins.setdefault(block.block_hash, set()).add(block.block_id)
+                self._duplicates.setdefault(block.block_hash, set()).add(block.block_id)
                 self._hashes[block.block_id] = block.block_hash
 
     def forget(self, blocks: Iterable[Any]) -> None:
-        """Remove the marks of blocks that get other content."""
-        if not self._marks:
+        """Forget the scores of blocks that get other content."""
+        if not self._coverage:
             return
         for block in blocks:
-            if self._marks.pop(block.block_id, None) is None:
+            if self._coverage.pop(block.block_id, None) is None:
                 continue
             known = self._hashes.pop(block.block_id, None)
             if known is not None:
-                twins = self._twins[known]
-                twins.discard(block.block_id)
-                if not twins:
-                    del self._twins[known]
+                duplicates = self._duplicates[known]
+                duplicates.discard(block.block_id)
+                if not duplicates:
+                    del self._duplicates[known]
 
 
 class _Wanted:
-    """Marks of a request's blocks; most of them are the same object."""
+    """What a request needs of its blocks; for most of them it is the same object."""
 
     def __init__(
         self,
@@ -159,12 +159,12 @@ class _Wanted:
         self._end = min((stop // size for _, stop in last if stop is not None), default=None)
         self._is_whole_kept = kept is None or kept.issuperset(numbers)
 
-    def of_block(self, index: int) -> Marks | None:
+    def of_block(self, index: int) -> Coverage | None:
         """Return which scores are of which of a block's tokens; None: one of these was dropped."""
         if index >= self._begin and (self._end is None or index < self._end):
             return self._whole if self._is_whole_kept else None
         start, size = index * self._size, self._size
-        marks = []
+        coverage = []
         for number, score in self._scores:
             bits = 0
             for low, high in score.ranges:
@@ -175,14 +175,14 @@ class _Wanted:
             if bits:
                 if self._kept is not None and number not in self._kept:
                     return None
-                marks.append((number, bits))
-        return tuple(marks)
+                coverage.append((number, bits))
+        return tuple(coverage)
 
 
-def _has(marks: Marks, needs: Marks) -> bool:
-    if marks == needs:
+def _has(coverage: Coverage, needs: Coverage) -> bool:
+    if coverage == needs:
         return True
-    known = dict(marks)
+    known = dict(coverage)
     return all(not bits & ~known.get(number, 0) for number, bits in needs)
 
 
@@ -219,7 +219,7 @@ def _is_simple(manager: Any, blocks: KvBlocks) -> bool:
 def cache_full_blocks(
     original: Callable[..., Any], pool: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Mark the blocks that vLLM caches with the scores that their request asked for."""
+    """Note the scores of the blocks that vLLM caches, which their request asked for."""
     out = original(pool, request, *args, **kwargs)
     scored: ScoredBlocks | None = SCORED_BLOCKS.get(pool)
     if scored is not None:
