@@ -287,8 +287,8 @@ class Stream:
 
 def set_tiers(base: Any, tiers: Mapping[str, Any]) -> Exchange[dict[str, Any]]:
     """Set tiers of server-wide steering; return the new state."""
-    given = tiers if base is None else {"base": base, **tiers}
-    state: dict[str, Any] = yield from call("PUT", STEERING, tiers_of(given))
+    every_tier = tiers if base is None else {"base": base, **tiers}
+    state: dict[str, Any] = yield from call("PUT", STEERING, tiers_of(every_tier))
     return state
 
 

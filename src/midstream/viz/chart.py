@@ -160,7 +160,9 @@ class Chart(Picture):
         # One bar serves all panels with its colours.
         for bar, served in bars.items():
             mappables, places = zip(*served, strict=True)
-            values = np.concatenate([np.ma.compressed(one.get_array()) for one in mappables])
+            values = np.concatenate(
+                [np.ma.compressed(mappable.get_array()) for mappable in mappables]
+            )
             beyond = bool((values < bar.low).any()), bool((values > bar.high).any())
             options = {"ax": list(places), "extend": _EXTEND[beyond], "pad": 0.02, "aspect": 25}
             made = places[0].figure.colorbar(mappables[0], **options)
