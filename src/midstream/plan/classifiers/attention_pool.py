@@ -56,6 +56,7 @@ class AttentionPool(FrozenFields):
 
     def __init__(
         self,
+        *,
         value: RowsLike,
         query: RowsLike | None = None,
         kind: str = SOFTMAX,
