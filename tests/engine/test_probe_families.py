@@ -1,5 +1,5 @@
-"""Probes with classes, attention probes, MultiMax, links and pools, against transformers' rows: each
-score by its definition in float64, over chunks of a prompt and over what the cache serves.
+"""Probes with classes, attention probes, MultiMax, links and pools, against transformers' rows:
+each score by its definition in float64, over chunks of a prompt and what the cache serves.
 """
 
 from typing import Any
@@ -237,7 +237,8 @@ def test_what_cannot_be_read_or_has_no_room_is_rejected_by_name(llm):
         (lambda: ask(llm, PROMPTS[:1], probes=probe("classes", classes=Classes(ROWS[:2, :5]))),
          r"probes.classes.weights\[0\]: expected 64 numbers"),
         (lambda: ask(llm, PROMPTS[:1], probes=probe("attention", attention_pool=AttentionPool(
-            query=ROWS[:1, :5], value=ROWS[:1, :5]))), r"probes.attention_pool.query\[0\]: expected 64"),
+            query=ROWS[:1, :5], value=ROWS[:1, :5]))),
+         r"probes.attention_pool.query\[0\]: expected 64"),
         (lambda: ask(llm, PROMPTS[:1], edits=steer, probes=probe("classes"),
                      controller={"threshold": {"probe": "classes", "above": 1.0}}),
          "controller.threshold.probe: 'classes' has classes"),
