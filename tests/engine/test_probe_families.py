@@ -11,12 +11,12 @@ from support import tiny
 from support.cached_pair import SIZE, WHOLE, Pair, fresh
 from support.conditions import first_met
 from support.engine_view import inspect
-from support.engines import generated, greedy, tokens
+from support.engines import engine, generated, greedy, tokens
 from support.oracle import Oracle
 from support.score_rules import attended, by_output, multimax, sigmoid, softmax
 from support.updating import Stepped
 
-from midstream import Gate, Probe, SamplingParams, Steer
+from midstream import Capture, Gate, Probe, SamplingParams, Steer
 from midstream.errors import SpecError
 from midstream.plan import AttentionPool, Classes, Flag, Stop, Switch
 
@@ -222,6 +222,46 @@ def test_a_preempted_request_counts_each_token_once(llm, reference):
     found = run.finish()["a"]
     assert generated(found) == generated(whole)[: where + 1]
     close(found.probes["attention"], scores[: where + 1])
+
+
+def test_an_mlp_and_a_sum_of_layers_have_a_link_and_a_pool(llm, reference):
+    module = torch.nn.Sequential(
+        torch.nn.Linear(tiny.HIDDEN, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+    )
+    asked = [
+        Probe.from_torch(module, LAYER, name="mlp").replace(link="sigmoid", pool="mean:3"),
+        Probe(ROWS[5:7], layers=[0, 2], bias=0.5, name="layers", link="sigmoid", pool="ema:0.5"),
+    ]
+    for prompt, output in zip(PROMPTS, ask(llm, PROMPTS, probes=[asked] * 2), strict=True):
+        rows = reference.run([*prompt, *generated(output)][:-1], ())[1]
+        with torch.no_grad():
+            mlp = module(rows["resid_post", LAYER])[:, 0].double().numpy()
+        close(output.probes["mlp"], by_output("mean:3", sigmoid(mlp)))
+        first, last = (rows["resid_post", layer].double().numpy() for layer in (0, 2))
+        layers = sigmoid(first @ ROWS[5] + last @ ROWS[6] + 0.5)
+        close(output.probes["layers"], by_output("ema:0.5", layers))
+        assert not output.receipt.problems
+
+
+def test_in_bfloat16_scores_are_those_of_the_rows_for_256_classes_too(tiny_llama):
+    """Of the engine's own rows, which are rounded where they are captured; a probe's are not."""
+    settings = {"probes": 300, "edits_per_site": 300}
+    many = DRAW.standard_normal((256, tiny.HIDDEN)).astype(np.float32) / 20
+    asked = [Probe(classes=Classes(many), layer=LAYER, name="many", link="softmax")]
+    asked += [probe(name) for name in FAMILIES]
+    with engine(
+        tiny_llama, dtype="bfloat16", max_num_batched_tokens=64, block_size=32, midstream=settings
+    ) as llm:
+        (first,) = ask(llm, PROMPTS[1:], probes=asked, capture=Capture(LAYER))
+        (again,) = ask(llm, PROMPTS[1:], probes=asked)
+        assert again.num_cached_tokens == 128
+        rows = first.activations["resid_post", LAYER].double().numpy()
+        close(first.probes["many"], softmax(rows @ many.astype("f8").T), 1e-3)
+        for name in FAMILIES:
+            close(first.probes[name], expected(name, rows), 1e-2)
+        for name in ("many", *FAMILIES):
+            assert torch.equal(again.probes[name][:128], first.probes[name][:128])
+        inspect(llm).check_integrity()
 
 
 def test_what_cannot_be_read_or_has_no_room_is_rejected_by_name(llm):
