@@ -105,22 +105,29 @@ class ScoreRule:
 
         if self.over == EACH:
             return state, numbers
+        finite = np.isfinite(numbers)
+        if finite.all():
+            return self._heads(state, numbers)
+        rows = finite.all(1)
         sums = np.full((len(numbers), 1), np.nan)
-        finite = np.isfinite(numbers).all(1)
-        if not finite.any():
-            return state, sums
-        numbers = numbers[finite]
+        if rows.any():
+            state, sums[rows] = self._heads(state, numbers[rows])
+        return state, sums
+
+    def _heads(self, state: AttentionState, numbers: Any) -> tuple[AttentionState, Any]:
+        """Return the sums of the heads, [n, 1], of finite numbers."""
+        import numpy as np
+
+        half = self.columns // 2
         if self.over == MAX:
             state, heads = largest_so_far(state, numbers)
+        elif self.window:
+            size = self.window
+            state, heads = mean_in_window(state, numbers[:, :half], numbers[:, half:], size)
         else:
-            logits, values = np.split(numbers, 2, 1)
-            if self.window:
-                state, heads = mean_in_window(state, logits, values, self.window)
-            else:
-                state, heads = mean_so_far(state, logits, values)
+            state, heads = mean_so_far(state, numbers[:, :half], numbers[:, half:])
         # One head after the other: a sum of NumPy's depends on how many there are.
-        sums[finite, 0] = np.add.accumulate(heads, 1)[:, -1] + self.bias
-        return state, sums
+        return state, np.add.accumulate(heads, 1)[:, -1:] + self.bias
 
     def _linked(self, values: Any) -> Any:
         import numpy as np
