@@ -25,7 +25,19 @@ CLASSIFIERS = (
 _SCALER, _PIPELINE = "StandardScaler", "Pipeline"
 
 
-def read_linear(
+def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
+    """Return float64 [width] and intercept of a fitted binary classifier; see `read_outputs`."""
+    weights, biases, _ = read_outputs(classifier)
+    if len(weights) > 1:
+        raise SpecError(
+            "",
+            f"expected two classes, got {len(weights)}; fit one classifier for each class against "
+            "the others",
+        )
+    return weights[0], float(biases[0])
+
+
+def read_outputs(
     classifier: object,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[str] | None]:
     """Return float64 [n, width] and [n] of a fitted classifier, with a `Pipeline`'s scalers folded

@@ -6,7 +6,7 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.plan.classifiers.classes import Classes
-from midstream.plan.classifiers.linear_classifier import read_linear
+from midstream.plan.classifiers.linear_classifier import read_outputs
 from midstream.plan.classifiers.trained_mlp import (
     is_linear,
     is_network,
@@ -22,7 +22,7 @@ def of_sklearn(classifier: object, layer: Any) -> dict[str, Any]:
     if is_network(classifier):
         mlp, bias = read_network(classifier)
         return {"mlp": mlp, "bias": bias}
-    weights, biases, names = read_linear(classifier)
+    weights, biases, names = read_outputs(classifier)
     if len(weights) > 1:
         return {"classes": Classes(weights, biases, names)}
     layers = Layers("all") if layer is None else Layers.parse(layer)
