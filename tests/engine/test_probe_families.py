@@ -14,9 +14,9 @@ from support.engine_view import inspect
 from support.engines import engine, generated, greedy, tokens
 from support.oracle import Oracle
 from support.score_rules import attended, by_output, multimax, sigmoid, softmax
-from support.updating import Stepped
+from support.updating import Stepped, steps_ahead
 
-from midstream import Capture, Gate, Probe, SamplingParams, Steer
+from midstream import Capture, Gate, Probe, SamplingParams, Steer, Threshold
 from midstream.errors import SpecError
 from midstream.plan import AttentionPool, Classes, Flag, Stop, Switch
 
@@ -262,6 +262,28 @@ def test_in_bfloat16_scores_are_those_of_the_rows_for_256_classes_too(tiny_llama
         for name in ("many", *FAMILIES):
             assert torch.equal(again.probes[name][:128], first.probes[name][:128])
         inspect(llm).check_integrity()
+
+
+def test_a_controller_and_a_guard_of_every_request_read_them(llm, reference):
+    prompt, size = PROMPTS[0], len(PROMPTS[0])
+    (whole,) = ask(llm, [prompt], count=24)
+    rows = rows_of(reference, [*prompt, *generated(whole)])[size:]
+    for name in ("attention", "rolling", "multimax", "average"):
+        where, threshold = place_and_threshold(expected(name, rows))
+        asked = probe(name, phase="generated")
+        run = Stepped(llm)
+        law = Threshold(name, above=threshold, on=0.5, off=1.0)
+        edit = Steer(1e-6 * ROWS[9], 0)
+        run.add("a", prompt, greedy(24), probes=asked, edits=edit, controller=law)
+        versions = run.finish()["a"].outputs[0].receipt.versions
+        changed = [one.positions[0] for one in versions if one.scale == 0.5]
+        assert changed[0] == size + where + 1 + steps_ahead(llm), name
+        guard = probe(name, act=Stop(above=threshold))
+        llm.steering.set(generated=guard)
+        (stopped,) = ask(llm, [prompt], count=24)
+        llm.steering.clear()
+        assert generated(stopped) == generated(whole)[: where + 1]
+        close(stopped.probes[name], expected(name, rows)[: where + 1])
 
 
 def test_what_cannot_be_read_or_has_no_room_is_rejected_by_name(llm):
