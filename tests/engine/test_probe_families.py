@@ -18,7 +18,7 @@ from support.updating import Stepped, steps_ahead
 
 from midstream import Capture, Gate, Probe, SamplingParams, Steer, Threshold
 from midstream.errors import SpecError
-from midstream.plan import AttentionPool, Classes, Flag, Stop, Switch
+from midstream.plan import AttentionPool, Classes, Flag, Hidden, Stop, Switch
 
 DRAW = np.random.default_rng(5)
 ROWS = DRAW.standard_normal((12, tiny.HIDDEN)).astype(np.float32)
@@ -32,6 +32,9 @@ PROMPTS = [[(7 * place) % 120 + 5 for place in range(20)], [*range(5, 155)]]
 CLASSES = Classes(ROWS[:3], BIAS, ["safe", "spam", "harm"])
 HEADS = AttentionPool(query=ROWS[3:5], value=ROWS[5:7])
 ROLLING = AttentionPool(query=ROWS[3:5], value=ROWS[5:7], window=10)
+UNIT_BIAS = np.array([0.5, 0.0, -0.5, 1.0, 0.0])
+UNITS = Hidden(ROWS[[0, 5, 6, 7, 8]], UNIT_BIAS, "gelu")
+BEHIND = AttentionPool(query=ROWS[3:5, :5], value=-ROWS[10:12, :5])
 MAXIMA = AttentionPool(value=ROWS[5:7], kind="max")
 
 
@@ -43,6 +46,7 @@ def probe(name: str, **fields: Any) -> Probe:
         "attention": {"attention_pool": HEADS, "bias": 0.5},
         "rolling": {"attention_pool": ROLLING, "pool": "max", "link": "sigmoid"},
         "multimax": {"attention_pool": MAXIMA, "bias": -1.0},
+        "network": {"hidden": UNITS, "attention_pool": BEHIND, "bias": 0.5},
         "average": {"direction": ROWS[7], "pool": "ema:0.9"},
         "largest": {"direction": ROWS[8], "pool": "max"},
     }[name]
@@ -64,6 +68,10 @@ def expected(name: str, rows: Any) -> np.ndarray:
         return attended(query, value) + 0.5
     if name == "rolling":
         return by_output("max", sigmoid(attended(query, value, 10)))
+    if name == "network":
+        units = torch.nn.functional.gelu(torch.from_numpy(h @ ROWS[[0, 5, 6, 7, 8]].T + UNIT_BIAS))
+        query, value = units.numpy() @ ROWS[3:5, :5].T, units.numpy() @ -ROWS[10:12, :5].T
+        return attended(query, value) + 0.5
     if name == "multimax":
         return multimax(value) - 1
     if name == "average":
@@ -121,7 +129,7 @@ def test_the_tokens_so_far_are_those_that_the_probe_selects(llm, reference, wher
         close(output.probes[name], expected(name, rows[selected]))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "network"])
 def test_an_act_reads_the_scores_that_come_back(llm, reference, name):
     """A Stop among generated tokens, a Flag, and a Switch; of classes, on one of them."""
     prompt, size = PROMPTS[0], len(PROMPTS[0])
@@ -165,7 +173,7 @@ def place_and_threshold(scores: np.ndarray) -> tuple[int, float]:
 
 def test_a_kept_score_of_a_cached_prompt_stops_its_request(wide, uncached, reference):
     pair = Pair(wide, uncached)
-    for name in ("classes", "attention", "rolling", "multimax", "average"):
+    for name in ("classes", "attention", "rolling", "multimax", "average", "network"):
         prompt = fresh(SIZE)
         pair.ask(prompt, 0, probes=probe(name))
         again = pair.ask(prompt, WHOLE, probes=probe(name))
@@ -228,14 +236,21 @@ def test_an_mlp_and_a_sum_of_layers_have_a_link_and_a_pool(llm, reference):
     module = torch.nn.Sequential(
         torch.nn.Linear(tiny.HIDDEN, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
     )
+    several = torch.nn.Sequential(
+        torch.nn.Linear(tiny.HIDDEN, 6), torch.nn.SiLU(), torch.nn.Linear(6, 4)
+    )
     asked = [
         Probe.from_torch(module, LAYER, name="mlp").replace(link="sigmoid", pool="mean:3"),
         Probe(ROWS[5:7], layers=[0, 2], bias=0.5, name="layers", link="sigmoid", pool="ema:0.5"),
+        Probe.from_torch(several, LAYER, name="several"),
+        probe("network"),
     ]
     for prompt, output in zip(PROMPTS, ask(llm, PROMPTS, probes=[asked] * 2), strict=True):
         rows = reference.run([*prompt, *generated(output)][:-1], ())[1]
         with torch.no_grad():
             mlp = module(rows["resid_post", LAYER])[:, 0].double().numpy()
+            close(output.probes["several"], several(rows["resid_post", LAYER]).double().numpy())
+        close(output.probes["network"], expected("network", rows["resid_post", LAYER].double()))
         close(output.probes["mlp"], by_output("mean:3", sigmoid(mlp)))
         first, last = (rows["resid_post", layer].double().numpy() for layer in (0, 2))
         layers = sigmoid(first @ ROWS[5] + last @ ROWS[6] + 0.5)

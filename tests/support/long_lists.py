@@ -120,6 +120,7 @@ LISTS: dict[str, Callable[[int], Any]] = {
     "Bias.tokens": tokens, "Lens.tokens": whole, "Logits.tokens": whole, "token": whole,
     "Scale.factor": numbers, "shift": numbers, "value": numbers, "metadata": metadata, "mlp": mlp,
     "classes": classes,
+    "hidden": lambda count: {"weights": rows(count), "bias": numbers(count)},
     "attention_pool": lambda count: {"query": rows(count), "value": rows(count)},
     "Attention.reduce": lambda count: {"mass": {"positions": whole(count)}},
     "attention": lambda count: {"mass": {"positions": whole(count)}},

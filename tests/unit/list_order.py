@@ -30,7 +30,7 @@ from midstream import (
 from midstream.errors import SpecError
 from midstream.lab.sweep.cells import plan_grid
 from midstream.lab.sweep.request import SweepRequest
-from midstream.plan import MLP, AttentionPool, Classes, Mass, ModelShape, Plan, Prompt
+from midstream.plan import MLP, AttentionPool, Classes, Hidden, Mass, ModelShape, Plan, Prompt
 from midstream.plan.operation import Operation
 from midstream.plan.readouts import ReadOut
 from midstream.plan.resolve.resolve import resolve
@@ -378,6 +378,13 @@ def own_rules(name: str, rules: dict[str, Rule]) -> dict[str, Rule]:
     return {f"{name}.{field}": rule for field, rule in rules.items()}
 
 
+def unit_sums(order: list[Any]) -> Any:
+    """Of each unit of a hidden layer what it reads, and its bias, by its column."""
+    weights, bias = zip(*order, strict=True)
+    steps = Hidden(np.stack(weights), list(bias)).instructions(WIDTH)
+    return [(step.read.numpy().tolist(), step.a) for step in steps]
+
+
 def of_families() -> dict[str, Rule]:
     """The rules of probes with classes and of attention probes."""
     classes = [(ROWS[nth].tolist(), nth + 1.0, f"c{nth}") for nth in range(4)]
@@ -385,6 +392,7 @@ def of_families() -> dict[str, Rule]:
     return {
         "Probe.classes": kept(class_terms, classes),
         "Probe.attention_pool": kept(head_terms, heads),
+        "Probe.hidden": kept(unit_sums, [(ROWS[nth].tolist(), nth + 1.0) for nth in range(4)]),
     }
 
 

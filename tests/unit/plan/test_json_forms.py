@@ -39,6 +39,7 @@ from midstream.plan import (
     Classes,
     Entropy,
     Flag,
+    Hidden,
     Mass,
     ModelShape,
     Plan,
@@ -130,6 +131,11 @@ PROBES = [
     Probe(classes=Classes([V, W], [1, 2]), layer=1, act=Flag(above=0.9, output=1)),
     Probe(attention_pool=AttentionPool(query=[V, W], value=[W, V]), layer=-1, bias=0.5),
     Probe(attention_pool=AttentionPool(query=V, value=W, window=10), layer=0, pool="max"),
+    Probe(
+        hidden=Hidden([V, W, V, W], V, "gelu"),
+        layer=0,
+        attention_pool=AttentionPool(query=V, value=W),
+    ),
     Probe(attention_pool=AttentionPool(value=[V, W], kind="max"), layer=0, link="sigmoid"),
     *(
         Probe(attention=reduce, layer=-1, head=head, name="m", phase="generated")

@@ -69,9 +69,14 @@ def read_outputs(
         )
     biases = np.broadcast_to(np.asarray(model.intercept_, np.float64).reshape(-1), rows)
     weights, biases = unscaled(scalers, weights, biases)
-    names = [str(label) for label in model.classes_]
-    usable = all(0 < len(label) <= MOST_CHARACTERS and label.isprintable() for label in names)
-    return weights, biases, names if usable and len({*names}) == count else None
+    return weights, biases, names_of(model.classes_)
+
+
+def names_of(labels: Any) -> list[str] | None:
+    """Return labels as names of classes; None: they cannot be names."""
+    names = [str(label) for label in labels]
+    usable = all(0 < len(name) <= MOST_CHARACTERS and name.isprintable() for name in names)
+    return names if usable and len({*names}) == len(names) else None
 
 
 def unscaled(

@@ -20,8 +20,7 @@ from midstream.plan.selection import Layers
 def of_sklearn(classifier: object, layer: Any) -> dict[str, Any]:
     """Return the arguments, but for the location, that make a probe a fitted classifier."""
     if is_network(classifier):
-        mlp, bias = read_network(classifier)
-        return {"mlp": mlp, "bias": bias}
+        return read_network(classifier)
     weights, biases, names = read_outputs(classifier)
     if len(weights) > 1:
         return {"classes": Classes(weights, biases, names)}
@@ -40,5 +39,4 @@ def of_torch(module: object) -> dict[str, Any]:
         if len(weights) > 1:
             return {"classes": Classes(weights, biases)}
         return {"direction": weights[0], "bias": float(biases[0])}
-    mlp, bias = read_module(module)
-    return {"mlp": mlp, "bias": bias}
+    return read_module(module)

@@ -15,7 +15,17 @@ from unit.plan.strategies import numbers
 
 from midstream import Probe
 from midstream.errors import SpecError
-from midstream.plan import AttentionPool, Classes, Flag, ModelShape, Plan, Prompt, Stop, Switch
+from midstream.plan import (
+    AttentionPool,
+    Classes,
+    Flag,
+    Hidden,
+    ModelShape,
+    Plan,
+    Prompt,
+    Stop,
+    Switch,
+)
 from midstream.plan.classifiers.mlp import MLP
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.scores.rule import NO_TOKENS
@@ -55,6 +65,10 @@ def families(draw: st.DrawFn) -> Probe:
             more = {"query": value[::-1], "window": draw(st.sampled_from([None, 2, 64]))}
         fields = {"attention_pool": AttentionPool(value=value, kind=kind, **more)}
         fields["bias"] = draw(BIASES)
+    if kind in ("classes", "softmax", "max") and draw(st.booleans()):
+        activation = draw(st.sampled_from(["relu", "gelu", "tanh", "silu"]))
+        rows = draw(matrices(WIDTH, WIDTH))  # as many units as h has numbers
+        fields["hidden"] = Hidden(rows, draw(st.sampled_from([None, V])), activation)
     act = draw(st.sampled_from([None, Stop, Flag]))
     if act is not None:
         fields["act"] = act(above=0.5, output=output, pool=draw(POOLS))
@@ -93,7 +107,7 @@ def test_its_columns_are_the_products_that_its_rule_is_of(probe, rows):
         _, scores = resolved.rule.follow(NO_TOKENS, table)
         expected = scores_by_definition(resolved.rule, table)
         np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
-        if probe.classes is not None and probe.link == probe.pool == "none":
+        if probe.classes is not None and probe.link == probe.pool == "none" and not probe.hidden:
             weights = np.stack([row.numpy() for row in probe.classes.weights]).astype("f8")
             np.testing.assert_allclose(
                 scores, h @ weights.T + probe.classes.bias.numpy(), rtol=1e-5, atol=1e-4
@@ -136,6 +150,15 @@ def test_a_malformed_field_is_refused_by_its_path():
         ({"attention_pool": {**pool, "window": 65}}, "attention_pool.window", "got 65"),
         ({"attention_pool": {"value": [V] * 129, "kind": "max"}}, "attention_pool.value",
          "at most 128 rows"),
+        ({"direction": V, "hidden": {"weights": [V]}}, "hidden", "beside `classes` or"),
+        ({"classes": classes, "hidden": {"weights": [V, W]}}, "classes.weights",
+         "expected 2 numbers a row, one for each unit"),
+        ({"attention_pool": pool, "hidden": {"weights": [V]}}, "attention_pool.value", "1 numbers"),
+        ({"classes": classes, "hidden": {"weights": [V], "bias": V}}, "hidden.bias", "1 numbers"),
+        ({"classes": classes, "hidden": {"weights": [V], "activation": "elu"}},
+         "hidden.activation", "expected one of `relu`"),
+        ({"classes": classes, "hidden": [V]}, "hidden", r"expected Hidden\(…\), or its dict"),
+        ({"classes": classes, "hidden": {"weights": [V] * 257}}, "hidden.weights", "at most 256"),
         ({"direction": V, "link": "softmax"}, "link", "is of several outputs"),
         ({"direction": V, "link": "logit"}, "link", "expected one of `none`, `sigmoid`"),
         ({"direction": V, "pool": "min"}, "pool", 'expected "none", "max"'),
