@@ -17,7 +17,7 @@ from support.engines import engine, generated, greedy
 from support.updating import Stepped
 
 from midstream import Capture, Gate, Probe, Steer
-from midstream.plan import Stop, Switch
+from midstream.plan import AttentionPool, Classes, Stop, Switch
 
 
 @pytest.fixture
@@ -37,6 +37,15 @@ def vector(seed: int, size: float = 3.0) -> torch.Tensor:
 
 def probe(seed: int = 3, layer: int = 1, **where: Any) -> Probe:
     return Probe(vector(seed), layer, **where)
+
+
+def over_tokens(**where: Any) -> list[Probe]:
+    heads = AttentionPool(query=vector(5, 0.05), value=vector(6))
+    return [
+        Probe(vector(4), 1, name="largest", pool="max", **where),
+        Probe(attention_pool=heads, layer=1, name="attention", **where),
+        Probe(classes=Classes([vector(7), vector(8)]), layer=1, name="classes", **where),
+    ]
 
 
 def scores(output: Any, name: str | None = None) -> torch.Tensor:
@@ -207,6 +216,16 @@ def test_with_unscored_tokens_skipped_a_new_probe_costs_no_cache_hit(
         ask(skipping, prompt)
         first, *again = (ask(skipping, ids, probes=probe()) for ids in (prompt, longer, longer))
         stopped = ask(skipping, prompt, probes=stop)
+        pooled = ask(skipping, prompt, probes=over_tokens())
+    for one, wanted in zip(
+        pooled.receipt.probed, over_tokens(positions=slice(WHOLE, None)), strict=True
+    ):
+        # What is over the tokens so far is over those that have a score.
+        values = pooled.probes[one.name]
+        assert values[:WHOLE].isnan().all()
+        expected = ask(uncached, prompt, probes=wanted).probes[one.name]
+        torch.testing.assert_close(values[WHOLE:], expected, rtol=1e-4, atol=1e-4)
+        assert one.unscored == WHOLE
     assert first.num_cached_tokens == WHOLE
     assert first.receipt.probed[0].unscored == WHOLE
     assert first.receipt.status == "partial"
