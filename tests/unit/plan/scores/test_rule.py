@@ -89,6 +89,15 @@ def test_a_number_that_is_not_finite_counts_at_its_own_token_alone(rule, seed, c
     np.testing.assert_array_equal(scores[good], in_parts(rule, numbers[good], []))
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize(("pool", "last"), [("max", 2.0), ("ema:0.5", 1.25), ("none", 0.5)])
+def test_a_token_without_a_score_has_none_and_changes_none(pool, last, outputs):
+    numbers = np.array([[2.0], [np.nan], [0.5]], np.float32).repeat(outputs, 1)
+    _, scores = ScoreRule(outputs, pool=pool).follow(NO_TOKENS, numbers)
+    expected = np.array([[2.0], [np.nan], [last]]).repeat(outputs, 1)
+    np.testing.assert_array_equal(scores.reshape(3, outputs), expected)
+
+
 @pytest.mark.parametrize("outputs", [0, 3])
 @pytest.mark.parametrize("pool", POOLS)
 def test_one_output_is_pooled_as_among_all(pool, outputs):
