@@ -142,7 +142,7 @@ def _unscored(name: str, probes: Probes, parts: list[WorkerResult]) -> int:
     return int((is_nan if is_nan.ndim == 1 else is_nan.any(1)).sum())
 
 
-def _num_cached(states: Ints) -> int:
+def _num_cached(states: NDArray[np.uint16]) -> int:
     """Return the number of first positions that the cache served."""
     if not states.size or states[0] != CACHED:
         return 0
