@@ -1,4 +1,4 @@
-"""`GuardDefinition`: what a guard reads, of which requests, and what it does; as JSON and by value."""
+"""`GuardDefinition`: what a guard reads, of which requests, and what it does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from midstream.errors import SpecError
-from midstream.plan.control.act import Condition, Stop, Switch
+from midstream.plan.control.act import Condition, Flag, Stop, Switch
 from midstream.plan.operation import read_scalar
 from midstream.plan.operations import Edit
 from midstream.plan.plan import Plan
@@ -27,7 +27,7 @@ from midstream.validation import at, kind, read_fields, read_word, show
 LADDER = ("shadow", "flag", "stop")
 ACTIONS = (*LADDER, "switch", "webhook")
 MESSAGE = "The answer was stopped."
-MOST_SECONDS = 60.0  # of a webhook
+SECONDS, MOST_SECONDS = 5.0, 60.0  # of a webhook
 _PREFIX = "guard:"  # of the names of the guards' probes
 _MOST_TEXT = 1000  # characters of a message
 _MOST_URL = 2000
@@ -73,7 +73,7 @@ def fingerprint(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FirstStage:
-    """Another guard whose scores decide whether a guard runs: by a threshold, or its own if None."""
+    """Another guard whose scores decide whether a guard runs: by a threshold, or its own."""
 
     guard: str
     above: float | None = None
@@ -89,7 +89,7 @@ class Webhook:
     """Where a guard's events are sent, and the longest time in seconds that one takes."""
 
     url: str
-    seconds: float = 5.0
+    seconds: float = SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class GuardDefinition:
         return self._named(probe_name(name, version), is_acting=True)
 
     def later_probe(self, name: str, version: int) -> Probe | None:
-        """Return the probe that reads an ended request; None: it has none, or `acting_probe` has."""
+        """Return the probe that reads an ended request; None: see `acting_probe`."""
         if self.probe is None or self.when is None:
             return None
         return self._named(probe_name(name, version), is_acting=False)
@@ -192,9 +192,10 @@ class GuardDefinition:
         assert self.probe is not None
         condition = self.condition
         assert condition is not None
-        act: Stop | Switch | None = None
-        if is_acting and self.action == "stop":
-            act = Stop(**_arguments(condition))
+        act: Stop | Flag | Switch | None = None
+        if is_acting and self.action != "switch":
+            # A flag is what spans of traces show.
+            act = (Stop if self.action == "stop" else Flag)(**_arguments(condition))
         elif is_acting and self.action == "switch":
             act = Switch(self.edits, **_arguments(condition))
         return self.probe.replace(name=name, act=act)
@@ -243,6 +244,11 @@ def read_definition(value: object) -> GuardDefinition:
     if when is not None and action == "switch":
         raise SpecError("when", "a guard with a first stage runs when the answer is complete, and "
                         "cannot switch edits; use flag, stop or webhook")  # fmt: skip
+    if when is not None and probe is not None and probe.positions.include != ("all",):
+        raise SpecError(
+            "probe.positions",
+            "a guard with a first stage reads all tokens, or those of a `phase`; omit them",
+        )
     edits: tuple[Edit, ...] = ()
     if ("edits" in fields) != (action == "switch"):
         missing = action == "switch"
@@ -253,6 +259,13 @@ def read_definition(value: object) -> GuardDefinition:
         )  # fmt: skip
     if condition is not None and action == "switch":
         edits = Switch(fields["edits"], **_arguments(condition)).edits
+        for index, edit in enumerate(edits):
+            if edit.positions.has_marks:
+                raise SpecError(
+                    f"edits[{index}].positions",
+                    "a request is searched for marks (Between) from its beginning on, for its own "
+                    "edits; give the edit other positions",
+                )
     webhook = _read_webhook(fields["webhook"]) if "webhook" in fields else None
     if action == "webhook" and webhook is None:
         raise SpecError("webhook", 'missing: give {"url": "https://…"}')
@@ -345,7 +358,7 @@ def _read_webhook(value: object) -> Webhook:
             if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
                 raise SpecError("", "expected the URL of an http or https server")
         with at("seconds"):
-            seconds = read_scalar(fields.get("seconds", Webhook.seconds))
+            seconds = read_scalar(fields.get("seconds", SECONDS))
             if not 0 < seconds <= MOST_SECONDS:
                 raise SpecError("", f"expected more than 0 and at most {MOST_SECONDS:g}")
     return Webhook(url, seconds)

@@ -1,7 +1,7 @@
-"""Named vectors, guards and server-wide edits of several processes on a machine, by a shared folder:
-a file for each name and each definition of a guard, an index with the tiers, and a counter that every process maps and every read
-compares. A change holds a lock, which the kernel frees, writes files, replaces the index by a
-rename, and raises the counter: it holds in all processes before the call returns.
+"""Named vectors, guards and server-wide edits of several processes of a machine, by a folder: a
+file for each name and definition, an index with the tiers, and a counter that every process maps
+and every read compares. A change holds a lock, which the kernel frees, writes files, replaces the
+index by a rename, and raises the counter: it holds in all processes before the call returns.
 """
 
 from __future__ import annotations

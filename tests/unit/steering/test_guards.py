@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from midstream.errors import NoRoomError, SpecError, StoreError
-from midstream.plan.control.act import Condition, Progress, Stop, follow, is_beyond, peak
+from midstream.plan.control.act import Condition, Flag, Progress, Stop, follow, is_beyond, peak
 from midstream.plan.operations import Steer
 from midstream.plan.probe import Probe
 from midstream.plan.shape import ModelShape
@@ -84,7 +84,7 @@ def test_the_probe_of_a_request_has_the_name_the_version_and_the_act_of_its_guar
     found = registry()
     found.put("toxic", FORM)
     (active,) = found.active()
-    assert (active.probe.name, active.probe.act) == ("guard:toxic:1", None)
+    assert (active.probe.name, active.probe.act) == ("guard:toxic:1", Flag(above=2.0))
     found.put("toxic", {**FORM, "action": "stop", "for": 2, "pool": "mean:4"})
     (active,) = found.active()
     assert active.probe.name == "guard:toxic:2"
