@@ -24,6 +24,7 @@ class Params:
 
     n: int = 1
     extra_args: dict[str, Any] | None = None
+    max_tokens: int | None = None
     output_kind: Any = field(default_factory=lambda: SimpleNamespace(name="DELTA"))
 
     def clone(self) -> Params:

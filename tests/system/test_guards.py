@@ -7,7 +7,8 @@ import os
 import signal
 import string
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -120,6 +121,13 @@ def events_of(server: Running, event: str = "guard.action") -> list[dict[str, An
     return found
 
 
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def ask(client: Client, **body: Any) -> dict[str, Any]:
     found: dict[str, Any] = client.call("POST", "/v1/completions", {**ASK, **body})
     return found
@@ -174,6 +182,12 @@ def test_several_completions_and_responses_are_stopped_and_streams_of_several_ar
     with pytest.raises(ServerError, match="never shows it") as caught:
         list(client.stream(PROMPT, **{**SAMPLED, **several}))
     assert caught.value.status == 400
+    beams = {"model": NAME, "prompt": PROMPT, "max_tokens": 2, "use_beam_search": True, "n": 2}
+    with pytest.raises(ServerError, match="a guard of this server stops or switches") as caught:
+        client.call("POST", "/v1/completions", beams)
+    assert caught.value.status == 400
+    put(client, "stop", above=-1e6)
+    assert len(client.call("POST", "/v1/completions", beams)["choices"]) == 2
     put(client, "stop", probe=prompt, above=-1e6, action="stop")
     answer = client.call("POST", "/v1/responses", body)
     (item,) = answer["output"]
@@ -269,13 +283,16 @@ def test_swaps_under_load_drop_no_request_and_each_answer_is_of_one_version(both
                 # It holds in the other process before the answer.
                 other = both.clients[1 - version % 2].call("GET", f"{GUARDS}/live")
                 assert other["version"] == version
+                # On a slow machine all changes would come between two answers.
+                count = len(answers)
+                until(lambda count=count: len(answers) > count)
         finally:
             done.set()
         for each in loads:
             each.result(120)
     start = expected.text_to(expected.position)
     events = {one["request_id"]: one for one in events_of(server) if one["guard"] == "live"}
-    assert len(answers) >= 4
+    assert len(answers) >= changes
     versions = set()
     for name, (text, _) in answers.items():
         version = events[f"{name}-0"]["version"]
@@ -314,8 +331,7 @@ def test_an_acknowledged_guard_outlives_a_process_that_is_killed_in_a_change(
     [killed] = [pid for pid, name in names.items() if name.endswith("APIServer_1")]
     for thread in threads:
         thread.start()
-    while len(acknowledged) < 20:
-        pass
+    until(lambda: len(acknowledged) >= 20)
     os.kill(killed, signal.SIGKILL)
     assert server.process.wait(60) != 0
     for thread in threads:

@@ -125,6 +125,9 @@ def test_the_page_of_guards_runs_from_data_to_a_guard_that_stops_and_back(
     assert lines[-2].startswith("version 8: flag above ")
     assert lines[-1] == "anger is deleted"
     assert server.get("/v1/midstream/guards") == {"guards": []}
+    metrics = server.text("/metrics")
+    assert 'midstream:guard_score_count{guard="anger",version="1"} 1.0' in metrics
+    assert 'midstream:guard_actions_total{action="stop",guard="anger",version="4"} 1.0' in metrics
 
 
 @pytest.mark.nightly

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from midstream.errors import MidstreamError
+from midstream.errors import MidstreamError, SpecError
 from midstream.plan.probe import Probe
 from midstream.server import audit_log
 from midstream.server.guards.guard_event import GuardEvent, Webhooks
@@ -26,6 +27,7 @@ _TEXT = 500  # characters at the end of the generated text in an event
 _SHOWN = 500  # characters of a problem in the log
 # Actions that need not be done, where scores cannot be had.
 _OBSERVING = ("shadow", "flag", "webhook")
+_BEAM = re.compile(r"-beam-[0-9]+$")  # the end of vLLM's ids of a search for beams
 
 Outputs = AsyncGenerator[Any, None]  # of an engine call
 
@@ -56,8 +58,10 @@ class GuardedCalls:
             return None
         start = time.perf_counter()
         names = self.models if lora_request is None else (lora_request.lora_name,)
-        # vLLM mixes the outputs of several completions of a stream: none has results.
-        is_mixed = params.n > 1 and params.output_kind.name != "FINAL_ONLY"
+        # vLLM mixes the outputs of several completions of a stream: none has results. A search for
+        # beams makes a request for each token, of which a guard would read the prompt alone.
+        is_beam = bool(_BEAM.search(request_id)) and params.max_tokens == 1
+        is_mixed = is_beam or (params.n > 1 and params.output_kind.name != "FINAL_ONLY")
         guards = tuple(
             guard
             for guard in active
@@ -67,6 +71,10 @@ class GuardedCalls:
         for guard in active:
             if guard not in guards:
                 self.metrics.count_guarded(guard, False)
+        if guards and is_beam:
+            raise SpecError(
+                "use_beam_search", "unsupported while a guard of this server stops or switches"
+            )
         if not guards:
             return None
         call = GuardedCall(self, guards, request_id, client, names[0], lora_request)
