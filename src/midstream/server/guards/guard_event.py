@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from midstream.deadlines import within
 from midstream.server import audit_log
 from midstream.steering.guard_definition import Webhook
 
@@ -85,7 +86,7 @@ class Webhooks:
                     webhook.url, json=event.to_dict(), timeout=webhook.seconds
                 )
                 # httpx's timeout is one of each part of an exchange.
-                answer = await asyncio.wait_for(sending, webhook.seconds)
+                answer = await within(webhook.seconds, sending)
             except asyncio.CancelledError:
                 self._drop(event, _SHUTDOWN)
                 raise

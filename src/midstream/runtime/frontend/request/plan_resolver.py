@@ -268,10 +268,8 @@ class PlanResolver:
         packed = to_bytes(replace(resolved, prompt_len=1), frozenset(named))
         prepared = PreparedPlan(resolved, need, packed, cache_keys(resolved))
 
-        bare = without_switches(before)
-
         def prepare(later: Plan) -> PreparedPlan:
-            return self._finish(later, bare, also, prompt, max_tokens)
+            return self._finish(later, without_switches(before), also, prompt, max_tokens)
 
         room = self._info.room
         if acts:
