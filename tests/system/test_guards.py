@@ -179,7 +179,7 @@ def test_several_completions_and_responses_are_stopped_and_streams_of_several_ar
         assert choice["text"].endswith(MESSAGE)
     body = {"model": NAME, "input": "x", "max_output_tokens": 8, "temperature": 0}
     prompt = Probe(V, layer=LAYER, phase="prompt").to_dict()
-    with pytest.raises(ServerError, match="never shows it") as caught:
+    with pytest.raises(ServerError, match="n: unsupported while a guard of this") as caught:
         list(client.stream(PROMPT, **{**SAMPLED, **several}))
     assert caught.value.status == 400
     beams = {"model": NAME, "prompt": PROMPT, "max_tokens": 2, "use_beam_search": True, "n": 2}

@@ -16,7 +16,7 @@ from support.serving_fake import WIDTH, refused, serving
 
 from midstream import Gate, Probe, Steer
 from midstream.config.http import ADMIN_HEADER
-from midstream.errors import BusyError
+from midstream.errors import BusyError, SpecError
 from midstream.plan import MLP, Stop
 from midstream.server.guards import guard_event
 from midstream.server.guards.guard_event import GuardEvent
@@ -416,6 +416,21 @@ async def test_a_stream_of_several_completions_is_not_read_by_guards_that_observ
         await client.post("/v1/completions", json={**ASK, "n": 2})
         assert "midstream" not in (site.engine.calls[-1][1].extra_args or {})
         assert count("guard_requests_total", guard="mixed", version="1", scored="false") == 1
+        # A second stage that stops is not passed by, though its first one only watches.
+        stop = {**FORM, "action": "stop", "when": {"guard": "mixed"}}
+        await client.put(f"{GUARDS}/later", json=stop)
+        token = ASKER.set("me")
+        for params, request_id, field in (
+            (Params(2), "cmpl-1-0", "n"),
+            (Params(max_tokens=1), "cmpl-1-0f3a-beam-2", "use_beam_search"),
+        ):
+            with pytest.raises(SpecError, match="unsupported while a guard") as caught:
+                site.server.guards.begin(request_id, params, None)
+            assert caught.value.path == field
+        ASKER.reset(token)
+        await client.put(f"{GUARDS}/mixed", json={**FORM, "scope": {"share": 1e-9}})
+        await client.post("/v1/completions", json=ASK)
+        assert "midstream" not in (site.engine.calls[-1][1].extra_args or {})
 
 
 PROBES = {

@@ -58,23 +58,25 @@ class GuardedCalls:
             return None
         start = time.perf_counter()
         names = self.models if lora_request is None else (lora_request.lora_name,)
-        # vLLM mixes the outputs of several completions of a stream: none has results. A search for
-        # beams makes a request for each token, of which a guard would read the prompt alone.
-        is_beam = bool(_BEAM.search(request_id)) and params.max_tokens == 1
-        is_mixed = is_beam or (params.n > 1 and params.output_kind.name != "FINAL_ONLY")
         guards = tuple(
             guard
             for guard in active
             if guard.definition.scope.has(guard.name, request_id, names, client)
-            and not (is_mixed and guard.definition.action in _OBSERVING)
+        )
+        mixed = _mixed(request_id, params)
+        if mixed is not None:
+            if any(guard.definition.action not in _OBSERVING for guard in guards):
+                raise SpecError(mixed, "unsupported while a guard of this server stops or switches")
+            guards = ()
+        reading = {guard.name for guard in guards if guard.probe is not None}
+        guards = tuple(
+            guard
+            for guard in guards
+            if guard.definition.when is None or guard.definition.when.guard in reading
         )
         for guard in active:
             if guard not in guards:
                 self.metrics.count_guarded(guard, False)
-        if guards and is_beam:
-            raise SpecError(
-                "use_beam_search", "unsupported while a guard of this server stops or switches"
-            )
         if not guards:
             return None
         call = GuardedCall(self, guards, request_id, client, names[0], lora_request)
@@ -254,6 +256,15 @@ class GuardedCall:
         completion.text, completion.token_ids = definition.message, []
         if completion.logprobs is not None:
             completion.logprobs = []
+
+
+def _mixed(request_id: str, params: Any) -> str | None:
+    """Return the field of a request that no guard can read; None: guards can."""
+    # A search for beams makes a request for each token, of which a guard would read the prompt.
+    if _BEAM.search(request_id) and params.max_tokens == 1:
+        return "use_beam_search"
+    # vLLM mixes the outputs of several completions of a stream: none has results.
+    return "n" if params.n > 1 and params.output_kind.name != "FINAL_ONLY" else None
 
 
 @dataclass(frozen=True, slots=True)
