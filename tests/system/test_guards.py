@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from midstream import Client, Probe, Steer
 from midstream.client import ServerError
-from midstream.plan import Switch
+from midstream.plan import Classes, Switch
 from midstream.steering.guard_definition import share_of
 
 GUARDS = "/v1/midstream/guards"
@@ -208,6 +208,18 @@ def test_a_request_with_a_plan_has_its_own_results_and_the_flags_that_it_asks_fo
     assert (flag["guard"], flag["version"], flag["action"]) == ("flag", 1, "flag")
     assert flag["position"] == expected.position
     assert ask(client, midstream={"guards": True})["midstream"] == {"guards": [flag]}
+
+
+def test_a_guard_reads_the_class_that_it_names(both, server, expected):
+    client = both.clients[0]
+    classes = Classes(torch.stack([-V, V]), names=["other", "this"])
+    form = Probe(layer=LAYER, phase="generated", classes=classes).to_dict()
+    put(client, "class", probe=form, above=expected.threshold, output="this", action="stop")
+    (choice,) = ask(client)["choices"]
+    assert choice["text"] == expected.text_to(expected.position) + MESSAGE
+    event = events_of(server)[-1]
+    assert (event["guard"], event["position"]) == ("class", expected.position)
+    assert event["score"] == pytest.approx(expected.highest, rel=TOLERANCE)
 
 
 def test_a_guard_switches_to_its_edits_as_a_requests_own_probe_does(both, expected):

@@ -44,6 +44,9 @@ def put(
     pool: Annotated[
         str | None, typer.Option(help='How scores are pooled: "max", "mean:8", "ema:0.9".')
     ] = None,
+    output: Annotated[
+        str | None, typer.Option(help="Of a probe with classes, the one whose scores count.")
+    ] = None,
     action: Annotated[str, typer.Option(help="shadow, flag, stop, switch or webhook.")] = "shadow",
     message: Annotated[
         str | None, typer.Option(help="What an answer that it stops ends with.")
@@ -84,8 +87,8 @@ def put(
     """
     scope = {"models": model, "keys": key, "share": share}
     fields: dict[str, Any] = {
-        "above": above, "below": below, "for_": tokens, "pool": pool, "action": action,
-        "message": message, "webhook": webhook, "visible": visible or None, "text": text or None,
+        "above": above, "below": below, "for_": tokens, "pool": pool, "output": output,
+        "action": action, "message": message, "webhook": webhook, "visible": visible or None, "text": text or None,
         "scope": {name: value for name, value in scope.items() if value} or None,
         "edits": None if edits is None else read_json_option("--edits", edits),
         "when": None if when is None else read_json_option("--when", when),

@@ -51,10 +51,12 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
             hidden bytes on the device.
         programs: maximum number of distinct combinations of edits (and of captures) in use.
         max_edits: maximum number of instructions in use, counted once per distinct program. An edit
-            is one or more instructions, a probe is one.
+            is one or more instructions, a probe is one, or one for each class, query, value and
+            hidden unit.
         edits_per_site: maximum number of instructions for one token at one site.
-        probes: maximum number of scores for one token: those of probes, and of gates that read an
-            earlier site. Each takes 4 bytes on the device per token of a step.
+        probes: maximum number of scores for one token: those of probes, with one for each class,
+            query, value and hidden unit, and of gates that read an earlier site. Each takes 4 bytes
+            on the device per token of a step.
         unscored_tokens: what happens to tokens of a prompt that the prefix cache has without their
             score, as no earlier request had the probe. "compute": they are computed once more.
             "skip": the cache serves them, and they are scored from the next computed token on. The

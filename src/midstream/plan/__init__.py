@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from midstream.plan.captured_rows import CapturedRows
+from midstream.plan.classifiers.attention_pool import AttentionPool
+from midstream.plan.classifiers.classes import Classes
+from midstream.plan.classifiers.hidden import Hidden
 from midstream.plan.classifiers.mlp import MLP
 from midstream.plan.control.act import Flag, Stop, Switch
 from midstream.plan.control.controller import Controller
@@ -60,11 +63,13 @@ __all__ = [
     "Ablate",
     "Affine",
     "Attention",
+    "AttentionPool",
     "Between",
     "Bias",
     "Capture",
     "CapturedRows",
     "Clamp",
+    "Classes",
     "Controller",
     "Edit",
     "Entropy",
@@ -72,6 +77,7 @@ __all__ = [
     "Features",
     "Flag",
     "Gate",
+    "Hidden",
     "Image",
     "Instruction",
     "Layers",

@@ -46,7 +46,7 @@ class ProbeFiles(HubObject):
         """Return what the card of a repository says."""
         layers = ", ".join(map(str, self.layers.emit()))
         facts = {"Site": ", ".join(self.sites.names), "Layers": layers, "Bias": f"{self.bias:g}"}
-        facts["Reads"] = "attention" if self.attention else "an MLP" if self.mlp else "a direction"
+        facts["Reads"] = self.reads
         return Card(
             "Probe", facts, use=f'llm.generate(prompt, probes=found)[0].probes["{self.name}"]'
         )

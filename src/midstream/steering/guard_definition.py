@@ -386,7 +386,10 @@ def _about(probe: Probe) -> dict[str, object]:
         "head",
         "attention",
     )
-    return {**{name: form[name] for name in known if name in form}, "digest": digest}
+    about = {name: form[name] for name in known if name in form}
+    if probe.classes is not None:
+        about["classes"] = list(probe.classes.names)
+    return {**about, "digest": digest}
 
 
 def _resolve(part: str, probe: Probe, shape: ModelShape) -> None:

@@ -118,7 +118,7 @@ ROUTES: dict[str, dict[str, dict[str, Make]]] = {
         "edits": {"edits": edits, "everywhere": everywhere},
         "scope": {"models": lambda n: {"models": texts(n)}, "keys": lambda n: {"keys": texts(n)}},
         "action": NONE, "above": NONE, "below": NONE, "for": NONE, "pool": NONE, "message": NONE,
-        "text": NONE, "visible": NONE, "webhook": NONE, "when": NONE,
+        "output": NONE, "text": NONE, "visible": NONE, "webhook": NONE, "when": NONE,
     },
     "POST /v1/midstream/guards/{name}/promote": {},
     "POST /v1/midstream/guards/{name}/rollback": {"version": NONE},

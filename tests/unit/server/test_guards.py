@@ -17,7 +17,7 @@ from support.serving_fake import WIDTH, refused, serving
 from midstream import Gate, Probe, Steer
 from midstream.config.http import ADMIN_HEADER
 from midstream.errors import BusyError, SpecError
-from midstream.plan import MLP, Stop
+from midstream.plan import MLP, Classes, Stop
 from midstream.server.guards import guard_event
 from midstream.server.guards.guard_event import GuardEvent
 from midstream.server.guards.guarded_calls import ASKER
@@ -437,6 +437,9 @@ PROBES = {
     "a direction": Probe([1.0] * WIDTH, layer=1, name="p"),
     "several layers": Probe([[1.0] * WIDTH] * 2, layer=[1, 2], name="p"),
     "an MLP": Probe(mlp=MLP([[1.0] * WIDTH] * 2, [0.0, 1.0], [1.0, 2.0]), layer=1, name="p"),
+    "classes": Probe(
+        layer=1, name="p", classes=Classes([[1.0] * WIDTH, [2.0] * WIDTH], names=["calm", "angry"])
+    ),
     "an act": Probe([1.0] * WIDTH, layer=1, name="p", act=Stop(above=1.0)),
 }
 
@@ -453,6 +456,10 @@ async def test_every_endpoint_takes_a_probe_as_its_dict(kind):
         assert answer.status_code == 200, answer.text
         assert site.engine.steering.plan_edits() == (probe,)
         threshold = {} if probe.act is not None else {"above": 1.0}
+        if probe.classes is not None:
+            wrong = client.put(f"{GUARDS}/p", json={"probe": form, **threshold})
+            await refused(wrong, 400, "the class whose scores it reads")
+            threshold["output"] = "angry"
         answer = await client.put(f"{GUARDS}/p", json={"probe": form, **threshold})
         assert answer.status_code == 200, answer.text
         (guard,) = site.engine.guards.active()

@@ -195,7 +195,7 @@ class GuardedCall:
         """Return whether a guard ran, and what it says."""
         definition, condition = guard.definition, guard.definition.condition
         if guard.probe is not None and condition is not None:
-            judgement = judge(condition, completion.probes, guard.probe.name)
+            judgement = judge(condition, completion.probes, guard.probe)
             return judgement is not None, judgement
         when = definition.when
         assert when is not None
@@ -223,7 +223,7 @@ class GuardedCall:
                 problem=str(error)[:_SHOWN],
             )
             return False, None
-        judgement = judge(condition, probes, guard.later.name)
+        judgement = judge(condition, probes, guard.later)
         return judgement is not None, judgement
 
     def _event(

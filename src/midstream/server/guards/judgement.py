@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.plan.control.act import Condition, Flag, Progress, follow
+from midstream.plan.probe import Probe
 from midstream.results.probe_scores import Probes
 
 
@@ -32,12 +33,15 @@ class GuardJudgement(NamedTuple):
         return self.peak > above if above is not None else self.peak < float(below or 0.0)
 
 
-def judge(condition: Condition, probes: Probes | None, name: str) -> GuardJudgement | None:
+def judge(condition: Condition, probes: Probes | None, probe: Probe) -> GuardJudgement | None:
     """Return what a probe's scores say; None: there are none that are finite."""
-    if probes is None or name not in probes:
+    if probes is None or probe.name not in probes:
         return None
-    positions: NDArray[np.int64] = probes.positions_of(name).numpy()
-    return judge_scores(condition, probes[name].numpy(), positions)
+    positions: NDArray[np.int64] = probes.positions_of(probe.name).numpy()
+    scores = probes[probe.name].numpy()
+    if probe.classes is not None and condition.output is not None:
+        scores = scores[:, probe.classes.index_of(condition.output)]
+    return judge_scores(condition, scores, positions)
 
 
 def judge_scores(

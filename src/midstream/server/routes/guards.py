@@ -56,6 +56,9 @@ class GuardBody(BaseModel):
     below: Any = Field(default=None, description="Threshold in place of `above`.")
     for_: Any = Field(default=None, alias="for", description="How many tokens in a row.")
     pool: Any = Field(default=None, description='"none", "max", "mean:8" or "ema:0.9".')
+    output: Any = Field(
+        default=None, description="Of a probe with classes, the one whose scores count."
+    )
     action: Any = Field(
         default="shadow", description='"shadow", "flag", "stop", "switch" or "webhook".'
     )

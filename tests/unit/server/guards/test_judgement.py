@@ -6,9 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from midstream.plan import Classes, Probe
 from midstream.plan.control.act import Condition, Progress, follow
 from midstream.results.probe_scores import Probes
 from midstream.server.guards.judgement import judge, peak_of
+
+PROBE = Probe([1.0, 2.0], layer=1, name="g")
 
 CONDITIONS = st.builds(
     lambda name, threshold, count, pool: Condition(**{name: threshold}, for_=count, pool=pool),
@@ -49,7 +52,7 @@ def test_a_judgement_has_the_peak_and_the_first_token_that_met_the_condition(
 ):
     scores = np.array([1.0, 3.0, -1.0, 3.0, 5.0], "float32")
     probes = Probes({"g": torch.tensor(scores)}, {"g": torch.arange(10, 15)}, torch.arange(15))
-    found = judge(condition, probes, "g")
+    found = judge(condition, probes, PROBE)
     assert (found.peak, found.position, found.score) == (peak, position, score)
 
 
@@ -57,5 +60,14 @@ def test_without_finite_scores_there_is_no_judgement():
     for values in ([], [float("nan")], [float("inf"), float("-inf")]):
         scores = torch.tensor(values, dtype=torch.float32)
         probes = Probes({"g": scores}, {"g": torch.arange(len(values))}, torch.arange(4))
-        assert judge(Condition(above=0.0), probes, "g") is None
-    assert judge(Condition(above=0.0), None, "g") is None
+        assert judge(Condition(above=0.0), probes, PROBE) is None
+    assert judge(Condition(above=0.0), None, PROBE) is None
+
+
+def test_of_a_probe_with_classes_the_one_that_the_guard_names_counts():
+    classes = Classes([[1.0, 0.0], [0.0, 1.0]], names=["calm", "angry"])
+    probe = Probe(layer=1, name="g", classes=classes)
+    scores = torch.tensor([[9.0, 1.0], [9.0, 3.0]])
+    probes = Probes({"g": scores}, {"g": torch.arange(2)}, torch.arange(2))
+    found = judge(Condition(above=2.0, output="angry"), probes, probe)
+    assert (found.peak, found.position, found.score) == (3.0, 1, 3.0)
