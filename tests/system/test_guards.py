@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from support import serving
 from support.api_servers import ASKED, Both, V, command
 from support.nightly import rounds
