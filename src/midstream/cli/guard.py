@@ -88,7 +88,8 @@ def put(
     scope = {"models": model, "keys": key, "share": share}
     fields: dict[str, Any] = {
         "above": above, "below": below, "for_": tokens, "pool": pool, "output": output,
-        "action": action, "message": message, "webhook": webhook, "visible": visible or None, "text": text or None,
+        "action": action, "message": message, "webhook": webhook,
+        "visible": visible or None, "text": text or None,
         "scope": {name: value for name, value in scope.items() if value} or None,
         "edits": None if edits is None else read_json_option("--edits", edits),
         "when": None if when is None else read_json_option("--when", when),
