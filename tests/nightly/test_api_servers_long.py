@@ -10,12 +10,15 @@ from support import serving
 from support.api_servers import (
     Both,
     Judge,
+    V,
     command,
     load,
     set_and_ask,
     totals,
 )
 from support.serving import Running
+
+from midstream import Probe
 
 ROUNDS = 24
 
@@ -34,6 +37,8 @@ def test_a_long_load_is_right_and_counted_once(server, talking_oracle, talking_l
     with ExitStack() as stack:
         both = Both(server, stack)
         set_and_ask(both, judge)
+        # A guard's scores are counted once, in whichever process.
+        both.clients[0].guards.put("toxic", Probe(V, layer=1, phase="generated"), above=-1e6)
         before = totals(both.http[0])
         load(both, judge, ROUNDS)
         status = server.wait_until_idle()
@@ -44,6 +49,8 @@ def test_a_long_load_is_right_and_counted_once(server, talking_oracle, talking_l
             found = totals(http)
             completions = found["midstream:completions"] - before["midstream:completions"]
             assert completions == 4 * ROUNDS
+            assert found["midstream:guard_requests"] == 4 * ROUNDS
+            assert found["midstream:guard_actions"] == 4 * ROUNDS
             # Replicas step together; an idle one makes steps of its own.
             steps = sum(worker["steps"]["active"] for worker in server.status()["workers"])
             assert found["midstream:active_steps"] == steps

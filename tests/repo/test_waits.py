@@ -126,7 +126,7 @@ def has_no_limit(call, name):
         return False
     value = call.func.value
     is_text = isinstance(value, ast.Constant | ast.JoinedStr)
-    return not is_text and name.split(".")[-2] not in (*DEVICE, "_ADDED", "CURRENT")
+    return not is_text and name.split(".")[-2] not in (*DEVICE, "_ADDED", "ASKER", "CURRENT")
 
 
 def unlimited():

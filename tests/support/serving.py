@@ -85,6 +85,10 @@ class Running:
         """The JSON at a path."""
         return self._http.get(self.url + path).raise_for_status().json()
 
+    def text(self, path: str) -> str:
+        """The text at a path."""
+        return self._http.get(self.url + path, follow_redirects=True).raise_for_status().text
+
     def is_healthy(self) -> bool:
         """Whether it answers that it runs."""
         return self._http.get(f"{self.url}/health", timeout=5).status_code == 200

@@ -25,7 +25,7 @@ _ELSEWHERE = {
     **dict.fromkeys(
         ("probe", "score", "monitor"),
         "in Python, LLM(MODEL).generate(PROMPT, probes=Probe(vector, layer=14)); on a server, "
-        "`midstream serve MODEL --steering JSON`",
+        "`midstream guard put NAME PROBE --above 2.0`",
     ),
     **dict.fromkeys(("plan", "estimate"), "`midstream capture MODEL … --estimate`"),
     "patch": "`midstream sweep MODEL PROMPT --source TEXT --metric METRIC`",

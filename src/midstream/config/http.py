@@ -19,8 +19,8 @@ class HttpSettings(Struct, frozen=True):
     """Limits of one server.
 
     Attributes:
-        admin: whether vectors and server-wide steering can be changed over HTTP. None: only if a
-            key protects them, or if the server is bound to loopback.
+        admin: whether vectors, guards and server-wide steering can be changed over HTTP. None: only
+            if a key protects them, or if the server is bound to loopback.
         max_body_bytes: maximum length of a request body.
         inline_bytes: maximum bytes of tensors in one response.
         held_bytes: maximum bytes of captured rows cached for clients, in total.
@@ -29,7 +29,7 @@ class HttpSettings(Struct, frozen=True):
         client_bytes: maximum bytes of captured rows cached for one client.
         client_captures: maximum number of captures cached for one client.
         held_seconds: lifetime of a cached capture in seconds.
-        vector_bytes: maximum bytes of registered vectors.
+        vector_bytes: maximum bytes of registered vectors, and of all versions of guards.
         waiting_requests: maximum number of requests with a plan that wait for capacity.
         wait_seconds: longest time in seconds that such a request waits.
         stall_seconds: longest time in seconds that a stream of a request with a plan, or of a
@@ -43,8 +43,9 @@ class HttpSettings(Struct, frozen=True):
             `lm_head.weight`. Embeddings, norms and the head are possible, the decoder layers are
             not.
         log: "text" or "json": form of midstream's own lines in the log.
-        shared_folder: folder on this machine by which several servers have the same named vectors
-            and server-wide steering; None: a server has its own.
+        shared_folder: folder on this machine by which several servers have the same named vectors,
+            guards and server-wide steering, and a restarted one has them again; None: a server has
+            its own.
         studio: whether the server has Studio, a page for browsers, at `/midstream`.
     """
 

@@ -18,6 +18,7 @@ from midstream.server.routes import (
     activations,
     captures,
     compat_steering,
+    guards,
     parameters,
     requests,
     status,
@@ -29,7 +30,8 @@ from midstream.server.routes import (
 from midstream.server.server import Server
 
 _ROUTES = (
-    activations, captures, vectors, steering, parameters, status, compat_steering, tokens, requests,
+    activations, captures, vectors, steering, guards, parameters, status, compat_steering, tokens,
+    requests,
 )  # fmt: skip
 
 
