@@ -262,6 +262,7 @@ async def make(
     has_key: bool = False,
     origins: Any = ("*",),
     engine: Any = None,
+    events: Any = None,
     **http: Any,
 ) -> Site:
     """An app whose engine is there."""
@@ -272,7 +273,7 @@ async def make(
         uds=None,
         allowed_origins=[*origins],
         worker_cls="auto",
-        additional_config={"midstream": {"http": http or True}},
+        additional_config={"midstream": {"http": http or True, "events": events or {}}},
     )
     site = Site(app, engine)
     add_endpoints(site)

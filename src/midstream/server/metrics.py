@@ -30,6 +30,7 @@ COUNTERS = (
     ("sweeps", "Ended sweeps, by how they ended.", ("status",)),
     ("sweep_cells", "Cells of sweeps whose value was sent.", ()),
     ("refusals", "Rejected HTTP requests to midstream.", ("status",)),
+    ("guard_events_dropped", "Events of guards that a sink or a webhook did not get.", ()),
     ("steps", "Forward passes of a worker.", _WORKER),
     ("active_steps", "Forward passes with at least one token that a plan covers.", _WORKER),
     ("planner_seconds", "Time that the planner took to prepare steps.", _WORKER),
@@ -132,6 +133,8 @@ class Metrics:
         self._set("held_bytes", state["held"]["bytes"])
         self._set("vectors", state["vectors"])
         self._set("steering_epoch", state["steering"]["epoch"])
+        lost = sum(sink["dropped"] + sink["dead_letters"] for sink in state["events"].values())
+        self._total("guard_events_dropped", lost)
         if state["workers_age_seconds"] is not None:
             self._set("workers_age_seconds", state["workers_age_seconds"])
         for worker in state["workers"]:

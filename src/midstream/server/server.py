@@ -38,6 +38,7 @@ from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder
 from midstream.server.running_requests import RunningCall, RunningRequests
 from midstream.server.sweep_pace import SweepPace
+from midstream.sinks.events import EventLog
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import SteeringState
@@ -67,11 +68,13 @@ class Server:
         admin: bool,  # whether vectors and steering can be changed over HTTP
         has_key: bool,  # whether vLLM checks an API key before
         check_host: Callable[[Mapping[str, str]], None],  # raises HttpError
+        events: EventLog | None = None,  # where events of guards go; None: to the log alone
     ) -> None:
         self.settings = settings
         self._has_key = has_key
         self.check_host = check_host
         self.metrics = metrics.process_metrics()
+        self.events = EventLog({}) if events is None else events
         self._admin = admin
         self.captures = CaptureCache(settings)
         self.parameter_lock = asyncio.Lock()  # held by the client that is sent a parameter
@@ -196,6 +199,7 @@ class Server:
             "lens_names": list(llm.lenses.names),
             "sae_names": list(llm.saes.names),
             "held": {"captures": len(self.captures), "bytes": self.captures.nbytes},
+            "events": {name: asdict(counts) for name, counts in self.events.counts.items()},
             "limits": structs.asdict(self.settings),
             **await llm.usage(_USAGE_SECONDS),
         }
@@ -220,11 +224,12 @@ class Server:
         )
 
     def close(self) -> None:
-        """Free all cached captures. The engine closes its sinks itself."""
+        """Free all cached captures, and send the events that wait. The engine closes its sinks."""
         audit_log.log_event("closing", held_captures=len(self.captures))
         if self._expiry is not None:
             self._expiry.cancel()
         self.captures.close()
+        self.events.close()
         if self.peers is not None:
             self.peers.close()
             remove_if_left()

@@ -21,6 +21,7 @@ STEPS = {"active": 20, "planner_ns": 2_500_000_000, "ring_last": 7, "ring_most":
 STATE: dict[str, Any] = {
     "requests": 3, "waiting": 1, "vectors": 4, "workers_age_seconds": 1.5, "totals": TOTALS,
     "sinks": {"store": 70}, "held": {"captures": 2, "bytes": 300},
+    "events": {"a": {"dropped": 0, "dead_letters": 0}, "b": {"dropped": 5, "dead_letters": 7}},
     "steering": {"epoch": 11, "digest": "d"}, "process": {"number": 0, "count": 1},
     "workers": [
         {"replica": 3, "stage": stage, "tensor_rank": 0, "ring_rows": 640,
@@ -81,6 +82,7 @@ def test_counters_and_gauges_are_what_the_status_says(metrics, registry):
     assert value(registry, "sink_unwritten_bytes", sink="store") == 70
     assert value(registry, "requests_running") == 3
     assert value(registry, "held_bytes") == 300
+    assert value(registry, "guard_events_dropped_total") == 12
 
 
 def test_of_several_processes_one_counts_the_steps_of_the_engine(metrics, registry):

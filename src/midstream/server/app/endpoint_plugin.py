@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from midstream import entries
+from midstream.config.event_sinks import read_events
 from midstream.config.http import admin_key, divided, read_http
 from midstream.runtime.vllm.additional_config import key_of_environment, settings_of
 from midstream.server.app import fingerprint
@@ -27,6 +28,7 @@ from midstream.server.routes import (
     vectors,
 )
 from midstream.server.server import Server
+from midstream.sinks.events import EventLog
 
 _ROUTES = (
     activations, captures, vectors, steering, parameters, status, compat_steering, tokens, requests,
@@ -68,6 +70,7 @@ class Endpoints:
             admin=guard.is_open,
             has_key=has_key,
             check_host=guard.check_host,
+            events=EventLog(read_events(own.events)),
         )
         for router in (*(module.router for module in _ROUTES), *entries.routers()):
             app.include_router(router)
