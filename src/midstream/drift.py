@@ -232,3 +232,45 @@ class DriftWindow:
             self._counts = [
                 total - count for total, count in zip(self._counts, counts, strict=True)
             ]
+
+
+class DriftMonitor:
+    """Windows of the latest scores of guards, each of the newest version that has scored."""
+
+    def __init__(
+        self,
+        seconds: float = 3600.0,
+        least: int = LEAST_SCORES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create it; the arguments are those of each `DriftWindow`."""
+        self._seconds = seconds
+        self._least = least
+        self._clock = clock
+        self._windows: dict[str, tuple[int, DriftWindow]] = {}
+
+    def add(self, guard: str, version: int, training: ScoreBins, score: float) -> None:
+        """Count a score. One of an earlier version, of a request that began before, is ignored."""
+        newest, window = self._windows.get(guard, (-1, None))
+        if version < newest:
+            return
+        if window is None or version > newest:
+            window = DriftWindow(
+                training, seconds=self._seconds, least=self._least, clock=self._clock
+            )
+            self._windows[guard] = (version, window)
+        window.add(score)
+
+    def keep(self, guards: Iterable[str]) -> None:
+        """Forget all other guards, which were deleted."""
+        for name in self._windows.keys() - set(guards):
+            del self._windows[name]
+
+    def indices(self) -> dict[tuple[str, int], float]:
+        """Return the index by guard and version, of those with enough scores."""
+        indices = {}
+        for guard, (version, window) in self._windows.items():
+            index = window.psi()
+            if index is not None:
+                indices[guard, version] = index
+        return indices

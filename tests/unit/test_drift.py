@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.drift import MOST_BINS, DriftWindow, ScoreBins, stability_index
+from midstream.drift import MOST_BINS, DriftMonitor, DriftWindow, ScoreBins, stability_index
 from midstream.errors import SpecError
 
 BINS = ScoreBins((-1.0, 0.0, 2.5), (10, 20, 30, 40))
@@ -106,6 +106,29 @@ def test_a_window_of_time_counts_what_is_not_older(steps):
     now += 61
     assert window.counts == (0, 0, 0, 0)
     assert window.psi() is None
+
+
+def test_each_guard_has_the_index_of_its_newest_version_for_as_long_as_it_is_there():
+    now = 0.0
+    monitor = DriftMonitor(seconds=60.0, least=2, clock=lambda: now)
+    other = ScoreBins((5.0,), (1, 1))
+    for guard, version, training, score in (
+        ("a", 1, BINS, 0.0), ("a", 1, BINS, 0.0), ("b", 7, BINS, 3.0), ("b", 7, BINS, -3.0),
+        ("few", 1, BINS, 0.0),
+    ):  # fmt: skip
+        monitor.add(guard, version, training, score)
+    assert monitor.indices() == {
+        ("a", 1): pytest.approx(reference(BINS.counts, [0, 0, 2, 0])),
+        ("b", 7): pytest.approx(reference(BINS.counts, [1, 0, 0, 1])),
+    }
+    for version in (2, 1, 2):
+        monitor.add("a", version, other, 9.0)
+    assert monitor.indices()["a", 2] == pytest.approx(reference([1, 1], [0, 2]))
+    assert ("a", 1) not in monitor.indices()
+    monitor.keep(["a", "unknown"])
+    assert set(monitor.indices()) == {("a", 2)}
+    now = 100.0
+    assert monitor.indices() == {}
 
 
 def test_there_is_no_index_of_too_few_scores():

@@ -30,11 +30,11 @@ COUNTERS = (
     ("sweeps", "Ended sweeps, by how they ended.", ("status",)),
     ("sweep_cells", "Cells of sweeps whose value was sent.", ()),
     ("refusals", "Rejected HTTP requests to midstream.", ("status",)),
-    ("guard_events_dropped", "Events of guards that a sink or a webhook did not get.", ()),
     ("steps", "Forward passes of a worker.", _WORKER),
     ("active_steps", "Forward passes with at least one token that a plan covers.", _WORKER),
     ("planner_seconds", "Time that the planner took to prepare steps.", _WORKER),
     ("spills", "Arena segments spilled to disk because memory was full.", _WORKER),
+    ("guard_events_dropped", "Events of guards that a sink or a webhook did not get.", ()),
 )  # fmt: skip
 GAUGES = (
     ("requests_running", "Unfinished calls with a plan, including waiting ones.", ()),
