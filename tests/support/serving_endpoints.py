@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException, Request
@@ -23,6 +24,7 @@ class Params:
 
     n: int = 1
     extra_args: dict[str, Any] | None = None
+    output_kind: Any = field(default_factory=lambda: SimpleNamespace(name="DELTA"))
 
     def clone(self) -> Params:
         return replace(self)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from midstream.errors import SpecError
 from midstream.plan import ModelShape, Plan
+from midstream.plan.probe import Probe
 from midstream.results.activations import Activations
 from midstream.results.plan_update import PlanUpdate
 from midstream.results.probe_scores import Probes
@@ -31,6 +32,7 @@ from midstream.server.server import Server
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.sinks.sink_set import SinkSet
 from midstream.steering import VectorRegistry
+from midstream.steering.guards import Guards
 from midstream.steering.tiers import Steering
 from support.serving_endpoints import Params, add_endpoints
 from support.sinking import ORIGIN
@@ -83,6 +85,7 @@ class FakeEngine(FakeSweeps):
     def __init__(self) -> None:
         self.vectors = VectorRegistry(SHAPE)
         self.steering = Steering(self.vectors)
+        self.guards = Guards(self.vectors)
         self.sinks = SinkSet((), ORIGIN)
         self.captures = ServerCaptures(self.sinks, SHAPE)
         self.info = SimpleNamespace(
@@ -98,6 +101,7 @@ class FakeEngine(FakeSweeps):
                 revision=None,
                 hf_config=SimpleNamespace(model_type="fake"),
                 get_vocab_size=lambda: 0x110000,
+                max_model_len=512,
             ),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=8192),
@@ -165,6 +169,9 @@ class FakeEngine(FakeSweeps):
     async def generate(
         self, prompt: Any, params: Any, request_id: str, *, capture: Any = None, **given: Any
     ) -> AsyncGenerator[Any, None]:
+        if isinstance(given.get("probes"), Probe):  # of the server itself
+            params = SimpleNamespace(n=1, extra_args={"midstream": Plan(probes=(given["probes"],))})
+            prompt = "".join(map(chr, prompt["prompt_token_ids"]))
         if capture is not None:
             params = SimpleNamespace(n=1, extra_args={"midstream": Plan(captures=(capture,))})
             prompt = "".join(map(chr, prompt["prompt_token_ids"]))
@@ -193,6 +200,9 @@ def completion(index: int = 0, **changes: Any) -> SimpleNamespace:
         "index": index,
         "text": "",
         "finish_reason": None,
+        "stop_reason": None,
+        "token_ids": [],
+        "logprobs": None,
         "probes": None,
         "activations": None,
         "receipt": None,
@@ -211,6 +221,7 @@ def outputs_of(prompt: str, params: Params, request_id: str) -> list[Any]:
     layers = tuple(index for one in captures for index in one.layers.indices)
     streams = any(one.stream for one in captures)
     names = [probe.name for probe in plan.probes] if plan is not None else []
+    names += [probe.name for probe in carried.guards] if isinstance(carried, CallPlan) else []
     found = []
     for nth in range(1, TOKENS + 1):
         count, is_last = len(prompt) + nth - 1, nth == TOKENS
@@ -231,7 +242,9 @@ def outputs_of(prompt: str, params: Params, request_id: str) -> list[Any]:
             if is_last:
                 made.finish_reason = "length"
             each.append(made)
-        found.append(SimpleNamespace(request_id=request_id, outputs=each, finished=is_last))
+        output = SimpleNamespace(request_id=request_id, outputs=each, finished=is_last)
+        output.prompt_token_ids = list(map(ord, prompt)) if isinstance(prompt, str) else None
+        found.append(output)
     return found
 
 

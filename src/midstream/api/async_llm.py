@@ -46,6 +46,7 @@ from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_model, check_script, named_model
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.steering import VectorRegistry
+from midstream.steering.guards import Guards
 from midstream.steering.tiers import Steering
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ class AsyncRegistries:
     def steering(self) -> Steering:
         """Server-wide edits: set, clear, show. Raises RuntimeError before `ready()`."""
         return self._front.steering
+
+    @property
+    def guards(self) -> Guards:
+        """Guards of its server: put, promote, rollback. Raises RuntimeError before `ready()`."""
+        return self._front.guards
 
     @property
     def lenses(self) -> AsyncLenses:

@@ -35,6 +35,8 @@ class ServedCompletion(ChoiceReadOuts):
         receipt: the receipt; None until the choice has ended, or if the request had no plan.
         capture_results: results of sinks by name; None if no rows went to a sink.
         rows: of a stream, partial rows of captures with `stream`, in the order received.
+        guards: what the server's guards did, of a request with `midstream={"guards": True}`; None:
+            it did not ask, or the choice has not ended.
         captured: rows that the server keeps for edits of later requests; None if it keeps none.
     """
 
@@ -47,6 +49,7 @@ class ServedCompletion(ChoiceReadOuts):
     capture_results: Mapping[str, CaptureResult] | None = None
     rows: list[Activations] = field(default_factory=list)
     captured: CapturedRows | None = None
+    guards: list[dict[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -153,6 +156,8 @@ class Reader:
             return
         if "receipt" in results:
             completion.receipt = Receipt.from_dict(results["receipt"])
+        if "guards" in results:
+            completion.guards = list(results["guards"])
         if "probes" in results:
             # Each event has new scores only.
             known = self._scores.setdefault(completion.index, _Scores())

@@ -57,6 +57,14 @@ class Probes(Mapping[str, "Tensor"]):
     def __len__(self) -> int:
         return len(self._scores)
 
+    def only(self, names: Sequence[str]) -> Probes:
+        """Return the scores of some of the probes. Raises KeyError: there is no such probe."""
+        return Probes(
+            {name: self[name] for name in names},
+            {name: self._positions[name] for name in names},
+            self._given_tokens,
+        )
+
     def positions_of(self, name: str) -> Tensor:
         """Return the positions of a probe's scores in the request, prompt first, int64 [rows].
 

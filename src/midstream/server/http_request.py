@@ -28,6 +28,7 @@ class ChoiceUpdate:
     probes: Any = None  # latest scores by name, cumulative; None if there are none
     rows: list[Any] = field(default_factory=list)  # partial rows, without overlap
     readouts: dict[str, list[Any]] = field(default_factory=dict)  # the same, by attribute
+    guards: Any = None  # flags of the server's guards, once the choice has ended; else None
     final: Any = None  # vLLM's CompletionOutput, once the choice has ended; else None
     request_id: str = ""
 
@@ -129,6 +130,10 @@ class RequestContext:
             return
         update = self.updates.setdefault(choice, ChoiceUpdate())
         update.request_id = output.request_id
+        if self.request_field.guards:
+            update.guards = getattr(completion, "guards", None)
+            if update.guards is None and completion.finish_reason is not None:
+                update.guards = []
         if completion.probes is not None:
             update.probes = completion.probes
         if completion.receipt is not None:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from midstream.runtime.protocol.worker_info import place_of
+from midstream.steering.guards import ActiveGuard
 
 # Label: a worker's place, as in the problems of receipts.
 _WORKER = ("worker",)
+_GUARD = ("guard", "version")
 # Minimum interval between two queries of the engine: /metrics needs no key.
 _EVERY_SECONDS = 1.0
 
@@ -34,6 +36,8 @@ COUNTERS = (
     ("active_steps", "Forward passes with at least one token that a plan covers.", _WORKER),
     ("planner_seconds", "Time that the planner took to prepare steps.", _WORKER),
     ("spills", "Arena segments spilled to disk because memory was full.", _WORKER),
+    ("guard_requests", "Completions, by whether a guard scored them.", (*_GUARD, "scored")),
+    ("guard_actions", "Completions on which a guard acted, by action.", (*_GUARD, "action")),
     ("guard_events_dropped", "Events of guards that a sink or a webhook did not get.", ()),
 )  # fmt: skip
 GAUGES = (
@@ -60,8 +64,16 @@ _OF_PROCESS = (
 )  # fmt: skip
 HISTOGRAMS = (
     ("waiting_seconds", "Time that calls with a plan waited for capacity, if they did.", ()),
+    ("guard_score", "Pooled score of a completion nearest to a guard's threshold.", _GUARD),
+    ("guard_seconds", "Time by which the guards delayed the end of a completion.", ()),
 )
-_WAIT_BUCKETS = (0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300)
+_BUCKETS = {
+    "waiting_seconds": (0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300),
+    "guard_score": (
+        -100, -50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 4, 5, 7, 10, 20, 50, 100,
+    ),
+    "guard_seconds": (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+}  # fmt: skip
 
 
 class Metrics:
@@ -85,7 +97,7 @@ class Metrics:
         }  # fmt: skip
         self._histograms = {
             name: Histogram(
-                f"midstream:{name}", text, labels, registry=registry, buckets=_WAIT_BUCKETS
+                f"midstream:{name}", text, labels, registry=registry, buckets=_BUCKETS[name]
             )
             for name, text, labels in HISTOGRAMS
         }
@@ -103,6 +115,22 @@ class Metrics:
 
     def observe_wait(self, seconds: float) -> None:
         self._histograms["waiting_seconds"].observe(seconds)
+
+    def count_guarded(self, guard: ActiveGuard, scored: bool) -> None:
+        labels = guard.name, str(guard.version), str(scored).lower()
+        self._counters["guard_requests"].labels(*labels).inc()
+
+    def count_action(self, guard: ActiveGuard, action: str) -> None:
+        self._counters["guard_actions"].labels(guard.name, str(guard.version), action).inc()
+
+    def observe_score(self, guard: ActiveGuard, score: float) -> None:
+        self._histograms["guard_score"].labels(guard.name, str(guard.version)).observe(score)
+
+    def observe_guards(self, seconds: float) -> None:
+        self._histograms["guard_seconds"].observe(seconds)
+
+    def count_dropped_event(self) -> None:
+        self._counters["guard_events_dropped"].inc()
 
     async def refresh(
         self, state: Callable[[], Any], clock: Callable[[], float] = time.monotonic

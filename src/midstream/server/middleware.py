@@ -19,6 +19,7 @@ from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.server.body_values import body_fields, check_values, is_long
+from midstream.server.guards.guarded_calls import ASKER
 from midstream.server.http_errors import RefusalLogger, send_error
 from midstream.server.open_requests import carry_id
 from midstream.server.peers import CAPTURES, PEER
@@ -67,6 +68,8 @@ class Middleware:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         path = path_of(scope)
+        is_own = path.startswith(_OWN)
+        ASKER.set(None if is_own else self._server.client_of(scope))
         # vLLM generates at more paths than those that can return results.
         if scope["method"] == "POST" and (path == SWEEP or not path.startswith(_OWN)):
             send = self._with_steering(send)

@@ -30,6 +30,7 @@ class MidstreamField:
     plan: Plan | None  # None: the request has none of its own
     activations: Return  # how captured rows without a sink are returned
     arguments: CallArguments = CallArguments()  # as the client wrote them
+    guards: bool = False  # whether the response has the flags of the server's guards
 
     @property
     def name(self) -> str:
@@ -48,8 +49,11 @@ class MidstreamField:
 def read_field(value: object) -> MidstreamField:
     """Parse the field's object: captures, edits, probes, controller and `activations`."""
     with at(KEY):
-        optional = ("capture", "edits", "steer", "probes", "controller", "activations")
+        optional = ("capture", "edits", "steer", "probes", "controller", "activations", "guards")
         fields = read_fields(value, required=(), optional=optional)
+        guards = fields.pop("guards", False)
+        if not isinstance(guards, bool):
+            raise SpecError("guards", f"expected true or false, got {kind(guards)}")
         returned = fields.pop("activations", "handle")
         if returned not in RETURNS:
             got = show(returned) if isinstance(returned, str) else kind(returned)
@@ -59,7 +63,7 @@ def read_field(value: object) -> MidstreamField:
                 raise SpecError(name, "expected a dict or a list, got null; omit it instead")
         arguments = CallArguments(**fields)
         try:
-            return MidstreamField(arguments.alone().plan(), returned, arguments)
+            return MidstreamField(arguments.alone().plan(), returned, arguments, guards)
         except SpecError as error:
             raise arguments.explain(error) from None
 
@@ -73,7 +77,9 @@ def take_field(body: dict[str, Any], known: Container[str] = ()) -> MidstreamFie
     if own_field is not None and own_field.plan is not None:
         name, _ = plan.coming_from[0]
         raise SpecError(name, f"the field `{KEY}` has a plan too; give one of them")
-    return MidstreamField(plan, "handle" if own_field is None else own_field.activations)
+    if own_field is None:
+        return MidstreamField(plan, "handle")
+    return MidstreamField(plan, own_field.activations, guards=own_field.guards)
 
 
 def _read_again(value: object) -> MidstreamField:

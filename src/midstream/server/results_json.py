@@ -48,6 +48,8 @@ class ResultEncoder:
         encoded: dict[str, Any] = {}
         if update.final is not None:
             encoded["receipt"] = update.final.receipt.to_dict()
+        if update.guards is not None:
+            encoded["guards"] = update.guards
         probes = update.probes
         if probes is not None and (scores := _new_scores(context, choice, probes)):
             encoded["probes"] = scores

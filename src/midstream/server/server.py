@@ -25,12 +25,18 @@ from midstream.plan.captured_rows import OpenRows
 from midstream.plan.operations import has_captured
 from midstream.plan.positions.work import check_called
 from midstream.plan.tap_lookup import size_of
-from midstream.runtime.frontend.request.call_plan import plan_of, with_plan, without_plan
+from midstream.runtime.frontend.request.call_plan import (
+    CallPlan,
+    plan_of,
+    with_plan,
+    without_plan,
+)
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
 from midstream.server.body_values import completions_of
 from midstream.server.cached_rows.capture_cache import CachedCapture, CaptureCache, expire_in_time
 from midstream.server.cached_rows.patched_rows import opened_rows
+from midstream.server.guards.guarded_calls import GuardedCalls
 from midstream.server.http_request import RequestContext
 from midstream.server.open_requests import OpenRequests
 from midstream.server.peers import Peers
@@ -88,6 +94,7 @@ class Server:
         self.open_requests = OpenRequests()
         self.running = RunningRequests()
         self.sweeps = SweepPace(settings.running_sweeps, settings.sweep_wait_seconds)
+        self.guards = GuardedCalls.of(self.metrics)
 
     async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
         """Connect the engine; `template`: arguments of chat templates from the settings."""
@@ -105,12 +112,13 @@ class Server:
             own = own_folder()
             self.peers, shared = Peers(own, info.front_ends), shared or str(own / "state")
         if shared is not None:
-            self._shared = SharedFolder(shared, llm.vectors, llm.steering)
+            self._shared = SharedFolder(shared, llm.vectors, llm.steering, llm.guards)
         self._llm = llm
         self._expiry = asyncio.create_task(expire_in_time(self.captures))
         audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
         # Override the method on this instance only: the calls of an HTTP request get its plan.
         generate = llm.generate
+        self.guards.connect(llm, generate)
         llm.generate = lambda *args, **named: self._generate(generate, *args, **named)
 
     @property
@@ -229,6 +237,7 @@ class Server:
         if self._expiry is not None:
             self._expiry.cancel()
         self.captures.close()
+        self.guards.webhooks.close()
         self.events.close()
         if self.peers is not None:
             self.peers.close()
@@ -247,20 +256,30 @@ class Server:
                     f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's "
                     f"field {KEY}",
                 )
+            guarded = self.guards.begin(request_id, params, named.get("lora_request"))
+            if guarded is not None:
+                params = with_plan(params, CallPlan(None, guards=guarded.probes))
             stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
-            return stream
+            return stream if guarded is None else guarded.watch(stream, prompt)
+        guarded = self.guards.begin(request_id, params, named.get("lora_request"))
+        guards = () if guarded is None else guarded.probes
         plan = context.request_field.plan
         running: AbstractContextManager[None] = nullcontext()
         if plan is None:
             params = without_plan(params)
+            if guards:
+                params = with_plan(params, CallPlan(None, guards=guards))
         else:
-            own = context.call_plan(self.settings)
+            own = replace(context.call_plan(self.settings), guards=guards)
             # vLLM gives the calls of other requests numbers, also if there is only one.
             is_numbered, first = context.messages is None, context.calls * params.n
             call = RunningCall(context, request_id, context.client, own, first, is_numbered)
             running = self.running.running(call)
             params = with_plan(params, own)
-        return context.track(generate(prompt, params, request_id, **named), params.n, running)
+        stream = generate(prompt, params, request_id, **named)
+        if guarded is not None:
+            stream = guarded.watch(stream, prompt, plan is not None)
+        return context.track(stream, params.n, running)
 
 
 def _num_prompts(body: Mapping[str, Any]) -> int:

@@ -1,7 +1,7 @@
-"""Named vectors and server-wide edits of several processes on a machine, by a shared folder: a file
-for each name, an index with the tiers, and a counter that every process maps and every read
-compares. A change holds a lock, which the kernel frees, writes files, replaces the index by a
-rename, and raises the counter: it holds in all processes before the call returns.
+"""Named vectors, guards and server-wide edits of several processes of a machine, by a folder: a
+file for each name and definition, an index with the tiers, and a counter that every process maps
+and every read compares. A change holds a lock, which the kernel frees, writes files, replaces the
+index by a rename, and raises the counter: it holds in all processes before the call returns.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from midstream.plan.plan import parse_server_wide
 from midstream.plan.shape import ModelShape
 from midstream.steering.changes import Changes
 from midstream.steering.edit_forms import TIERS
+from midstream.steering.guard_definition import read_definition
+from midstream.steering.guards import Guards, GuardState, GuardVersion
 from midstream.steering.registry import NamedEntry, VectorRegistry
 from midstream.steering.tiers import Steering, SteeringState
 
@@ -37,12 +40,14 @@ _FORMAT = 1
 class SharedFolder(Changes):
     """One process's part in a folder: the `Changes` of its registry and tiers. Thread-safe."""
 
-    def __init__(self, folder: str, vectors: VectorRegistry, steering: Steering) -> None:
+    def __init__(
+        self, folder: str, vectors: VectorRegistry, steering: Steering, guards: Guards
+    ) -> None:
         """Join a folder of this machine, made if it does not exist. What it has replaces what the
-        registry and the tiers have; into a new folder goes what they have.
+        registries and the tiers have; into a new folder goes what they have.
         """
         self._folder = Path(folder)
-        self._vectors, self._steering = vectors, steering
+        self._vectors, self._steering, self._guards = vectors, steering, guards
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder_stat = self._folder.stat()
         if folder_stat.st_uid != os.geteuid() or folder_stat.st_mode & (
@@ -66,7 +71,7 @@ class SharedFolder(Changes):
                 self._load_last()
             else:
                 self._publish()
-        vectors.changes = steering.changes = self
+        vectors.changes = steering.changes = guards.changes = self
 
     @property
     def version(self) -> int:
@@ -86,12 +91,12 @@ class SharedFolder(Changes):
         """Hold the folder's lock; publish what was changed if nothing was raised."""
         with self._locked():
             self._load_last()
-            before = self._vectors.entries, self._steering.state
+            before = self._vectors.entries, self._steering.state, self._guards.state
             yield
             try:
                 self._publish()
             except OSError as error:
-                self._vectors.entries, self._steering.state = before
+                self._vectors.entries, self._steering.state, self._guards.state = before
                 raise StoreError(
                     "nothing was changed, because the shared folder cannot be written to: "
                     f"{error.strerror}"
@@ -161,9 +166,31 @@ class SharedFolder(Changes):
                 entries[name] = self._vectors.entry(name, self._read_json(file), registered)
         tiers = {tier: tuple(map(parse_server_wide, index["steering"][tier])) for tier in TIERS}
         epoch, digest = index["steering"]["epoch"], index["steering"]["digest"]
+        guards = self._guards_of(index["guards"])
         self._vectors.entries = entries
+        self._guards.state = guards
         self._steering.state = SteeringState(**tiers, epoch=epoch, digest=digest)
         self._read = index["version"]
+
+    def _guards_of(self, index: Mapping[str, Any]) -> GuardState:
+        before = self._guards.state.histories.values()
+        known = {version.digest: version for versions in before for version in versions}
+        histories: dict[str, tuple[GuardVersion, ...]] = {}
+        for name, versions in index["histories"].items():
+            read = []
+            for number, change, when, who, digest in versions:
+                version = GuardVersion(number, change, when, who, None)
+                if digest and digest not in known:
+                    form = self._read_json(_file_of_guard(digest))
+                    known[digest] = version.of(read_definition(form).checked_bound())
+                if digest:
+                    same = known[digest]
+                    version = replace(
+                        version, definition=same.definition, digest=digest, nbytes=same.nbytes
+                    )
+                read.append(version)
+            histories[name] = tuple(read)
+        return GuardState(histories, index["dropped"])
 
     def _publish(self) -> None:
         version = self._read + 1
@@ -174,20 +201,38 @@ class SharedFolder(Changes):
             if not (self._folder / file).exists():
                 self._write_json(file, self._vectors.form(name))
         steering = self._steering.state.to_dict()
+        guards, definitions = self._write_guards()
         self._write_json(
             _INDEX,
             {
                 "format": _FORMAT, "version": version, "model": self._model,
-                "vectors": files, "steering": steering,
+                "vectors": files, "steering": steering, "guards": guards,
             },
         )  # fmt: skip
         self._read = version
         self._counter[0] = version
-        used = {file for file, _ in files.values()}
-        for path in self._folder.glob("vectors-*"):
-            if path.name not in used:
-                with suppress(OSError):  # the change is made
-                    path.unlink()
+        used = {file for file, _ in files.values()} | definitions
+        for pattern in ("vectors-*", "guard-*"):
+            for path in self._folder.glob(pattern):
+                if path.name not in used:
+                    with suppress(OSError):  # the change is made
+                        path.unlink()
+
+    def _write_guards(self) -> tuple[dict[str, Any], set[str]]:
+        """Write the definitions that have no file; return the guards' index, and their files."""
+        state, files = self._guards.state, set[str]()
+        histories: dict[str, list[list[Any]]] = {}
+        for name, versions in state.histories.items():
+            histories[name] = []
+            for version in versions:
+                about = version.number, version.change, version.time, version.who, version.digest
+                histories[name].append([*about])
+                if version.definition is None:
+                    continue
+                files.add(file := _file_of_guard(version.digest))
+                if not (self._folder / file).exists():
+                    self._write_json(file, version.definition.to_dict())
+        return {"histories": histories, "dropped": state.dropped}, files
 
     def _read_json(self, name: str) -> Any:
         with open(self._folder / name, encoding="utf-8") as file:
@@ -214,6 +259,10 @@ def _damaged(problem: str) -> StoreError:
 def _file_of(entry: NamedEntry) -> str:
     """Return the name of an entry's file, which has the digest of its content."""
     return f"vectors-{entry.description.digest}.json"
+
+
+def _file_of_guard(digest: str) -> str:
+    return f"guard-{digest}.json"
 
 
 def _model_of(shape: ModelShape) -> str:

@@ -21,6 +21,7 @@ from midstream.server.middleware import _parse
 from midstream.server.routes import (
     captures,
     compat_steering,
+    guards,
     requests,
     steering,
     tokens,
@@ -108,6 +109,19 @@ ROUTES: dict[str, dict[str, dict[str, Make]]] = {
         "prompt": {"edits": edits},
         "generated": {"edits": everywhere},
     },
+    "PUT /v1/midstream/guards/{name}": {
+        "probe": {
+            "numbers": lambda n: {"direction": numbers(n), "layer": 1},
+            "positions": lambda n: {"direction": V, "layer": 1, "positions": whole(n)},
+            "texts": lambda n: {"direction": V, "layer": 1, "positions": texts(n)},
+        },
+        "edits": {"edits": edits, "everywhere": everywhere},
+        "scope": {"models": lambda n: {"models": texts(n)}, "keys": lambda n: {"keys": texts(n)}},
+        "action": NONE, "above": NONE, "below": NONE, "for": NONE, "pool": NONE, "message": NONE,
+        "text": NONE, "visible": NONE, "webhook": NONE, "when": NONE,
+    },
+    "POST /v1/midstream/guards/{name}/promote": {},
+    "POST /v1/midstream/guards/{name}/rollback": {"version": NONE},
     "POST /v1/steering/set": {
         "vectors": _HOOKS, "prefill_vectors": _AS_HOOKS, "decode_vectors": _AS_HOOKS,
         "clamps": _CLAMPS, "prefill_clamps": _AS_CLAMPS, "decode_clamps": _AS_CLAMPS,
@@ -136,6 +150,7 @@ ELSEWHERE = {"POST /v1/midstream/sweep": "sweep", "POST /v1/midstream/fit": "fit
 REST: dict[str, dict[str, Any]] = {
     "POST /v1/steering/modules/register": {"name": "m"},
     "POST /v1/steering/modules/unregister": {"name": "m"},
+    "PUT /v1/midstream/guards/{name}": {"probe": {"direction": V, "layer": 1}, "above": 1.0},
 }
 
 
@@ -160,6 +175,10 @@ def run_route(route: str, server: Any, body: Any) -> None:
         requests._read(requests.UpdateBody(**body).edits, {}, server)
     elif route == "PUT /v1/midstream/captures/{name}":
         captures.change("m", captures.ServerCaptureBody(**body), server)
+    elif route == "PUT /v1/midstream/guards/{name}":
+        form = guards.GuardBody(**body).model_dump(by_alias=True)
+        action = {"action": "switch"} if "edits" in body else {}
+        server.llm.guards.put("m", {**form, **action})
     elif route == "POST /v1/midstream/tokens":
         texts_of(server.llm, tokens.TokensBody(**body).ids)
     else:
@@ -174,7 +193,8 @@ def run_route(route: str, server: Any, body: Any) -> None:
 
 def declared(route: Any) -> set[str]:
     if route.body_field is not None:
-        return set(route.body_field.field_info.annotation.model_fields)
+        fields = route.body_field.field_info.annotation.model_fields
+        return {about.alias or name for name, about in fields.items()}
     content = (route.openapi_extra or {}).get("requestBody", {}).get("content", {})
     if not content:
         return set()

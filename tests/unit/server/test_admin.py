@@ -11,6 +11,7 @@ from midstream.config.http import ADMIN_HEADER
 pytestmark = pytest.mark.anyio
 VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
 CAPTURES = "/v1/midstream/captures"
+GUARDS = "/v1/midstream/guards"
 V = [1.0, 2.0, 2.0]
 
 
@@ -21,6 +22,7 @@ CHANGES = [
     ("DELETE", STEERING, None),
     ("PUT", f"{CAPTURES}/x", {"capture": {"layers": [1]}}),
     ("DELETE", CAPTURES, None),
+    ("PUT", f"{GUARDS}/x", {"probe": {"direction": V, "layer": 1}, "above": 1.0}),
     ("POST", "/v1/steering/set", {"vectors": {"post_block": {"1": V}}}),
     ("POST", "/v1/steering/clear", None),
     ("POST", "/v1/steering/modules/register", {"name": "x", "vectors": V}),

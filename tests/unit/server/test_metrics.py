@@ -8,6 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from midstream.server.metrics import COUNTERS, GAUGES, Metrics
+from midstream.steering.guard_definition import GuardDefinition
+from midstream.steering.guards import ActiveGuard
 
 TOTALS = {
     "completions": {"ok": 5, "error": 2}, "aborted": 1, "rows": 40, "row_bytes": 4000, "dropped": 6,
@@ -62,6 +64,14 @@ def test_every_metric_is_told_by_a_status(metrics, registry):
     metrics.update(STATE)
     metrics.count_refusal(429)
     metrics.count_sweep("ok", 16)
+    guard = ActiveGuard("toxic", 3, GuardDefinition(None, None), None, None)
+    metrics.count_guarded(guard, True)
+    metrics.count_action(guard, "flag")
+    metrics.observe_score(guard, 2.5)
+    labels = {"guard": "toxic", "version": "3"}
+    assert value(registry, "guard_requests_total", scored="true", **labels) == 1
+    assert value(registry, "guard_actions_total", action="flag", **labels) == 1
+    assert value(registry, "guard_score_bucket", le="3.0", **labels) == 1
     found = {
         sample.name.removeprefix("midstream:")
         for family in registry.collect()

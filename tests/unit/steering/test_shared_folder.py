@@ -19,6 +19,7 @@ from midstream.plan.operations import Clamp, Gate, Scale, Steer
 from midstream.plan.probe import Probe
 from midstream.plan.shape import ModelShape
 from midstream.steering import VectorRegistry, shared_folder
+from midstream.steering.guards import Guards
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import Steering
 
@@ -33,13 +34,14 @@ class Member:
     def __init__(self, folder: Path, taps: list[tuple[str, int]] = TAPS) -> None:
         self.vectors = VectorRegistry(ModelShape(3, WIDTH, taps))
         self.steering = Steering(self.vectors)
-        self.folder = SharedFolder(str(folder), self.vectors, self.steering)
+        self.guards = Guards(self.vectors)
+        self.folder = SharedFolder(str(folder), self.vectors, self.steering, self.guards)
 
     def state(self) -> tuple[object, ...]:
         """All that it has, as JSON values."""
         forms = {one.name: self.vectors.form(one.name) for one in self.vectors.list()}
         about = [one.to_dict() for one in self.vectors.list()]
-        return forms, about, self.steering.show().to_dict()
+        return forms, about, self.steering.show().to_dict(), self.guards.state
 
 
 @pytest.fixture
@@ -164,6 +166,7 @@ n = 0
 while True:
     member.vectors.register(f"v{{n % 5}}", {{1: V * (n + 1)}})
     member.steering.set(base=f"v{{n % 5}}")
+    member.guards.put("g", {{"probe": {{"direction": V, "layer": 1}}, "above": n}})
     print(n, flush=True)
     n += 1
 """
@@ -190,6 +193,8 @@ def test_a_process_that_is_killed_while_it_changes_leaves_a_state_that_goes_on(f
         # What it said that it had changed holds; the members go on, and agree.
         epoch = members[0].steering.epoch
         assert epoch >= len(said)
+        assert members[0].guards.show("g").number == members[1].guards.show("g").number
+        assert members[0].guards.show("g").number >= len(said)
         members[1].vectors.register("after", {0: V})
         members[0].steering.set(prompt="after")
         assert members[0].state() == members[1].state() == Member(folder).state()

@@ -102,7 +102,8 @@ class AsyncFrontEnd(BaseFrontEnd):
             raise SpecError(
                 "", "this engine returns results from generate() only; call that of AsyncLLM"
             )
-        if call.plan is not None or self.concerns(request.sampling_params):
+        is_guarded = bool(call.call_plan.guards)
+        if is_guarded or call.plan is not None or self.concerns(request.sampling_params):
             self.intake.check(self._admission.waiting)
         if call.session is not None:
             return self._admit_input(request, call, call.session)
@@ -124,7 +125,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         if call.plan is not None:
             self.sinks.check(call.plan)
         also, lookup, first = self.captures.current, self.vectors.lookup, session.inputs[0][0]
-        before = self.steering.plan_edits()
+        before = self.before(call.call_plan)
         prepared = self._resolver.resolve_session(call.plan, before, also, lookup, first)
         made = self._attach_payload(request, prepared, call.plan, also)
         admitted = self._register(request, call, made)

@@ -18,6 +18,8 @@ import msgspec
 from midstream.config.config import KEY, from_additional_config
 from midstream.errors import ConfigError, SpecError
 from midstream.plan import Capture, Plan
+from midstream.plan.plan import ServerWide
+from midstream.plan.probe import Probe
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.engine_use import EngineUse
@@ -54,6 +56,7 @@ from midstream.sinks.name_claims import RequestNames
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.sinks.sink_set import SinkSet
 from midstream.steering import VectorRegistry
+from midstream.steering.guards import Guards
 from midstream.steering.tiers import Steering
 
 Keep = Callable[[AdmittedRequest | None], AdmittedRequest | None]
@@ -117,6 +120,7 @@ class BaseFrontEnd:
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
         set_steering(engine.vllm_config, self.vectors, self.steering)
+        self.guards = Guards(self.vectors, self._check_guards)
         self.sinks = open_sinks(engine.vllm_config, info)
         weakref.finalize(self, self.sinks.close)
         self.names = TakenNames(self.sinks)
@@ -150,6 +154,14 @@ class BaseFrontEnd:
         """Number of requests that wait for capacity."""
         return self._admission.waiting
 
+    def before(self, call_plan: CallPlan) -> tuple[ServerWide, ...]:
+        """Return the server-wide edits and probes, and the guards, that apply to a call."""
+        return (*self.steering.plan_edits(), *call_plan.guards)
+
+    def _check_guards(self, guards: tuple[Probe, ...]) -> None:
+        """Check that requests can have these guards together, beside what is server-wide."""
+        self._resolver.check_before((*self.steering.plan_edits(), *guards))
+
     def concerns(self, params: Any) -> bool:
         """Return whether server-wide edits or captures apply: they do to all that generates."""
         is_for_all = bool(self.steering.plan_edits()) or bool(self.captures)
@@ -173,7 +185,7 @@ class BaseFrontEnd:
         own = call_plan.plan
         if own is not None:
             self.sinks.check(own)
-        before, also = self.steering.plan_edits(), self.captures.current
+        before, also = self.before(call_plan), self.captures.current
         prepared = self.plans.resolve(request, call_plan, before, also)
         if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(

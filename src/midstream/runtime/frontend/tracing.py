@@ -15,6 +15,7 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.budget import row_sizes
 from midstream.runtime.frontend.stats import RequestTotals
 from midstream.runtime.vllm.attributes import SPANS_OF_REQUEST
+from midstream.steering.guard_definition import is_probe_of_guard
 
 # Attributes to add to the span that is being made, and its end in nanoseconds.
 _ADDED: ContextVar[tuple[Mapping[str, Any], int] | None] = ContextVar(
@@ -87,6 +88,11 @@ def instrument_manual(original: Callable[..., Any], *args: Any, **named: Any) ->
 def asked_of(admitted: AdmittedRequest) -> dict[str, Any]:
     """Return what a request asked for, and where it and what applies to every request are."""
     own, plan = admitted.own, admitted.plan
+    guards = [
+        probe.name.removeprefix("guard:")
+        for probe in plan.probes
+        if probe.source < 0 and is_probe_of_guard(probe.name)
+    ]
     taps = {tap for capture in plan.captures for tap in capture.taps}
     for parts in (plan.edits, plan.probes, plan.functions):
         taps |= {(part.site, part.layer) for part in parts}
@@ -97,6 +103,7 @@ def asked_of(admitted: AdmittedRequest) -> dict[str, Any]:
         # Of read-outs the kind, without the name that the request gives it.
         "midstream.asked.sites": sorted({site.partition(".")[0] for site, _ in taps}),
         "midstream.asked.layers": len({layer for _, layer in taps}),
+        **({"midstream.guards": guards} if guards else {}),
     }
 
 
@@ -114,6 +121,12 @@ def attributes_of(receipt: Receipt, plan: ResolvedPlan, shape: ModelShape) -> di
     if receipt.actions:
         attributes["midstream.probes.fired"] = [
             f"{action.name}: {action.kind} at {action.position}" for action in receipt.actions
+        ]
+    guards = [action for action in receipt.actions if is_probe_of_guard(action.name)]
+    if guards:
+        attributes["midstream.guards.fired"] = [
+            f"{action.name.removeprefix('guard:')}: {action.score:g} at {action.position}"
+            for action in guards
         ]
     if receipt.edited is not None:
         attributes["midstream.edits.applied"] = receipt.edited.applied

@@ -19,6 +19,7 @@ from midstream.server.routes import (
     activations,
     captures,
     compat_steering,
+    guards,
     parameters,
     requests,
     status,
@@ -31,7 +32,8 @@ from midstream.server.server import Server
 from midstream.sinks.events import EventLog
 
 _ROUTES = (
-    activations, captures, vectors, steering, parameters, status, compat_steering, tokens, requests,
+    activations, captures, vectors, steering, guards, parameters, status, compat_steering, tokens,
+    requests,
 )  # fmt: skip
 
 

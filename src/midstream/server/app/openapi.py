@@ -97,6 +97,10 @@ def _request_schema() -> dict[str, Any]:
                 "description": "Changes the edits by the scores: a declared name, or an object.",
                 "anyOf": [{"type": "string"}, {"type": "object", "properties": controller}],
             },
+            "guards": {
+                "description": "Whether the answer has what the server's visible guards did.",
+                "type": "boolean",
+            },
             "activations": {
                 "description": "How to return captured rows that go to no sink.",
                 "enum": list(RETURNS),
@@ -132,6 +136,12 @@ def _response_schema() -> dict[str, Any]:
         "properties": {
             "receipt": {"type": "object", "description": "What was requested and what was done."},
             "probes": {"type": "object", "description": "Scores, positions and tokens, by name."},
+            "guards": {
+                "type": "array",
+                "items": {"type": "object"},
+                "description": "What the server's visible guards did: guard, version, action, "
+                "position, score.",
+            },
             "activations": {
                 "type": "object",
                 "description": "Captured rows as safetensors: in base64, or the URL to fetch.",

@@ -90,6 +90,7 @@ async def test_a_body_of_too_many_values_is_413_before_it_is_parsed(decoded):
     # These take no body.
     assert unread == {
         "/v1/midstream/captures/x/collect",
+        "/v1/midstream/guards/x/promote",
         "/v1/steering/clear",
         "/v1/steering/vectors",
         "/v1/steering/dynamic",

@@ -15,6 +15,7 @@ from midstream.plan import Plan
 from midstream.plan.control.controller import Controller
 from midstream.plan.positions.items import CONTENT
 from midstream.plan.positions.prompt import MediaItem, Message
+from midstream.plan.probe import Probe
 from midstream.runtime.frontend.request.prompt.message_spans import (
     chat_params,
     chat_renderer,
@@ -35,6 +36,7 @@ class CallPlan:
     most_bytes: int | None = None
     # Changes its edits between the steps of an engine that its caller steps, in `mode="async"`.
     controller: Controller | None = None
+    guards: tuple[Probe, ...] = ()  # of the server; they come after its server-wide edits
 
     def __deepcopy__(self, _memo: dict[int, object]) -> CallPlan:
         # vLLM copies a request's parameters; an immutable plan can be shared.

@@ -27,6 +27,7 @@ from midstream.runtime.frontend.request.prepared_plan import LaterPlan, Prepared
 from midstream.runtime.frontend.request.running_plans import PlanHistory, RunningPlans, ended
 from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
+from midstream.runtime.frontend.request.switches import without_switches
 from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
@@ -205,6 +206,8 @@ class PlanChanges(RunningPlans):
             check_edits_can_change(own)
         if own is not None and own.switches:
             raise SpecError("", "a request whose probes switch its edits cannot be updated as well")
+        if without_switches(history.before) is not history.before:
+            raise SpecError("", "a guard of this server switches the edits of requests alone")
         if own is not None and own.controller is not None:
             raise SpecError("", 'a request with a controller in mode="sync" cannot be updated')
         # Those of several completions are submitted one after the other.

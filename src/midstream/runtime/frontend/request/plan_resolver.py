@@ -49,7 +49,13 @@ from midstream.runtime.frontend.request.readouts import (
 )
 from midstream.runtime.frontend.request.reconstructions import read_saes
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
-from midstream.runtime.frontend.request.switches import check_acts, with_switches
+from midstream.runtime.frontend.request.switches import (
+    check_acts,
+    check_switches,
+    everywhere,
+    with_switches,
+    without_switches,
+)
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.rank_parts import check_parts, split_scores
 from midstream.runtime.protocol.worker_info import this_process
@@ -192,6 +198,10 @@ class PlanResolver:
         if everywhere:
             self._finish(None, (), everywhere, Prompt(1), None)
 
+    def check_before(self, before: tuple[ServerWide, ...]) -> None:
+        """Check that requests can have these server-wide probes together."""
+        self._finish(None, everywhere(before), (), Prompt(1), None)
+
     def _finish(
         self,
         plan: Plan | None,
@@ -258,13 +268,16 @@ class PlanResolver:
         packed = to_bytes(replace(resolved, prompt_len=1), frozenset(named))
         prepared = PreparedPlan(resolved, need, packed, cache_keys(resolved))
 
+        bare = without_switches(before)
+
         def prepare(later: Plan) -> PreparedPlan:
-            return self._finish(later, before, also, prompt, max_tokens)
+            return self._finish(later, bare, also, prompt, max_tokens)
 
         room = self._info.room
         if acts:
-            prepared = with_switches(prepared, unbound_plan, prepare, room)
+            prepared = with_switches(prepared, unbound_plan, prepare, room, before)
         if is_controlled:
+            check_switches(before)
             prepared = with_controller(prepared, unbound_plan, prepare, room, self._declared)
         if prepared.acts or prepared.control is not None:
             prepared = replace(prepared, split=split_scores(resolved, self._parts))

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from midstream.errors import SpecError
-from midstream.plan import Flag, Plan, ResolvedPlan, Switch
+from midstream.plan import Flag, Plan, Probe, ResolvedPlan, Switch
+from midstream.plan.plan import ServerWide
 from midstream.runtime.frontend.request.budget import Need, check_tables
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan, PreparedPlan
 from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
@@ -25,22 +26,29 @@ def with_switches(
     plan: Plan | None,
     prepare: Callable[[Plan], PreparedPlan],
     room: Room,
+    before: tuple[ServerWide, ...],
 ) -> PreparedPlan:
-    """Return a prepared plan with its acting probes; its need is that of all versions together."""
+    """Return a prepared plan with its acting probes; its need is that of all versions together.
+    `before` is server-wide; `prepare` prepares a version beside it `without_switches`.
+    """
     later: dict[int, LaterPlan] = {}
     versions: dict[str, PlanVersion] = {}
     needs = [prepared.need]
-    for index, probe in enumerate(() if plan is None else plan.probes):
+    own = Plan() if plan is None else plan
+    bare = tuple(probe.replace(act=None) for probe in own.probes)
+    server_wide = [(f"steering[{index - len(before)}]", part) for index, part in enumerate(before)]
+    for path, probe in (
+        *((f"probes[{index}]", probe) for index, probe in enumerate(own.probes)),
+        *((path, part) for path, part in server_wide if isinstance(part, Probe)),
+    ):
         if not isinstance(probe.act, Switch):
             continue
-        assert plan is not None
-        with at(f"probes[{index}].act.switch"):
-            check_edits_can_change(plan)
-            bare = tuple(plan_probe.replace(act=None) for plan_probe in plan.probes)
+        with at(f"{path}.act.switch"):
+            check_edits_can_change(own)
             edits = probe.act.edits
             origins = probe.act.origins if edits else ()
-            later_plan = replace(plan, edits=edits, probes=bare, origins=origins)
-            version = prepare(replace(later_plan, searched=plan.marked))
+            later_plan = replace(own, edits=edits, probes=bare, origins=origins)
+            version = prepare(replace(later_plan, searched=own.marked))
             check_same_reads(prepared.plan, version.plan)
         number = 1 + len(later)
         later[number] = LaterPlan(version.plan, probe_source(probe.name), 1.0)
@@ -50,6 +58,34 @@ def with_switches(
     if not later:
         return replace(prepared, acts=acts)
     return replace(prepared, acts=acts, later=later, need=joint_need(needs, room))
+
+
+def without_switches(before: tuple[ServerWide, ...]) -> tuple[ServerWide, ...]:
+    """Return what is server-wide with probes that switch nothing; itself if none does."""
+    if not any(isinstance(part, Probe) and isinstance(part.act, Switch) for part in before):
+        return before
+    return tuple(
+        part.replace(act=None) if isinstance(part, Probe) and isinstance(part.act, Switch) else part
+        for part in before
+    )
+
+
+def check_switches(before: tuple[ServerWide, ...]) -> None:
+    """Check that what is server-wide switches nothing of a request with a controller."""
+    if without_switches(before) is not before:
+        raise SpecError(
+            "controller",
+            "this server's guards switch the edits of requests, which can have no controller as "
+            "well",
+        )
+
+
+def everywhere(before: tuple[ServerWide, ...]) -> tuple[ServerWide, ...]:
+    """Return the probes of what is server-wide, of every token, and switching nothing."""
+    probes = tuple(part for part in before if isinstance(part, Probe))
+    return without_switches(
+        tuple(probe.replace(positions="all", phase=None, exclude=None) for probe in probes)
+    )
 
 
 def joint_need(needs: Sequence[Need], room: Room) -> Need:

@@ -17,6 +17,7 @@ from midstream.runtime.protocol.rank_parts import scores_of
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.scores import ScoreBlock, Span
 from midstream.runtime.protocol.segments import FOREVER
+from midstream.steering.guard_definition import is_probe_of_guard
 
 
 class StreamState:
@@ -27,7 +28,12 @@ class StreamState:
         self._tokens = _Growing(np.int64)
         self._tokens.extend(np.array(prompt, np.int64))
         self._requested = 0
-        self._scores = [_Scores(probe) for probe in plan.probes if probe.name]
+        # Those of guards are read once, when the request has ended.
+        self._scores = [
+            _Scores(probe)
+            for probe in plan.probes
+            if probe.name and not (probe.source < 0 and is_probe_of_guard(probe.name))
+        ]
 
     @property
     def tokens(self) -> Ints:

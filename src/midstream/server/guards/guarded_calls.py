@@ -1,0 +1,256 @@
+"""The guards of each engine call of a server: which it has, and what they do with its outputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from midstream.errors import MidstreamError
+from midstream.plan.probe import Probe
+from midstream.server import audit_log
+from midstream.server.guards.guard_event import GuardEvent, Webhooks
+from midstream.server.guards.hidden import hide
+from midstream.server.guards.judgement import Judgement, judge
+from midstream.server.guards.second_stage import read_again
+from midstream.server.metrics import Metrics
+from midstream.steering.guards import ActiveGuard
+
+# Fingerprint of the key, or address, of the client whose request is answered; None: no guard
+# concerns it, as it is the server's own.
+ASKER: ContextVar[str | None] = ContextVar("midstream_asker", default=None)
+STOPPED = "content_filter"  # a finish reason that OpenAI's clients know
+_TEXT = 500  # characters at the end of the generated text in an event
+_SHOWN = 500  # characters of a problem in the log
+# Actions that need not be done, where scores cannot be had.
+_OBSERVING = ("shadow", "flag", "webhook")
+
+Outputs = AsyncGenerator[Any, None]  # of an engine call
+
+
+@dataclass(eq=False)
+class GuardedCalls:
+    """Chooses the guards of calls. Call on the event loop."""
+
+    metrics: Metrics
+    webhooks: Webhooks
+    # Are called with each event, on the event loop, and return at once.
+    listeners: list[Callable[[GuardEvent], None]] = field(default_factory=list)
+    _llm: Any = None
+    _generate: Any = None  # the engine's own method
+
+    @staticmethod
+    def of(metrics: Metrics) -> GuardedCalls:
+        return GuardedCalls(metrics, Webhooks(metrics.count_dropped_event))
+
+    def connect(self, llm: Any, generate: Any) -> None:
+        self._llm, self._generate = llm, generate
+
+    def begin(self, request_id: str, params: Any, lora_request: Any) -> GuardedCall | None:
+        """Return a call with the guards that are active now; None: none concerns it."""
+        client = ASKER.get()
+        active = () if client is None else self._llm.guards.active()
+        if client is None or not active or not hasattr(params, "output_kind"):
+            return None
+        start = time.perf_counter()
+        names = self.models if lora_request is None else (lora_request.lora_name,)
+        # vLLM mixes the outputs of several completions of a stream: none has results.
+        is_mixed = params.n > 1 and params.output_kind.name != "FINAL_ONLY"
+        guards = tuple(
+            guard
+            for guard in active
+            if guard.definition.scope.has(guard.name, request_id, names, client)
+            and not (is_mixed and guard.definition.action in _OBSERVING)
+        )
+        for guard in active:
+            if guard not in guards:
+                self.metrics.count_guarded(guard, False)
+        if not guards:
+            return None
+        call = GuardedCall(self, guards, request_id, client, names[0], lora_request)
+        call.is_delta = params.output_kind.name == "DELTA"
+        call.seconds = time.perf_counter() - start
+        return call
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names of the model that is served, without those of adapters."""
+        config = self._llm.vllm_config.model_config
+        names = getattr(config, "served_model_name", None) or config.model
+        several = [names] if isinstance(names, str) else names
+        return tuple(dict.fromkeys((*several, config.model)))
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt with which one more can be generated."""
+        most: int = self._llm.vllm_config.model_config.max_model_len
+        return most - 1
+
+    def generate(self, *args: Any, **named: Any) -> Outputs:
+        """Generate for the server itself: no guard reads it."""
+        stream: Outputs = self._generate(*args, **named)
+        return stream
+
+    def tell(self, event: GuardEvent, guard: ActiveGuard) -> None:
+        """Count an event, log it, and pass it on."""
+        self.metrics.count_action(guard, event.action)
+        audit_log.log_event("guard.action", **event.to_dict())
+        if guard.definition.webhook is not None:
+            self.webhooks.send(guard.definition.webhook, event)
+        for listener in self.listeners:
+            listener(event)
+
+
+@dataclass(eq=False)
+class GuardedCall:
+    """One engine call, and the versions of the guards that it has from beginning to end."""
+
+    _calls: GuardedCalls
+    guards: tuple[ActiveGuard, ...]
+    request_id: str
+    client: str
+    model: str
+    lora_request: Any
+    is_delta: bool = False
+    seconds: float = 0.0  # that the guards took in this process
+    _tokens: dict[int, list[int]] = field(default_factory=dict)  # by completion, if `is_delta`
+    _texts: dict[int, str] = field(default_factory=dict)  # ends, by completion
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        """The probes that its request gets."""
+        return tuple(guard.probe for guard in self.guards if guard.probe is not None)
+
+    async def watch(self, stream: Outputs, prompt: Any, is_asked: bool | None = None) -> Outputs:
+        """Yield the outputs with what the guards do. `is_asked`: whether the client asked for
+        results; None: they are for nobody.
+        """
+        try:
+            async for output in stream:
+                ended = [await self._take(output, part, prompt) for part in output.outputs]
+                for completion, shown in zip(output.outputs, ended, strict=True):
+                    if is_asked is not None:
+                        hide(completion, len(self.probes), is_asked)
+                        completion.guards = shown
+                yield output
+        finally:
+            await stream.aclose()
+
+    async def _take(self, output: Any, completion: Any, prompt: Any) -> list[dict[str, Any]] | None:
+        """Take one output of a completion; return the flags for its client, if it has ended."""
+        index = completion.index
+        before = self._texts.get(index, "") if self.is_delta else ""
+        text = self._texts[index] = (before + completion.text)[-_TEXT:]
+        if self.is_delta:
+            self._tokens.setdefault(index, []).extend(completion.token_ids)
+        if not output.finished or completion.finish_reason in (None, "abort", "error"):
+            return None
+        start = time.perf_counter()
+        judgements: dict[str, Judgement] = {}
+        shown: list[dict[str, Any]] = []
+        stopping: ActiveGuard | None = None
+        for guard in sorted(self.guards, key=lambda guard: guard.definition.when is not None):
+            is_read, judgement = await self._judge(guard, judgements, output, completion, prompt)
+            self._calls.metrics.count_guarded(guard, is_read)
+            if judgement is not None:
+                judgements[guard.name] = judgement
+                if guard.definition.probe is not None:
+                    self._calls.metrics.observe_score(guard, judgement.peak)
+            if judgement is None or judgement.position is None:
+                continue
+            event = self._event(guard, judgement, index, text)
+            self._calls.tell(event, guard)
+            definition = guard.definition
+            if definition.visible and definition.action != "shadow":
+                shown.append({name: event.to_dict().get(name) for name in _SHOWN_FIELDS})
+            if definition.action == "stop" and stopping is None:
+                stopping = guard
+        if stopping is not None:
+            self._stop(stopping, completion)
+        self.seconds += time.perf_counter() - start
+        self._calls.metrics.observe_guards(self.seconds)
+        self.seconds = 0.0
+        return shown
+
+    async def _judge(
+        self,
+        guard: ActiveGuard,
+        before: dict[str, Judgement],
+        output: Any,
+        completion: Any,
+        prompt: Any,
+    ) -> tuple[bool, Judgement | None]:
+        """Return whether a guard ran, and what it says."""
+        definition, condition = guard.definition, guard.definition.condition
+        if guard.probe is not None and condition is not None:
+            judgement = judge(condition, completion.probes, guard.probe.name)
+            return judgement is not None, judgement
+        when = definition.when
+        assert when is not None
+        first = before.get(when.guard)
+        if first is None or not first.is_beyond(when.above, when.below):
+            return False, None
+        if guard.later is None or condition is None:
+            # It acts whenever its first stage lets it run.
+            return True, first._replace(position=first.position or 0)
+        whole = completion
+        if self.is_delta:
+            whole = _Ended(self._tokens[completion.index])
+        named = {
+            "probe": guard.later, "most": self._calls.longest, "lora_request": self.lora_request,
+            "name": f"{self.request_id}-{guard.name}-{completion.index}",
+        }  # fmt: skip
+        try:
+            probes = await read_again(self._calls.generate, prompt, output, whole, named)
+        except (MidstreamError, ValueError) as error:
+            audit_log.log_event(
+                "guard.failed",
+                guard=guard.name,
+                version=guard.version,
+                request_id=self.request_id,
+                problem=str(error)[:_SHOWN],
+            )
+            return False, None
+        judgement = judge(condition, probes, guard.later.name)
+        return judgement is not None, judgement
+
+    def _event(self, guard: ActiveGuard, judgement: Judgement, index: int, text: str) -> GuardEvent:
+        has_probe = guard.definition.probe is not None
+        return GuardEvent(
+            guard.name,
+            guard.version,
+            guard.definition.action,
+            judgement.position if has_probe else None,
+            judgement.score if has_probe else None,
+            self.request_id,
+            index,
+            self.client,
+            self.model,
+            text if guard.definition.text else None,
+        )
+
+    def _stop(self, guard: ActiveGuard, completion: Any) -> None:
+        """End a completion as its client sees it. A second stage withholds an answer that was not
+        streamed, as it is complete by then.
+        """
+        definition = guard.definition
+        completion.finish_reason = STOPPED
+        completion.stop_reason = f"guard:{guard.name}" if definition.visible else None
+        if definition.when is None or self.is_delta:
+            completion.text += definition.message
+            return
+        completion.text, completion.token_ids = definition.message, []
+        if completion.logprobs is not None:
+            completion.logprobs = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """All tokens of a completion whose outputs have the new ones only."""
+
+    token_ids: Sequence[int]
+
+
+_SHOWN_FIELDS = ("guard", "version", "action", "position", "score")

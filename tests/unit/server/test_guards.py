@@ -1,0 +1,417 @@
+"""Guards over HTTP: their versions, whose requests they read, what they do, and who is told."""
+
+import asyncio
+import json
+import logging
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from support.serving_fake import WIDTH, refused, serving
+
+from midstream import Probe
+from midstream.config.http import ADMIN_HEADER
+from midstream.errors import BusyError
+from midstream.server.guards import guard_event
+from midstream.server.guards.guard_event import GuardEvent
+from midstream.steering.guard_definition import fingerprint, share_of
+
+pytestmark = pytest.mark.anyio
+GUARDS = "/v1/midstream/guards"
+PROBE = Probe([1.0] * WIDTH, layer=1)
+# Of the fake engine score p is p / 8; a prompt of five tokens has seven, so that it ends at 6.
+FORM: dict[str, Any] = {"probe": PROBE.to_dict(), "above": 0.6}
+ASK = {"prompt": "abcde", "model": "fake"}
+LAST = 6
+
+
+@contextmanager
+def events() -> Any:
+    """The fields of the log's events."""
+    found: list[dict[str, Any]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.midstream)  # type: ignore[method-assign]
+    logger = logging.getLogger("midstream.serving")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def named(found: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
+    return [one for one in found if one["event"] == event]
+
+
+def count(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"midstream:{name}", labels) or 0.0
+
+
+async def stream(client: Any, **body: Any) -> tuple[str, str | None]:
+    """The text and the finish reason of a stream."""
+    headers = body.pop("headers", {})
+    answer = await client.post(
+        "/v1/completions", json={**ASK, "stream": True, **body}, headers=headers
+    )
+    assert answer.status_code == 200, answer.text
+    chunks = [
+        json.loads(line.removeprefix("data: "))
+        for line in answer.text.splitlines()
+        if line.startswith("data: {")
+    ]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+    return "".join(choice.get("text", "") for choice in choices), reasons[-1] if reasons else None
+
+
+async def test_a_guard_is_put_shown_promoted_rolled_back_and_deleted():
+    async with serving() as (site, client):
+        with events() as found:
+            made = (await client.put(f"{GUARDS}/toxic", json=FORM)).json()
+            assert (made["name"], made["version"], made["action"]) == ("toxic", 1, "shadow")
+            assert "direction" not in json.dumps(made)
+            full = (await client.get(f"{GUARDS}/toxic?full=true")).json()
+            assert full["probe"] == PROBE.to_dict()
+            again = await client.put(f"{GUARDS}/again", json={"probe": full["probe"], "above": 0.6})
+            assert again.json()["digest"] == made["digest"]
+            for version, action in ((2, "flag"), (3, "stop")):
+                answer = (await client.post(f"{GUARDS}/toxic/promote")).json()
+                assert (answer["version"], answer["action"]) == (version, action)
+            await refused(client.post(f"{GUARDS}/toxic/promote"), 400, "cannot be promoted")
+            back = (await client.post(f"{GUARDS}/toxic/rollback", json={"version": 1})).json()
+            assert (back["version"], back["digest"]) == (4, made["digest"])
+            assert (await client.post(f"{GUARDS}/toxic/rollback", json={})).json()[
+                "action"
+            ] == "stop"
+            assert (await client.delete(f"{GUARDS}/toxic")).status_code == 204
+        listed = (await client.get(GUARDS)).json()["guards"]
+        assert [one["name"] for one in listed] == ["again"]
+        history = (await client.get(f"{GUARDS}/toxic/history")).json()["versions"]
+        changes = ["put", "promote", "promote", "rollback", "rollback", "delete"]
+        assert [one["change"] for one in history] == changes
+        assert [one["version"] for one in history] == [1, 2, 3, 4, 5, 6]
+        logged = [one for one in named(found, "guard.changed") if one["name"] == "toxic"]
+        assert [one["change"] for one in logged] == changes
+        assert {one["who"] for one in logged} == {"127.0.0.1"}
+        assert [one["time"] for one in logged] == [one["time"] for one in history]
+        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/promote")):
+            await refused(client.request(method, f"{GUARDS}/toxic{path}"), 404, "no guard 'toxic'")
+        await refused(client.get(f"{GUARDS}/unknown/history"), 404)
+        await refused(client.post(f"{GUARDS}/unknown/rollback", json={}), 404)
+
+
+async def test_wrong_guards_are_refused_with_their_field():
+    async with serving(vector_bytes=300) as (site, client):
+        for body, status, param, problem in (
+            ({}, 400, "probe", "missing"),
+            ({**FORM, "treshold": 1}, 400, "treshold", "unknown field"),
+            ({**FORM, "action": "block"}, 400, "action", "expected one of"),
+            ({**FORM, "scope": {"models": ["gpt"]}}, 400, "scope.models[0]", "no model 'gpt' now"),
+            ({**FORM, "message": "x" * 300}, 507, "probe", "more than the limit of 300"),
+        ):
+            error = await refused(client.put(f"{GUARDS}/toxic", json=body), status, problem)
+            assert error["param"] == param
+        await refused(client.put(f"{GUARDS}/a%20b", json=FORM), 400, "name")
+        assert site.engine.guards.active() == ()
+
+
+async def test_a_client_that_may_not_change_guards_cannot_read_them(monkeypatch):
+    monkeypatch.setenv("MIDSTREAM_ADMIN_KEY", "secret")
+    async with serving() as (_, client):
+        right = {ADMIN_HEADER: "secret"}
+        assert (await client.put(f"{GUARDS}/toxic", json=FORM, headers=right)).status_code == 200
+        for path in ("", "/toxic", "/toxic/history"):
+            await refused(client.get(GUARDS + path), 401)
+            assert (await client.get(GUARDS + path, headers=right)).status_code == 200
+
+
+async def test_a_shadow_scores_and_shows_the_client_nothing():
+    async with serving() as (site, client):
+        plain = (await client.post("/v1/completions", json=ASK)).json()
+        await client.put(f"{GUARDS}/shadowed", json=FORM)
+        labels = {"guard": "shadowed", "version": "1"}
+        with events() as found:
+            answer = await client.post("/v1/completions", json=ASK)
+        assert answer.json() == plain
+        assert "midstream" not in answer.text
+        assert [
+            probe.name for probe in site.engine.calls[-1][1].extra_args["midstream"].guards
+        ] == ["guard:shadowed:1"]
+        assert count("guard_score_count", **labels) == 1
+        assert count("guard_score_bucket", le="0.5", **labels) == 0
+        assert count("guard_score_bucket", le="1.0", **labels) == 1  # it is LAST / 8
+        assert count("guard_actions_total", action="shadow", **labels) == 1
+        assert count("guard_requests_total", scored="true", **labels) == 1
+        (event,) = named(found, "guard.action")
+        assert event == {
+            "event": "guard.action", "guard": "shadowed", "version": 1, "action": "shadow",
+            "position": 5, "score": 0.625, "request_id": "cmpl-0", "completion": 0,
+            "client": "127.0.0.1", "model": "fake",
+        }  # fmt: skip
+        # A request with a plan has its own results alone.
+        own = {"midstream": {"probes": {"direction": [1.0] * WIDTH, "layer": 2, "name": "mine"}}}
+        result = (await client.post("/v1/completions", json={**ASK, **own})).json()["midstream"]
+        assert list(result["probes"]) == ["mine"]
+        assert "guard" not in json.dumps(result)
+
+
+async def test_a_guard_below_its_threshold_does_nothing():
+    async with serving() as (_, client):
+        await client.put(f"{GUARDS}/quiet", json={**FORM, "above": 0.8, "action": "stop"})
+        with events() as found:
+            assert await stream(client) == ("t1t2t3", "length")
+        assert named(found, "guard.action") == []
+        assert count("guard_score_count", guard="quiet", version="1") == 1
+
+
+async def test_a_stop_shows_a_finish_reason_and_the_operators_message():
+    async with serving() as (_, client):
+        form = {**FORM, "action": "stop", "message": " Sorry."}
+        await client.put(f"{GUARDS}/stopping", json=form)
+        assert await stream(client) == ("t1t2t3 Sorry.", "content_filter")
+        whole = (await client.post("/v1/completions", json=ASK)).json()
+        assert whole["choices"][0]["text"] == "t1t2t3 Sorry."
+
+
+@pytest.mark.parametrize("visible", [True, False])
+@pytest.mark.parametrize("is_asked", [True, False])
+async def test_flags_are_in_answers_that_ask_if_the_guard_is_visible(visible, is_asked):
+    async with serving() as (_, client):
+        form = {**FORM, "action": "flag", "visible": visible}
+        await client.put(f"{GUARDS}/flagged", json=form)
+        body = {**ASK, "midstream": {"guards": is_asked}}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        flag = {"guard": "flagged", "version": 1, "action": "flag", "position": 5, "score": 0.625}
+        if is_asked:
+            assert answer["midstream"] == {"guards": [flag] if visible else []}
+        else:
+            assert "midstream" not in answer or "guards" not in answer["midstream"]
+        body = {**ASK, "midstream": {"guards": True}, "stream": True}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.text.count('"guards"') == 1
+    async with serving() as (_, client):
+        await refused(
+            client.post("/v1/completions", json={**ASK, "midstream": {"guards": 1}}), 400, "true or"
+        )
+
+
+async def test_a_guard_is_for_the_requests_of_its_scope(monkeypatch):
+    async with serving(has_key=True) as (site, client):
+        key, other = "sk-1", "sk-2"
+        mine, theirs = ({"authorization": f"Bearer {each}"} for each in (key, other))
+        for name, scope in (
+            ("of-key", {"keys": [fingerprint(key)]}),
+            ("of-model", {"models": ["fake"]}),
+            ("of-share", {"share": 0.5}),
+        ):
+            put = await client.put(f"{GUARDS}/{name}", json={**FORM, "scope": scope}, headers=mine)
+            assert put.status_code == 200, put.text
+
+        async def guards(headers: Any, request_id: str = "1") -> set[str]:
+            sent = {**headers, "x-request-id": request_id}
+            await client.post("/v1/completions", json=ASK, headers=sent)
+            carried = site.engine.calls[-1][1].extra_args["midstream"]
+            return {probe.name.split(":")[1] for probe in carried.guards} - {"of-share"}
+
+        assert await guards(mine) == {"of-key", "of-model"}
+        assert await guards(theirs) == {"of-model"}
+        chosen = set()
+        for nth in range(32):
+            await client.post(
+                "/v1/completions", json=ASK, headers={**mine, "x-request-id": str(nth)}
+            )
+            _, params, request_id = site.engine.calls[-1]
+            has = any("of-share" in one.name for one in params.extra_args["midstream"].guards)
+            assert has == (share_of("of-share", request_id) < 0.5)
+            chosen.add(has)
+        assert chosen == {True, False}
+
+
+async def test_the_servers_own_requests_have_no_guards():
+    async with serving() as (site, client):
+        await client.put(f"{GUARDS}/toxic", json=FORM)
+        positive, negative = [["good", "nice"], ["bad", "sad"]]
+        body = {"positive": positive, "negative": negative, "layers": [1]}
+        await client.post("/v1/midstream/fit", json=body)
+        for _, params, _ in site.engine.calls:
+            assert not getattr((params.extra_args or {}).get("midstream"), "guards", ())
+
+
+async def test_a_request_keeps_the_version_that_it_began_with():
+    async with serving() as (site, client):
+        await client.put(f"{GUARDS}/swapped", json={**FORM, "action": "stop", "message": "one"})
+        gate = asyncio.Event()
+        site.engine.pause = gate.wait
+        asked = asyncio.create_task(stream(client))
+        while not site.engine.calls:
+            await asyncio.sleep(0)
+        await client.put(f"{GUARDS}/swapped", json={**FORM, "action": "stop", "message": "two"})
+        gate.set()
+        assert await asked == ("t1t2t3one", "content_filter")
+        assert await stream(client) == ("t1t2t3two", "content_filter")
+
+
+async def test_a_second_stage_runs_only_if_the_first_one_lets_it():
+    async with serving() as (site, client):
+        first = {**FORM, "above": 2.0}
+        await client.put(f"{GUARDS}/cheap", json=first)
+        dear = {**FORM, "above": 0.7, "action": "stop", "message": "!", "when": {"guard": "cheap"}}
+        await client.put(f"{GUARDS}/dear", json={**dear, "when": {"guard": "cheap", "above": 0.8}})
+        assert await stream(client) == ("t1t2t3", "length")
+        assert len(site.engine.calls) == 1
+        assert count("guard_requests_total", guard="dear", version="1", scored="false") == 1
+        await client.put(f"{GUARDS}/dear", json={**dear, "when": {"guard": "cheap", "above": 0.5}})
+        assert await stream(client) == ("t1t2t3!", "content_filter")
+        (prompt, params, request_id) = site.engine.calls[-1]
+        assert (prompt, request_id) == ("abcde", "cmpl-0-dear-0")
+        (probe,) = params.extra_args["midstream"].probes
+        assert probe.name == "guard:dear:2"
+        assert count("guard_requests_total", guard="dear", version="2", scored="true") == 1
+        await client.put(f"{GUARDS}/dear", json=dear)  # by the threshold of the first, which is 2
+        assert await stream(client) == ("t1t2t3", "length")
+
+
+async def test_a_second_stage_that_fails_is_logged_and_the_answer_stands():
+    async with serving() as (site, client):
+        await client.put(f"{GUARDS}/cheap", json=FORM)
+        dear = {**FORM, "action": "stop", "when": {"guard": "cheap"}}
+        await client.put(f"{GUARDS}/dear", json=dear)
+
+        def busy(*_: Any, **__: Any) -> Any:
+            raise BusyError("too many wait", 1)
+
+        site.server.guards.connect(site.engine, busy)
+        with events() as found:
+            assert await stream(client) == ("t1t2t3", "length")
+        (failed,) = named(found, "guard.failed")
+        assert (failed["guard"], failed["problem"]) == ("dear", "too many wait")
+
+
+class Hook(BaseHTTPRequestHandler):
+    """Keeps what it is sent; answers after `delay` with `status`."""
+
+    sent: list[dict[str, Any]] = []
+    status = 204
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        type(self).sent.append(json.loads(body))
+        self.send_response(type(self).status)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hook():
+    Hook.sent, Hook.status = [], 204
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hook)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/events"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+async def until(done: Any) -> None:
+    for _ in range(500):
+        if done():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+async def test_a_webhook_gets_the_event_beside_the_answer(hook):
+    async with serving() as (site, client):
+        told: list[GuardEvent] = []
+        site.server.guards.listeners.append(told.append)
+        form = {**FORM, "action": "webhook", "webhook": hook, "text": True}
+        await client.put(f"{GUARDS}/hooked", json=form)
+        assert await stream(client) == ("t1t2t3", "length")
+        await until(lambda: Hook.sent)
+        assert Hook.sent == [told[0].to_dict()]
+        assert (Hook.sent[0]["guard"], Hook.sent[0]["text"]) == ("hooked", "t1t2t3")
+        before = count("guard_events_dropped_total")
+        Hook.status = 500
+        with events() as found:
+            await stream(client)
+            await until(lambda: count("guard_events_dropped_total") == before + 1)
+        (failed,) = named(found, "guard.webhook_failed")
+        assert failed["problem"] == "it answered with the status 500"
+
+
+async def test_a_webhook_that_hangs_delays_no_answer_and_its_queue_is_bounded(monkeypatch):
+    monkeypatch.setattr(guard_event, "QUEUED", 2)
+    held: list[Any] = []
+
+    async def hang(reader: Any, writer: Any) -> None:
+        held.append(writer)
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with serving() as (_, client):
+        webhook = {"url": f"http://127.0.0.1:{port}", "seconds": 0.3}
+        await client.put(
+            f"{GUARDS}/hanging", json={**FORM, "action": "webhook", "webhook": webhook}
+        )
+        before = count("guard_events_dropped_total")
+        start = asyncio.get_running_loop().time()
+        for _ in range(10):
+            assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+        assert asyncio.get_running_loop().time() - start < 0.3
+        # Four are on their way and two wait; all end at their deadline.
+        await until(lambda: count("guard_events_dropped_total") == before + 10)
+    for writer in held:
+        writer.close()
+    server.close()
+
+
+async def test_a_stream_of_several_completions_is_not_read_by_guards_that_observe():
+    async with serving() as (site, client):
+        await client.put(f"{GUARDS}/mixed", json=FORM)
+        await client.post("/v1/completions", json={**ASK, "n": 2})
+        assert "midstream" not in (site.engine.calls[-1][1].extra_args or {})
+        assert count("guard_requests_total", guard="mixed", version="1", scored="false") == 1
+
+
+async def test_swaps_under_load_drop_nothing_and_every_answer_is_of_one_version():
+    """The message of an answer is that of the version that its event names."""
+    async with serving() as (_, client):
+        form = {**FORM, "action": "stop", "message": "v1"}
+        await client.put(f"{GUARDS}/live", json=form)
+        done = asyncio.Event()
+        texts: list[tuple[str, str | None]] = []
+
+        async def ask() -> None:
+            while not done.is_set():
+                texts.append(await stream(client))
+
+        with events() as found:
+            clients = [asyncio.create_task(ask()) for _ in range(4)]
+            for version in range(2, 40):
+                if version % 3:
+                    form = {**FORM, "action": "stop", "message": f"v{version}"}
+                    made = await client.put(f"{GUARDS}/live", json=form)
+                else:
+                    made = await client.post(f"{GUARDS}/live/rollback", json={})
+                assert made.json()["version"] == version
+            done.set()
+            await asyncio.gather(*clients)
+        assert len(texts) >= 8
+        assert {reason for _, reason in texts} == {"content_filter"}
+        versions = [one["version"] for one in named(found, "guard.action")]
+        assert len(versions) == len(texts)
+        history = (await client.get(f"{GUARDS}/live/history?full=true")).json()["versions"]
+        messages = {one["version"]: one["message"] for one in history}
+        told = sorted(messages[version] for version in versions if version in messages)
+        seen = sorted(text.removeprefix("t1t2t3") for text, _ in texts)
+        assert set(told) <= set(seen)
+        assert len(set(versions)) > 1
