@@ -261,15 +261,14 @@ class DriftMonitor:
             self._windows[guard] = (version, window)
         window.add(score)
 
-    def keep(self, guards: Iterable[str]) -> None:
-        """Forget all other guards, which were deleted."""
-        for name in self._windows.keys() - set(guards):
-            del self._windows[name]
-
     def indices(self) -> dict[tuple[str, int], float]:
-        """Return the index by guard and version, of those with enough scores."""
+        """Return the index by guard and version, of those with enough scores; forget the others
+        that have none, which may be deleted.
+        """
         indices = {}
-        for guard, (version, window) in self._windows.items():
+        for guard, (version, window) in tuple(self._windows.items()):
+            if not any(window.counts):
+                del self._windows[guard]
             index = window.psi()
             if index is not None:
                 indices[guard, version] = index

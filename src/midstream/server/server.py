@@ -95,6 +95,7 @@ class Server:
         self.running = RunningRequests()
         self.sweeps = SweepPace(settings.running_sweeps, settings.sweep_wait_seconds)
         self.guards = GuardedCalls.of(self.metrics)
+        self.guards.listeners.append(lambda event: self.events.put(event.to_dict()))
 
     async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
         """Connect the engine; `template`: arguments of chat templates from the settings."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from midstream.drift import ScoreBins
 from midstream.errors import SpecError
 from midstream.plan.control.act import Condition, Flag, Stop, Switch
 from midstream.plan.operation import read_scalar
@@ -108,6 +109,8 @@ class GuardDefinition:
         message: is added to the text of an answer that it stops.
         visible: whether clients that ask see that it acted, and its name in a `stop_reason`.
         text: whether its log events have the end of the generated text.
+        training: how many completions of the probe's training had which pooled score, for the
+            metric of drift; None: there is none.
     """
 
     probe: Probe | None
@@ -120,6 +123,7 @@ class GuardDefinition:
     message: str = MESSAGE
     visible: bool = False
     text: bool = False
+    training: ScoreBins | None = None
 
     def to_dict(self, full: bool = True) -> dict[str, object]:
         """Return the JSON form, which `read_definition` reads; unless `full` without vectors."""
@@ -145,6 +149,8 @@ class GuardDefinition:
             form["when"] = self.when.to_dict()
         if self.message != MESSAGE:
             form["message"] = self.message
+        if self.training is not None:
+            form["training"] = self.training.to_dict()
         shown = {"visible": self.visible, "text": self.text}
         return form | {name: True for name, value in shown.items() if value}
 
@@ -218,7 +224,7 @@ def read_guard_name(value: object) -> str:
 
 _FIELDS = (
     "probe", "above", "below", "for", "pool", "action", "edits", "webhook", "scope", "when",
-    "message", "visible", "text",
+    "message", "visible", "text", "training",
 )  # fmt: skip
 
 
@@ -275,6 +281,7 @@ def read_definition(value: object) -> GuardDefinition:
     return GuardDefinition(
         probe, condition, action, edits, webhook, _read_scope(fields.get("scope", {})), when,
         message, _read_flag(fields, "visible"), _read_flag(fields, "text"),
+        _read_training(fields.get("training"), probe),
     )  # fmt: skip
 
 
@@ -301,6 +308,15 @@ def _read_probe(fields: Mapping[str, Any]) -> tuple[Probe | None, Condition | No
     # A guard that only flags may be promoted: a probe that cannot act is rejected now.
     stopping = Stop(**_arguments(condition))
     return probe.replace(act=stopping).replace(act=None), condition
+
+
+def _read_training(value: object, probe: Probe | None) -> ScoreBins | None:
+    if value is None:
+        return None
+    with at("training"):
+        if probe is None:
+            raise SpecError("", "only a guard with a probe has scores; omit it")
+        return ScoreBins.parse(value)
 
 
 def _read_scope(value: object) -> Scope:

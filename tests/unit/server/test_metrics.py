@@ -2,11 +2,13 @@
 
 import asyncio
 import copy
+import math
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from midstream.drift import DriftMonitor, ScoreBins
 from midstream.server.metrics import COUNTERS, GAUGES, Metrics
 from midstream.steering.guard_definition import GuardDefinition
 from midstream.steering.guards import ActiveGuard
@@ -64,10 +66,13 @@ def test_every_metric_is_told_by_a_status(metrics, registry):
     metrics.update(STATE)
     metrics.count_refusal(429)
     metrics.count_sweep("ok", 16)
-    guard = ActiveGuard("toxic", 3, GuardDefinition(None, None), None, None)
+    metrics.drift = DriftMonitor(least=1)
+    definition = GuardDefinition(None, None, training=ScoreBins((0.0,), (1, 1)))
+    guard = ActiveGuard("toxic", 3, definition, None, None)
     metrics.count_guarded(guard, True)
     metrics.count_action(guard, "flag")
     metrics.observe_score(guard, 2.5)
+    metrics.update(STATE)
     labels = {"guard": "toxic", "version": "3"}
     assert value(registry, "guard_requests_total", scored="true", **labels) == 1
     assert value(registry, "guard_actions_total", action="flag", **labels) == 1
@@ -135,3 +140,22 @@ def test_however_often_they_are_read_the_engine_is_asked_once_a_second(metrics):
 
     asyncio.run(main())
     assert asked == [100.0, pytest.approx(101.1)]
+
+
+def test_the_drift_of_a_guard_is_that_of_its_scores_and_none_once_they_are_old(metrics, registry):
+    now = 0.0
+    metrics.drift = DriftMonitor(seconds=60.0, least=3, clock=lambda: now)
+    training = ScoreBins((0.0,), (30, 10))
+    drifting = ActiveGuard("g", 2, GuardDefinition(None, None, training=training), None, None)
+    for score in (1.0, 2.0, -1.0):
+        metrics.observe_score(drifting, score)
+        metrics.observe_score(ActiveGuard("plain", 1, GuardDefinition(None, None), None, None), 5.0)
+    metrics.update(STATE)
+    # Shares with half a score more in each bin: 30.5 and 10.5 of 41; 1.5 and 2.5 of 4.
+    a, e = 1.5 / 4, 30.5 / 41
+    wanted = (a - e) * math.log(a / e) + (e - a) * math.log((1 - a) / (1 - e))
+    assert value(registry, "guard_drift_psi", guard="g", version="2") == pytest.approx(wanted)
+    assert value(registry, "guard_drift_psi", guard="plain", version="1") is None
+    now = 100.0
+    metrics.update(STATE)
+    assert math.isnan(value(registry, "guard_drift_psi", guard="g", version="2"))
