@@ -80,7 +80,7 @@ def test_a_bin_begins_with_its_edge():
 
 
 @settings(max_examples=50)
-@given(st.lists(FINITE, max_size=60), st.integers(1, 25))
+@given(st.lists(FINITE, min_size=30, max_size=60), st.integers(1, 25))
 def test_a_window_of_scores_counts_the_last_ones_alone(scores, length):
     window = DriftWindow(BINS, scores=length, least=1)
     for index, score in enumerate(scores):

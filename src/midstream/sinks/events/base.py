@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Event(NamedTuple):
+class SinkEvent(NamedTuple):
     """An event on its way to one sink."""
 
     id: str  # unique; consecutive numbers of one process, so that a gap is a lost event
@@ -15,16 +15,16 @@ class Event(NamedTuple):
     put_at: float  # monotonic seconds
 
 
-class Outcome(NamedTuple):
+class SendResult(NamedTuple):
     """How an attempt to send a batch ended."""
 
     problem: str = ""  # empty: all of it was received
     may_retry: bool = False  # whether another attempt may succeed
     retry_after: float = 0.0  # seconds before which the receiver wants no other
-    left: Sequence[Event] | None = None  # what was not received; None: with a problem all of it
+    left: Sequence[SinkEvent] | None = None  # what was not received; None: with a problem all of it
 
 
-DELIVERED = Outcome()
+DELIVERED = SendResult()
 
 
 class EventSink(ABC):
@@ -35,7 +35,7 @@ class EventSink(ABC):
     most_backoff_seconds = 30.0
 
     @abstractmethod
-    def send(self, batch: Sequence[Event], seconds: float) -> Outcome:
+    def send(self, batch: Sequence[SinkEvent], seconds: float) -> SendResult:
         """Send events, within `seconds`. A repeated attempt has the same ids.
 
         Raises:

@@ -20,7 +20,7 @@ from midstream.config.event_sinks import (
 )
 from midstream.errors import ConfigError
 from midstream.sinks.daemon_threads import in_threads
-from midstream.sinks.events.base import Event, EventSink
+from midstream.sinks.events.base import EventSink, SinkEvent
 from midstream.sinks.events.json_lines import JsonLinesFile, JsonLinesSink
 from midstream.sinks.events.kafka import KafkaSink
 from midstream.sinks.events.queue import EventCounts, EventQueue
@@ -75,7 +75,7 @@ class EventLog:
             return
         now = time.monotonic()
         for queue in self._queues:
-            queue.put(Event(name, full if queue.settings.text else short, now))
+            queue.put(SinkEvent(name, full if queue.settings.text else short, now))
 
     @property
     def undelivered(self) -> int:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from midstream.config.event_sinks import JsonLinesSettings
-from midstream.sinks.events.base import DELIVERED, Event, EventSink, Outcome
+from midstream.sinks.events.base import DELIVERED, EventSink, SendResult, SinkEvent
 
 # Only the server's user reads what may have texts of clients.
 _MODE = 0o600
@@ -138,7 +138,7 @@ class JsonLinesSink(EventSink):
             settings.path, settings.rotate_bytes, settings.keep, settings.fsync
         )
 
-    def send(self, batch: Sequence[Event], seconds: float) -> Outcome:
+    def send(self, batch: Sequence[SinkEvent], seconds: float) -> SendResult:
         self._file.append([event.data for event in batch], seconds)
         return DELIVERED
 

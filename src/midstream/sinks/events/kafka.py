@@ -8,7 +8,7 @@ from typing import Any
 
 from midstream.config.event_sinks import KafkaSettings, options_of
 from midstream.errors import ConfigError, MissingExtraError
-from midstream.sinks.events.base import DELIVERED, Event, EventSink, Outcome
+from midstream.sinks.events.base import DELIVERED, EventSink, SendResult, SinkEvent
 
 # Of an attempt's time, for the client's own reports after its limit.
 _MARGIN = 0.8
@@ -42,7 +42,7 @@ class KafkaSink(EventSink):
             raise ConfigError(f"midstream.events.kafka.options: {error}") from None
         self._topic = settings.topic
 
-    def send(self, batch: Sequence[Event], seconds: float) -> Outcome:
+    def send(self, batch: Sequence[SinkEvent], seconds: float) -> SendResult:
         left = dict(enumerate(batch))
         problems: list[str] = []
         for index, event in enumerate(batch):
@@ -58,14 +58,14 @@ class KafkaSink(EventSink):
             return DELIVERED
         problem = problems[0] if problems else f"no acknowledgement within {seconds:g} s"
         # Those of which no report came may have been written: they are repeated too.
-        return Outcome(problem, may_retry=True, left=tuple(left.values()))
+        return SendResult(problem, may_retry=True, left=tuple(left.values()))
 
     def close(self) -> None:
         self._producer.flush(0)
 
 
 def _report(
-    left: dict[int, Event], problems: list[str], index: int, error: object, message: object
+    left: dict[int, SinkEvent], problems: list[str], index: int, error: object, message: object
 ) -> None:
     """Take the client's report on one message."""
     if error is None:

@@ -16,7 +16,7 @@ from itertools import islice
 
 from midstream.config.event_sinks import EventSettings
 from midstream.sinks.daemon_threads import begin
-from midstream.sinks.events.base import Event, EventSink, Outcome
+from midstream.sinks.events.base import EventSink, SendResult, SinkEvent
 from midstream.sinks.events.json_lines import JsonLinesFile
 
 _LOGGER = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class EventQueue:
         self.settings = settings
         self._sink = sink
         self._dead_letters = dead_letters
-        self._events: deque[Event] = deque()
-        self._sending: Sequence[Event] = ()  # what of the first events the thread sends
+        self._events: deque[SinkEvent] = deque()
+        self._sending: Sequence[SinkEvent] = ()  # what of the first events the thread sends
         self._lost = 0  # events that are given up, and not counted yet
         self._bytes = 0
         self._counts: Counter[str] = Counter()
@@ -70,7 +70,7 @@ class EventQueue:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: SinkEvent) -> None:
         """Take an event, or count it as dropped if the queue is full or closed. Never waits for
         the sink; any thread.
         """
@@ -174,13 +174,13 @@ class EventQueue:
                 self._keep(left)
             self._wait(max(self._backoff(attempts), outcome.retry_after), until)
 
-    def _attempt(self, batch: Sequence[Event]) -> Outcome:
+    def _attempt(self, batch: Sequence[SinkEvent]) -> SendResult:
         left = max(self._close_at - time.monotonic(), _LEAST_SECONDS)
         try:
             return self._sink.send(batch, min(self.settings.call_seconds, left))
         except Exception as error:  # noqa: BLE001 - the batch is tried again, or given up
             problem = error.strerror if isinstance(error, OSError) else ""
-            return Outcome(problem or f"{type(error).__name__}: {error}", may_retry=True)
+            return SendResult(problem or f"{type(error).__name__}: {error}", may_retry=True)
 
     def _backoff(self, attempts: int) -> float:
         """Return the seconds to wait after an attempt: evenly from 0 to what doubles each time."""
@@ -195,7 +195,7 @@ class EventQueue:
             while (rest := end - time.monotonic()) > 0 and self._is_closing == was_closing:
                 self._changed.wait(rest)
 
-    def _keep(self, left: Sequence[Event]) -> None:
+    def _keep(self, left: Sequence[SinkEvent]) -> None:
         """Remove from the batch what was received."""
         with self._changed:
             if not self._is_abandoned:
@@ -205,7 +205,7 @@ class EventQueue:
                 self._bytes += sum(len(event.data) for event in left)
                 self._sending = tuple(left)
 
-    def _settle(self, lost: Sequence[Event], problem: str) -> None:
+    def _settle(self, lost: Sequence[SinkEvent], problem: str) -> None:
         """End the batch, of which all but `lost` was received."""
         with self._changed:
             if self._is_abandoned:
@@ -234,7 +234,7 @@ class EventQueue:
             limit = f"{self.settings.close_seconds:g} s (`close_seconds`)"
             self._give_up(left, f"it was closed, and has not received them within {limit}")
 
-    def _give_up(self, events: Sequence[Event], problem: str) -> None:
+    def _give_up(self, events: Sequence[SinkEvent], problem: str) -> None:
         """Write events to the file of dead letters; without, or if that fails, they are dropped."""
         key, place = "dropped", "lost; the setting `dead_letters` would keep them"
         if self._dead_letters is not None:

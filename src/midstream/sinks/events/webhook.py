@@ -14,7 +14,7 @@ import httpx
 
 from midstream.config.event_sinks import WebhookSettings, secret_of, url_of
 from midstream.deadlines import within
-from midstream.sinks.events.base import DELIVERED, Event, EventSink, Outcome
+from midstream.sinks.events.base import DELIVERED, EventSink, SendResult, SinkEvent
 from midstream.version import __version__
 
 SIGNATURE = "x-midstream-signature"
@@ -37,7 +37,7 @@ class WebhookSink(EventSink):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: httpx.AsyncClient | None = None
 
-    def send(self, batch: Sequence[Event], seconds: float) -> Outcome:
+    def send(self, batch: Sequence[SinkEvent], seconds: float) -> SendResult:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         body = b'{"events":[' + b",".join(event.data for event in batch) + b"]}"
@@ -50,22 +50,22 @@ class WebhookSink(EventSink):
             self._loop.run_until_complete(within(_CLOSE_SECONDS, self._client.aclose()))
         self._loop.close()
 
-    async def _post(self, body: bytes, seconds: float) -> Outcome:
+    async def _post(self, body: bytes, seconds: float) -> SendResult:
         if self._client is None:
             self._client = httpx.AsyncClient(trust_env=False, timeout=None)
         try:
             return await within(seconds, self._answer(self._client, body))
         except asyncio.TimeoutError:
-            return Outcome(f"no answer within {seconds:g} s", may_retry=True)
+            return SendResult(f"no answer within {seconds:g} s", may_retry=True)
         except httpx.HTTPError as error:
             # The text of some of these has the URL, which may be secret.
-            return Outcome(f"the connection failed: {type(error).__name__}", may_retry=True)
+            return SendResult(f"the connection failed: {type(error).__name__}", may_retry=True)
 
-    async def _answer(self, client: httpx.AsyncClient, body: bytes) -> Outcome:
+    async def _answer(self, client: httpx.AsyncClient, body: bytes) -> SendResult:
         async with client.stream("POST", self._url, content=body, headers=self._headers(body)) as (
             answer
         ):
-            return outcome_of(answer.status_code, answer.headers)
+            return result_of(answer.status_code, answer.headers)
 
     def _headers(self, body: bytes) -> dict[str, str]:
         headers = {
@@ -84,12 +84,14 @@ def signature(secret: bytes, seconds: int, body: bytes) -> str:
     return f"t={seconds},v1={digest}"
 
 
-def outcome_of(status: int, headers: Mapping[str, str]) -> Outcome:
+def result_of(status: int, headers: Mapping[str, str]) -> SendResult:
     """Return what an answer's status means for a batch."""
     if 200 <= status < 300:
         return DELIVERED
     may_retry = status >= 500 or status in _RETRIED
-    return Outcome(f"the answer was {status}", may_retry, _seconds_of(headers.get("retry-after")))
+    return SendResult(
+        f"the answer was {status}", may_retry, _seconds_of(headers.get("retry-after"))
+    )
 
 
 def _seconds_of(retry_after: str | None) -> float:

@@ -7,12 +7,12 @@ import time
 import pytest
 
 from midstream.config.event_sinks import EventSettings
-from midstream.sinks.events.base import DELIVERED, Event, EventSink, Outcome
+from midstream.sinks.events.base import DELIVERED, EventSink, SendResult, SinkEvent
 from midstream.sinks.events.json_lines import JsonLinesFile
 from midstream.sinks.events.queue import EventQueue
 
-FAILED = Outcome("broken", may_retry=True)
-REFUSED = Outcome("malformed")
+FAILED = SendResult("broken", may_retry=True)
+REFUSED = SendResult("malformed")
 
 
 class Scripted(EventSink):
@@ -37,7 +37,7 @@ class Scripted(EventSink):
             outcome.wait(60)
             outcome = DELIVERED
         if isinstance(outcome, int):  # so many of the batch
-            outcome = Outcome("some", may_retry=True, left=batch[outcome:])
+            outcome = SendResult("some", may_retry=True, left=batch[outcome:])
         left = () if not outcome.problem else batch if outcome.left is None else outcome.left
         self.received += [event.id for event in batch if event not in left]
         return outcome
@@ -47,7 +47,7 @@ class Scripted(EventSink):
 
 
 def event(number, size=20):
-    return Event(str(number), b"%*d" % (size, number), time.monotonic())
+    return SinkEvent(str(number), b"%*d" % (size, number), time.monotonic())
 
 
 def queue_of(sink, dead_letters=None, **settings):
@@ -151,7 +151,7 @@ def test_attempts_end_at_the_age_of_the_setting_and_without_a_file_the_loss_is_t
     assert len(sink.attempts) > 3
     # An old event has one attempt.
     before = len(sink.attempts)
-    queue.put(Event("old", b"1", time.monotonic() - 1000))
+    queue.put(SinkEvent("old", b"1", time.monotonic() - 1000))
     until(lambda: queue.counts.dropped == 3)
     assert len(sink.attempts) == before + 1
     queue.close()
@@ -176,7 +176,7 @@ def test_waits_grow_up_to_their_limit_and_are_spread(monkeypatch):
 
 
 def test_a_receiver_that_asks_for_a_pause_gets_it():
-    sink = Scripted(Outcome("busy", may_retry=True, retry_after=0.4), DELIVERED)
+    sink = Scripted(SendResult("busy", may_retry=True, retry_after=0.4), DELIVERED)
     queue = queue_of(sink)
     began = time.monotonic()
     put_all(queue, 1)
@@ -186,7 +186,7 @@ def test_a_receiver_that_asks_for_a_pause_gets_it():
 
 
 def test_closing_tries_at_once_and_not_after_the_pause():
-    sink = Scripted(Outcome("busy", may_retry=True, retry_after=60.0), DELIVERED)
+    sink = Scripted(SendResult("busy", may_retry=True, retry_after=60.0), DELIVERED)
     queue = queue_of(sink)
     put_all(queue, 3)
     until(lambda: sink.attempts)

@@ -14,8 +14,8 @@ from support.event_receiver import HANG, RESET, Receiver
 from midstream.config.event_sinks import EventSettings, WebhookSettings, read_events
 from midstream.errors import ConfigError
 from midstream.sinks.events import EventLog
-from midstream.sinks.events.base import Event
-from midstream.sinks.events.webhook import WebhookSink, outcome_of, signature
+from midstream.sinks.events.base import SinkEvent
+from midstream.sinks.events.webhook import WebhookSink, result_of, signature
 
 SECRET = "0123456789abcdef-key"
 
@@ -106,7 +106,7 @@ def test_a_receiver_that_says_when_gets_no_attempt_before():
      ("Fri, 31 Dec 2199 23:59:59 GMT", 1e9, 1e10), ("²", 0, 0)],
 )  # fmt: skip
 def test_a_pause_is_a_number_or_a_date(header, low, high):
-    outcome = outcome_of(503, {"retry-after": header})
+    outcome = result_of(503, {"retry-after": header})
     assert low <= outcome.retry_after <= high
 
 
@@ -159,7 +159,7 @@ def test_an_answer_that_drips_ends_with_the_time_of_the_attempt():
         thread.start()
         sink = WebhookSink(WebhookSettings(url=f"http://127.0.0.1:{listening.getsockname()[1]}/"))
         began = time.monotonic()
-        outcome = sink.send([Event("a", b"{}", began)], 0.4)
+        outcome = sink.send([SinkEvent("a", b"{}", began)], 0.4)
         assert 0.4 <= time.monotonic() - began < 5
         over.set()
         thread.join(10)
