@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from midstream import entries
+from midstream.cli import guard
 from midstream.cli.command import Command, CommandGroup
 from midstream.version import __version__
 
@@ -26,6 +27,7 @@ def make() -> typer.Typer:
     )
     for name in entries.COMMANDS:
         _add(command, name)
+    command.add_typer(guard.group(), name="guard")
     command.add_typer(store, name="store")
     for name in entries.STORE_COMMANDS:
         _add(store, name)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
 from midstream.client.connection import connected, named_failures
+from midstream.client.guards import AsyncGuards
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpRequest, HttpResponse
 from midstream.plan.captured_rows import CapturedRows
@@ -49,6 +50,7 @@ class AsyncClient:
         self._http = connected(httpx.AsyncClient, base_url, (api_key, admin_key), timeout, http)
         self.vectors = AsyncVectors(self._run)
         self.steering = AsyncSteering(self._run)
+        self.guards = AsyncGuards(self._run)
 
     async def complete(self, prompt: Any, **options: Any) -> ServedOutput:
         """Complete a prompt; see `Client.complete`."""

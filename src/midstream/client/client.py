@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
 from midstream.client.connection import connected, named_failures
+from midstream.client.guards import ServedGuards
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpRequest, HttpResponse
 from midstream.plan.captured_rows import CapturedRows
@@ -49,6 +50,7 @@ class Client:
         self._http = connected(httpx.Client, base_url, (api_key, admin_key), timeout, http)
         self.vectors = Vectors(self._run)
         self.steering = SteeringOfServer(self._run)
+        self.guards = ServedGuards(self._run)
 
     def complete(self, prompt: Any, **options: Any) -> ServedOutput:
         """Complete a prompt.

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeGuard
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import parameters_of
 from midstream.plan.control.act import Switch
 from midstream.plan.forms import PhaseLike
 from midstream.plan.operations import (
@@ -42,8 +43,8 @@ TIERS: Mapping[str, PhaseLike | None] = MappingProxyType(
 # Keys of a name's whole edits, and the tier or the list that each stands for.
 _NAMED_KEYS = {**{tier: tier for tier in TIERS}, "prefill": "prompt", "decode": "generated"}
 _EDITS = "edits"
-# Fields that only a probe has in a tier, whose edits have an `op` or a `vector`.
-_PROBES = frozenset(("direction", "act", "attention", "mlp"))
+# Fields that only a probe has in a tier, whose edits have an `op`, or are a Steer or a name.
+_PROBES = frozenset(sum(parameters_of(Probe), ())) - {*sum(parameters_of(Steer), ()), "name"}
 
 _FORMS = (
     "an edit, a Direction or a Probe, a registered name, (name, scale), (vector, layer), "
@@ -247,7 +248,7 @@ def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart,
     if "op" in value:
         return (Part("", narrowed(parse_edit(value), phase)),)
     if not _PROBES.isdisjoint(value):
-        raise SpecError("", 'missing field `op`; that of a probe is "probe"')
+        return (ProbePart("", _narrowed_probe(Probe.parse(value), phase)),)
     if "vector" in value or "rows" in value:
         return (Part("", narrowed(Steer.parse(value), phase)),)
     if "name" in value:

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from midstream.drift import ScoreBins
 from midstream.errors import SpecError
-from midstream.plan.control.act import Condition, Flag, Stop, Switch
+from midstream.plan.argument_names import parameters_of
+from midstream.plan.control.act import Condition, Flag, Stop, Switch, read_act, read_later_edits
 from midstream.plan.operation import read_scalar
 from midstream.plan.operations import Edit
 from midstream.plan.plan import Plan
@@ -196,15 +197,14 @@ class GuardDefinition:
 
     def _named(self, name: str, is_acting: bool) -> Probe:
         assert self.probe is not None
-        condition = self.condition
-        assert condition is not None
-        act: Stop | Flag | Switch | None = None
-        if is_acting and self.action != "switch":
-            # A flag is what spans of traces show.
-            act = (Stop if self.action == "stop" else Flag)(**_arguments(condition))
-        elif is_acting and self.action == "switch":
-            act = Switch(self.edits, **_arguments(condition))
-        return self.probe.replace(name=name, act=act)
+        assert self.condition is not None
+        if not is_acting:
+            return self.probe.replace(name=name, act=None)
+        (fields,) = self.condition.emit().values()
+        edits = {"edits": self.edits} if self.action == Switch.word else {}
+        # A flag is what spans of traces show.
+        word = self.action if self.action in (Stop.word, Switch.word) else Flag.word
+        return self.probe.replace(name=name, act=read_act({word: {**fields, **edits}}))
 
 
 def probe_name(name: str, version: int) -> str:
@@ -222,9 +222,11 @@ def read_guard_name(value: object) -> str:
     return str(value)
 
 
+# Fields of a condition in JSON, and the arguments that they are.
+_ARGUMENTS = {name.rstrip("_"): name for name in sum(parameters_of(Condition), ())}
 _FIELDS = (
-    "probe", "above", "below", "for", "pool", "action", "edits", "webhook", "scope", "when",
-    "message", "visible", "text", "training",
+    "probe", *_ARGUMENTS, "action", "edits", "webhook", "scope", "when", "message", "visible",
+    "text", "training",
 )  # fmt: skip
 
 
@@ -264,7 +266,7 @@ def read_definition(value: object) -> GuardDefinition:
             else f'only the action "switch" has edits, not {show(action)}',
         )  # fmt: skip
     if condition is not None and action == "switch":
-        edits = Switch(fields["edits"], **_arguments(condition)).edits
+        edits = read_later_edits(fields["edits"])
         for index, edit in enumerate(edits):
             if edit.positions.has_marks:
                 raise SpecError(
@@ -286,8 +288,7 @@ def read_definition(value: object) -> GuardDefinition:
 
 
 def _read_probe(fields: Mapping[str, Any]) -> tuple[Probe | None, Condition | None]:
-    names = ("above", "below", "for", "pool")
-    threshold = {name: fields[name] for name in names if name in fields}
+    threshold = {name: fields[name] for name in _ARGUMENTS if name in fields}
     if "probe" not in fields:
         if threshold:
             raise SpecError(next(iter(threshold)), "only a guard with a probe has a threshold")
@@ -302,12 +303,11 @@ def _read_probe(fields: Mapping[str, Any]) -> tuple[Probe | None, Condition | No
     act = probe.act
     if act is not None and threshold:
         raise SpecError("probe.act", "the guard has a threshold too; give one of them")
-    if "for" in threshold:
-        threshold["for_"] = threshold.pop("for")
-    condition = Condition(**(_arguments(act) if act is not None else threshold))
+    if act is not None:
+        (threshold,) = act.emit().values()
+    condition = Flag(**{_ARGUMENTS[name]: value for name, value in threshold.items()})
     # A guard that only flags may be promoted: a probe that cannot act is rejected now.
-    stopping = Stop(**_arguments(condition))
-    return probe.replace(act=stopping).replace(act=None), condition
+    return probe.replace(act=condition).replace(act=None), condition
 
 
 def _read_training(value: object, probe: Probe | None) -> ScoreBins | None:
@@ -385,13 +385,6 @@ def _read_flag(fields: Mapping[str, Any], name: str) -> bool:
     if not isinstance(value, bool):
         raise SpecError(name, f"expected true or false, got {kind(value)}")
     return value
-
-
-def _arguments(condition: Condition) -> dict[str, Any]:
-    return {
-        "above": condition.above, "below": condition.below, "for_": condition.for_,
-        "pool": condition.pool,
-    }  # fmt: skip
 
 
 def _about(probe: Probe) -> dict[str, object]:

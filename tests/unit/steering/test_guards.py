@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from midstream.errors import NoRoomError, SpecError, StoreError
-from midstream.plan.control.act import Condition, Flag, Progress, Stop, follow, is_beyond, peak
+from midstream.plan.control.act import Flag, Stop
 from midstream.plan.operations import Steer
 from midstream.plan.probe import Probe
 from midstream.plan.shape import ModelShape
@@ -111,7 +111,7 @@ def test_every_form_of_a_probe_is_taken(probe):
 def test_the_condition_of_an_act_is_the_threshold():
     acting = PROBE.replace(act=Stop(below=-1.0, for_=3))
     found = read_definition({"probe": acting.to_dict()})
-    assert (found.probe, found.condition) == (PROBE, Condition(below=-1.0, for_=3))
+    assert (found.probe, found.condition) == (PROBE, Flag(below=-1.0, for_=3))
 
 
 WRONG = [
@@ -228,23 +228,6 @@ def test_a_scope_has_the_requests_that_meet_all_of_it():
     assert scope.has("g", "1", ("served", "tuned"), key)
     assert not scope.has("g", "1", ("served",), key)
     assert not scope.has("g", "1", ("tuned",), fingerprint("sk-2"))
-
-
-CONDITIONS = st.builds(
-    lambda name, threshold, count, pool: Condition(**{name: threshold}, for_=count, pool=pool),
-    st.sampled_from(["above", "below"]),
-    st.floats(-4, 4, width=32),
-    st.integers(1, 4),
-    st.sampled_from(["none", "max", "mean:1", "mean:3", "ema:0.5"]),
-)
-
-
-@given(CONDITIONS, st.lists(st.floats(width=32), max_size=12))
-@settings(max_examples=300)
-def test_a_peak_is_beyond_the_threshold_if_and_only_if_the_condition_is_met(condition, scores):
-    found = peak(condition, np.array(scores, "float32"))
-    _, met = follow(condition, Progress(), scores)
-    assert (met is not None) == (found is not None and is_beyond(condition, found))
 
 
 # -- several processes ---------------------------------------------------------------------------

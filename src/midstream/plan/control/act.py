@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from midstream.errors import SpecError
 from midstream.plan.argument_names import FrozenFields, read_named
@@ -25,10 +25,6 @@ from midstream.plan.operations import (
 )
 from midstream.plan.vectors.named_lookup import Lookup
 from midstream.validation import MAX_PARTS, at, kind, listed, read_int, show
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 MOST_TOKENS = 4096  # of `for_`, and of the window of a mean
 _POOL = re.compile(r"none|max|mean:([1-9][0-9]{0,3})|ema:(0?\.[0-9]{1,9})")
@@ -247,23 +243,9 @@ def follow(
     condition: Condition, progress: Progress, scores: Iterable[float]
 ) -> tuple[Progress, Met | None]:
     """Return the progress after the next scores, and where they meet the condition first, if so."""
-    run, pooled, window = progress
-    for index, (value, pooled, window) in enumerate(pooled_scores(condition, progress, scores)):
-        run = run + 1 if is_beyond(condition, value) else 0
-        if run == condition.for_:
-            return Progress(run, pooled, window), Met(index, value)
-    if run == progress.run and pooled is progress.pooled and window is progress.window:
-        return progress, None
-    return Progress(run, pooled, window), None
-
-
-def pooled_scores(
-    condition: Condition, progress: Progress, scores: Iterable[float]
-) -> Iterator[tuple[float, float | None, tuple[float, ...]]]:
-    """Yield the pooled score at each of the next scores, and what `Progress` keeps of it."""
     size, decay = _known_pool(condition.pool)
-    _, pooled, window = progress
-    for score in scores:
+    run, pooled, window = progress
+    for index, score in enumerate(scores):
         if size:
             window = (*window, score)[-size:]
             value = math.fsum(window) / len(window) if all(map(math.isfinite, window)) else math.nan
@@ -276,32 +258,15 @@ def pooled_scores(
         if condition.pool == "max" or decay:
             # One that is not finite would hold for ever.
             pooled = value if math.isfinite(value) else pooled
-        yield value, pooled, window
+        run = run + 1 if _beyond(condition, value) else 0
+        if run == condition.for_:
+            return Progress(run, pooled, window), Met(index, value)
+    if run == progress.run and pooled is progress.pooled and window is progress.window:
+        return progress, None
+    return Progress(run, pooled, window), None
 
 
-def peak(condition: Condition, scores: NDArray[np.float32]) -> float | None:
-    """Return the pooled score nearest to meeting a condition, or furthest beyond it, of scores
-    float32 [rows]: that of the row and the `for_` − 1 before it that is the least so. It is beyond
-    the threshold if and only if the condition is met. None: there are too few finite ones.
-    """
-    import numpy as np
-
-    values = np.asarray(scores, np.float64)
-    if condition.pool != "none":
-        pooled = pooled_scores(condition, Progress(), values.tolist())
-        values = np.array([value for value, _, _ in pooled], np.float64)
-    sign = 1.0 if condition.above is not None else -1.0
-    values = np.where(np.isfinite(values), sign * values, -math.inf)
-    if values.size < condition.for_:
-        return None
-    if condition.for_ > 1:
-        values = np.lib.stride_tricks.sliding_window_view(values, condition.for_).min(axis=1)
-    highest = float(values.max())
-    return sign * highest if math.isfinite(highest) else None
-
-
-def is_beyond(condition: Condition, value: float) -> bool:
-    """Return whether a pooled score is finite, and above or below the threshold."""
+def _beyond(condition: Condition, value: float) -> bool:
     if not math.isfinite(value):
         return False
     if condition.above is not None:

@@ -136,6 +136,8 @@ class Reading(FrozenFields):
             raise SpecError("attention", _LATE)
         if isinstance(value, Mapping) and "mlp" in value:
             raise SpecError("mlp", _MLP)
+        if isinstance(value, Mapping) and "direction" in value:
+            value = _without_name(value)
         if isinstance(value, Mapping) and not {"f32", "name"} & set(value):
             return Reading(**read_named(value, *parameters_of(Reading)))
         return Reading(direction)
@@ -185,12 +187,28 @@ def _from_probe(probe: Any) -> Reading:
     """Return the reading of a `Probe`. Its module imports this one."""
     if probe.direction is None:
         raise SpecError(*(("attention", _LATE) if probe.mlp is None else ("mlp", _MLP)))
-    if probe.positions != Positions("all"):
-        raise SpecError(
-            "positions", "a gate uses the edit's positions; give a probe without positions"
-        )
+    _check_everywhere(probe.positions)
     layers = probe.layers.indices
     layer = None if "layer" in probe.left or layers == "all" else layers
     named = layer is not None or not probe.sites.in_layers
     site = probe.sites.names[0] if named and "site" not in probe.left else None
     return Reading(probe.direction, probe.bias, layer, site, *probe.heads)
+
+
+def _check_everywhere(positions: Positions) -> None:
+    if positions != Positions("all"):
+        raise SpecError(
+            "positions", "a gate uses the edit's positions; give a probe without positions"
+        )
+
+
+def _without_name(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dict of `Reading`'s arguments, which may be one of `Probe.to_dict`."""
+    fields = dict(value)
+    place = {name: fields.pop(name) for name in ("positions", "phase") if name in fields}
+    if place:
+        _check_everywhere(Positions.within(place.get("positions", "all"), place.get("phase"), None))
+    fields.pop("name", None)
+    if fields.get("op") == "probe":
+        del fields["op"]
+    return fields

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from midstream.plan.control.act import Condition, Progress, follow, is_beyond, peak
+from midstream.plan.control.act import Condition, Flag, Progress, follow
 from midstream.results.probe_scores import Probes
 
 
@@ -15,7 +16,7 @@ class Judgement(NamedTuple):
     """How near a completion is to meeting a guard's condition, and where it met it first.
 
     Attributes:
-        peak: the pooled score that decides; see `midstream.plan.control.act.peak`.
+        peak: the pooled score that decides; see `peak_of`.
         position: of the token whose score met the condition; None: it is not met.
         score: the pooled score there; the peak if it is not met.
     """
@@ -43,11 +44,43 @@ def judge_scores(
     condition: Condition, scores: NDArray[np.float32], positions: NDArray[np.int64]
 ) -> Judgement | None:
     """Return what scores, float32 [rows], say of the tokens at positions, int64 [rows]."""
-    highest = peak(condition, scores)
+    highest = peak_of(condition, scores)
     if highest is None:
         return None
-    if not is_beyond(condition, highest):
-        return Judgement(highest, None, highest)
+    judgement = Judgement(highest, None, highest)
+    if not judgement.is_beyond(condition.above, condition.below):
+        return judgement
     _, met = follow(condition, Progress(), scores.tolist())
     assert met is not None
     return Judgement(highest, int(positions[met.nth]), met.pooled)
+
+
+def peak_of(condition: Condition, scores: NDArray[np.float32]) -> float | None:
+    """Return the pooled score nearest to meeting a condition, or furthest beyond it, of scores
+    float32 [rows]: that of the row and the `for_` − 1 before it that is the least so. It is beyond
+    the threshold if and only if the condition is met. None: there are too few finite ones.
+    """
+    values = np.asarray(scores, np.float64)
+    if condition.pool != _NO_POOL:
+        values = np.array(_pooled(condition, values.tolist()), np.float64)
+    sign = 1.0 if condition.above is not None else -1.0
+    values = np.where(np.isfinite(values), sign * values, -math.inf)
+    if values.size < condition.for_:
+        return None
+    if condition.for_ > 1:
+        values = np.lib.stride_tricks.sliding_window_view(values, condition.for_).min(axis=1)
+    highest = float(values.max())
+    return sign * highest if math.isfinite(highest) else None
+
+
+def _pooled(condition: Condition, scores: list[float]) -> list[float]:
+    """Return the pooled score at each score: one that every finite one meets is followed."""
+    every = Flag(above=_LEAST, pool=condition.pool)
+    progress, values = Progress(), []
+    for score in scores:
+        progress, met = follow(every, progress._replace(run=0), (score,))
+        values.append(math.nan if met is None else met.pooled)
+    return values
+
+
+_NO_POOL, _LEAST = "none", -float(np.finfo(np.float32).max)

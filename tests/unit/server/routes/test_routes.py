@@ -303,13 +303,11 @@ async def test_no_value_of_a_client_is_ever_a_path(tmp_path, monkeypatch):
         assert site.engine.calls == []
 
 
-async def test_a_tier_that_there_is_not_and_a_probe_without_op_are_named_with_what_is_right():
-    probe = {"direction": [1.0, 1.0, 1.0], "layer": 1, "name": "guard"}
+async def test_a_tier_that_there_is_not_is_named_with_what_is_right():
     async with serving() as (site, client):
         for body, said in (
             ({"all": []}, "all: unknown field; known: `base`, `prompt`, `generated`"),
             ({"prompts": []}, "prompts: unknown field (did you mean `prompt`?)"),
-            ({"generated": probe}, 'generated: missing field `op`; that of a probe is "probe"'),
         ):
             await refused(client.put(STEERING, json=body), 400, said)
         assert not site.engine.steering.show().edits
