@@ -52,7 +52,7 @@ class Endpoints:
         args = app.state.args
         own = settings_of(args)
         settings = None if own is None else read_http(own.http)
-        if settings is None:
+        if own is None or settings is None:
             return
         fingerprint.install()
         has_key = _has_key(args)
