@@ -31,14 +31,25 @@ def loaded(path):
     return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
+def kustomize():
+    """The command that builds a folder; None: there is none. Debian's kubectl has kustomize 2."""
+    if shutil.which("kustomize"):
+        return ["kustomize", "build"]
+    if not shutil.which("kubectl"):
+        return None
+    words = ["kubectl", "version", "--client", "--output=json"]
+    said = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    is_new = re.search(r'"kustomizeVersion": "v([5-9]|\d\d)', said)
+    return ["kubectl", "kustomize"] if is_new else None
+
+
 @functools.cache
 def built(folder):
     """The objects that kustomize makes of a folder."""
-    kubectl = shutil.which("kubectl")
-    words = [kubectl, "kustomize"] if kubectl else [shutil.which("kustomize"), "build"]
-    if words[0] is None:
-        pytest.skip("neither kubectl nor kustomize is installed")
-    done = subprocess.run([*words, str(folder)], capture_output=True, text=True, check=False)
+    command = kustomize()
+    if command is None:
+        pytest.skip("neither kustomize nor a kubectl with kustomize 5 is installed")
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 

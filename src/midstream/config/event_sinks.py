@@ -40,8 +40,8 @@ class EventSettings(Struct, frozen=True, kw_only=True):
         call_seconds: longest time of one attempt.
         retry_seconds: age of an event in seconds up to which attempts are repeated.
         close_seconds: longest time to send what waits when the server ends.
-        dead_letters: file for events that were given up, a JSON object on each line; None: they
-            are lost.
+        dead_letters: file for events that were given up, a JSON object on each line; at 64 MiB it
+            is rotated, and the last 100 stay. None: they are lost.
     """
 
     text: bool = False

@@ -28,6 +28,7 @@ from midstream.sinks.events.webhook import WebhookSink
 
 _LOGGER = logging.getLogger(__name__)
 TEXT = "text"
+_KEPT = 100  # older files of dead letters, of 64 MiB
 
 
 class EventLog:
@@ -99,7 +100,7 @@ def _opened(name: str, settings: EventSettings) -> EventQueue:
     try:
         dead_letters = None
         if settings.dead_letters is not None:
-            dead_letters = JsonLinesFile(settings.dead_letters)
+            dead_letters = JsonLinesFile(settings.dead_letters, keep=_KEPT)
         return EventQueue(name, _sink(settings), settings, dead_letters)
     except OSError as error:
         raise ConfigError(f"{path}: the file cannot be opened: {error}") from None

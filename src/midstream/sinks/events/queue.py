@@ -246,7 +246,10 @@ class EventQueue:
                 call.result(_DEAD_SECONDS)
                 key, place = "dead", "dead letters"
             except Exception as error:  # noqa: BLE001 - told, and counted
-                place = f"lost; the dead letters cannot be written: {error or type(error).__name__}"
+                problem_there = str(error) or type(error).__name__
+                place = f"lost; the dead letters cannot be written: {problem_there}"
+                if not call.done():
+                    self._dead_letters = None  # the thread that writes still has the file
         with self._changed:
             self._counts[key] += len(events)
             self._lost -= len(events)

@@ -245,6 +245,21 @@ def test_dead_letters_that_cannot_be_written_are_counted_as_dropped(tmp_path, ca
     assert "the dead letters cannot be written: [Errno 28] No space left" in caplog.text
 
 
+def test_a_file_of_dead_letters_that_hangs_is_waited_for_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("midstream.sinks.events.queue._DEAD_SECONDS", 0.2)
+    dead = JsonLinesFile(str(tmp_path / "dead.jsonl"))
+    hang = threading.Event()
+    dead._write = lambda data: hang.wait(60)
+    queue = queue_of(Scripted(REFUSED), dead, batch_events=1)
+    began = time.monotonic()
+    put_all(queue, 20)
+    queue.close()
+    assert time.monotonic() - began < 2
+    assert (queue.counts.dropped, queue.counts.dead_letters) == (20, 0)
+    assert "the dead letters cannot be written: TimeoutError" in caplog.text
+    hang.set()
+
+
 def test_threads_that_put_at_the_same_time_lose_nothing():
     sink = Scripted(*(FAILED, DELIVERED, 3) * 20, DELIVERED)
     queue = queue_of(sink, batch_events=7)
