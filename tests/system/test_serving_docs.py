@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import serving
@@ -24,9 +25,12 @@ QUICK = (
 )
 
 
-def snippets() -> list[tuple[int, str, str]]:
+GUARDS = "docs/guards.md"
+
+
+def snippets(page: str = PAGE) -> list[tuple[int, str, str]]:
     """(line, language, text) of each block of Python or of a shell."""
-    return blocks(PAGE, ["python", "bash"])
+    return blocks(page, ["python", "bash"])
 
 
 def starts(word: str) -> list[str]:
@@ -82,20 +86,19 @@ def test_the_example_of_a_client_steers_the_server_and_leaves_it_as_it_was(serve
     assert plain not in steered
 
 
-@pytest.mark.nightly
-def test_the_snippets_of_the_page_run_one_after_the_other(server, folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def run_page(page: str, server: Running) -> tuple[list[str], dict[str, Any]]:
+    """Run the snippets of a page; return what the commands printed, and the names of Python."""
     address = server.url.removeprefix("http://")
     bin_folder = str(Path(sys.executable).parent)
     environment = serving.environment(PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
-    namespace = {"__name__": "__main__"}
-    ran, epoch = [], server.status()["steering"]["epoch"]
-    for line, language, text in snippets():
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    ran = []
+    for line, language, text in snippets(page):
         if text.startswith(("midstream serve ", "vllm serve ")):
             continue
         said = text.replace(ADDRESS, address)
         if language == "python":
-            exec(compile("\n" * line + said, PAGE, "exec"), namespace)
+            exec(compile("\n" * line + said, page, "exec"), namespace)
         else:
             done = subprocess.run(
                 ["bash", "-euc", said], env=environment, capture_output=True, text=True,
@@ -103,6 +106,32 @@ def test_the_snippets_of_the_page_run_one_after_the_other(server, folder, monkey
             )  # fmt: skip
             assert done.returncode == 0, f"line {line}: {done.stdout}{done.stderr}"
             ran.append(done.stdout)
+    return ran, namespace
+
+
+@pytest.mark.nightly
+def test_the_page_of_guards_runs_from_data_to_a_guard_that_stops_and_back(
+    server, folder, monkeypatch, capsys
+):
+    monkeypatch.chdir(folder)
+    (listed,), names = run_page(GUARDS, server)
+    said = capsys.readouterr().out
+    assert said.startswith("1 shadow\n[{'guard': 'anger', 'version': 3, 'action': 'flag', ")
+    assert "The answer was stopped. content_filter\n1 put 127.0.0.1 20" in said
+    assert (names["out"].text, names["guard"]["version"]) == ("The answer was stopped.", 1)
+    lines = listed.splitlines()
+    assert lines[0].startswith("anger version 7: shadow above ")
+    assert lines[1].startswith("anger version 8: flag above ")
+    assert lines[-2].startswith("version 8: flag above ")
+    assert lines[-1] == "anger is deleted"
+    assert server.get("/v1/midstream/guards") == {"guards": []}
+
+
+@pytest.mark.nightly
+def test_the_snippets_of_the_page_run_one_after_the_other(server, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    epoch = server.status()["steering"]["epoch"]
+    ran, _ = run_page(PAGE, server)
     assert '"base64"' in ran[0]
     assert '"status":"ok"' in ran[1].replace(" ", "")
     assert "base64" not in ran[1]

@@ -14,6 +14,7 @@ from midstream.steering.guard_definition import Webhook
 
 QUEUED, SENT_AT_ONCE = 256, 4  # events that wait for webhooks, and that are on their way
 _SHOWN = 200  # characters of an error in the log
+_SHUTDOWN = "the server shuts down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Webhooks:
             task.cancel()
         self._tasks.clear()
         while not self._queue.empty():
-            self._drop(self._queue.get_nowait()[1], "the server shuts down")
+            self._drop(self._queue.get_nowait()[1], _SHUTDOWN)
 
     async def _work(self) -> None:
         assert self._http is not None
@@ -85,6 +86,9 @@ class Webhooks:
                 )
                 # httpx's timeout is one of each part of an exchange.
                 answer = await asyncio.wait_for(sending, webhook.seconds)
+            except asyncio.CancelledError:
+                self._drop(event, _SHUTDOWN)
+                raise
             except (httpx.HTTPError, asyncio.TimeoutError) as error:
                 self._drop(event, str(error) or type(error).__name__)
                 continue

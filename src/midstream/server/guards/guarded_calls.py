@@ -13,7 +13,7 @@ from midstream.plan.probe import Probe
 from midstream.server import audit_log
 from midstream.server.guards.guard_event import GuardEvent, Webhooks
 from midstream.server.guards.hidden import hide
-from midstream.server.guards.judgement import Judgement, judge
+from midstream.server.guards.judgement import GuardJudgement, judge
 from midstream.server.guards.second_stage import read_again
 from midstream.server.metrics import Metrics
 from midstream.steering.guards import ActiveGuard
@@ -148,7 +148,7 @@ class GuardedCall:
         if not output.finished or completion.finish_reason in (None, "abort", "error"):
             return None
         start = time.perf_counter()
-        judgements: dict[str, Judgement] = {}
+        judgements: dict[str, GuardJudgement] = {}
         shown: list[dict[str, Any]] = []
         stopping: ActiveGuard | None = None
         for guard in sorted(self.guards, key=lambda guard: guard.definition.when is not None):
@@ -177,11 +177,11 @@ class GuardedCall:
     async def _judge(
         self,
         guard: ActiveGuard,
-        before: dict[str, Judgement],
+        before: dict[str, GuardJudgement],
         output: Any,
         completion: Any,
         prompt: Any,
-    ) -> tuple[bool, Judgement | None]:
+    ) -> tuple[bool, GuardJudgement | None]:
         """Return whether a guard ran, and what it says."""
         definition, condition = guard.definition, guard.definition.condition
         if guard.probe is not None and condition is not None:
@@ -216,7 +216,9 @@ class GuardedCall:
         judgement = judge(condition, probes, guard.later.name)
         return judgement is not None, judgement
 
-    def _event(self, guard: ActiveGuard, judgement: Judgement, index: int, text: str) -> GuardEvent:
+    def _event(
+        self, guard: ActiveGuard, judgement: GuardJudgement, index: int, text: str
+    ) -> GuardEvent:
         has_probe = guard.definition.probe is not None
         return GuardEvent(
             guard.name,

@@ -12,7 +12,7 @@ from midstream.plan.control.act import Condition, Flag, Progress, follow
 from midstream.results.probe_scores import Probes
 
 
-class Judgement(NamedTuple):
+class GuardJudgement(NamedTuple):
     """How near a completion is to meeting a guard's condition, and where it met it first.
 
     Attributes:
@@ -32,7 +32,7 @@ class Judgement(NamedTuple):
         return self.peak > above if above is not None else self.peak < float(below or 0.0)
 
 
-def judge(condition: Condition, probes: Probes | None, name: str) -> Judgement | None:
+def judge(condition: Condition, probes: Probes | None, name: str) -> GuardJudgement | None:
     """Return what a probe's scores say; None: there are none that are finite."""
     if probes is None or name not in probes:
         return None
@@ -42,17 +42,17 @@ def judge(condition: Condition, probes: Probes | None, name: str) -> Judgement |
 
 def judge_scores(
     condition: Condition, scores: NDArray[np.float32], positions: NDArray[np.int64]
-) -> Judgement | None:
+) -> GuardJudgement | None:
     """Return what scores, float32 [rows], say of the tokens at positions, int64 [rows]."""
     highest = peak_of(condition, scores)
     if highest is None:
         return None
-    judgement = Judgement(highest, None, highest)
+    judgement = GuardJudgement(highest, None, highest)
     if not judgement.is_beyond(condition.above, condition.below):
         return judgement
     _, met = follow(condition, Progress(), scores.tolist())
     assert met is not None
-    return Judgement(highest, int(positions[met.nth]), met.pooled)
+    return GuardJudgement(highest, int(positions[met.nth]), met.pooled)
 
 
 def peak_of(condition: Condition, scores: NDArray[np.float32]) -> float | None:
