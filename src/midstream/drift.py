@@ -11,14 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.validation import MAX_ITEMS, at, is_int, read_count, read_fields, show
+from midstream.validation import (
+    MAX_ITEMS,
+    at,
+    is_int,
+    read_count,
+    read_fields,
+    read_float32,
+    show,
+)
 
 MOST_BINS = 256
 LEAST_SCORES = 200
+SECONDS = 3600.0  # length of a window by default
 # What is added to the count of each bin, so that an empty one has a logarithm: half a score.
 SMOOTHED = 0.5
 _SLOTS = 60  # parts of a window of time, of which the oldest is dropped as a whole
-_MOST_SCORES = 1 << 24
+_MOST_SCORES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +162,7 @@ class DriftWindow:
 
         Args:
             training: the distribution to compare with.
-            scores: length of the window in scores, 1 to 2**24; one of this and `seconds`.
+            scores: length of the window in scores, 1 to 2**20; one of this and `seconds`.
             seconds: length of the window in seconds.
             least: number of scores below which there is no index.
             clock: seconds that only grow.
@@ -234,41 +243,92 @@ class DriftWindow:
             ]
 
 
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The scores of a probe's training, and the window of live scores to compare with them.
+
+    Attributes:
+        bins: the scores of the training.
+        scores: length of the window in scores; None: see `seconds`.
+        seconds: length of the window in seconds.
+    """
+
+    bins: ScoreBins
+    scores: int | None = None
+    seconds: float | None = SECONDS
+
+    @staticmethod
+    def parse(value: object) -> Training:
+        """Read `{"edges": […], "counts": […]}`, with `scores` or `seconds` for another window.
+
+        Raises:
+            SpecError: another form; its path starts with the field's name.
+        """
+        if isinstance(value, Training):
+            return value
+        fields = read_fields(value, ("edges", "counts"), ("scores", "seconds"))
+        scores, seconds = fields.pop("scores", None), fields.pop("seconds", None)
+        if scores is not None:
+            with at("scores"):
+                scores = read_count(scores)
+        if seconds is not None:
+            with at("seconds"):
+                seconds = read_float32(seconds)
+        if scores is None and seconds is None:
+            seconds = SECONDS
+        training = Training(ScoreBins.parse(fields), scores, seconds)
+        training.window()
+        return training
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, which `parse` reads."""
+        form = self.bins.to_dict()
+        if self.scores is not None:
+            form["scores"] = self.scores
+        elif self.seconds != SECONDS:
+            form["seconds"] = self.seconds
+        return form
+
+    def window(
+        self, least: int = LEAST_SCORES, clock: Callable[[], float] = time.monotonic
+    ) -> DriftWindow:
+        """Return an empty window. Raises SpecError: its length is out of range."""
+        least = min(least, self.scores or least)
+        return DriftWindow(
+            self.bins, scores=self.scores, seconds=self.seconds, least=least, clock=clock
+        )
+
+
 class DriftMonitor:
     """Windows of the latest scores of guards, each of the newest version that has scored."""
 
     def __init__(
-        self,
-        seconds: float = 3600.0,
-        least: int = LEAST_SCORES,
-        clock: Callable[[], float] = time.monotonic,
+        self, least: int = LEAST_SCORES, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create it; the arguments are those of each `DriftWindow`."""
-        self._seconds = seconds
+        """Create it; `least`: number of scores below which there is no index."""
         self._least = least
         self._clock = clock
         self._windows: dict[str, tuple[int, DriftWindow]] = {}
 
-    def add(self, guard: str, version: int, training: ScoreBins, score: float) -> None:
+    def add(self, guard: str, version: int, training: Training, score: float) -> None:
         """Count a score. One of an earlier version, of a request that began before, is ignored."""
         newest, window = self._windows.get(guard, (-1, None))
         if version < newest:
             return
         if window is None or version > newest:
-            window = DriftWindow(
-                training, seconds=self._seconds, least=self._least, clock=self._clock
-            )
+            window = training.window(self._least, self._clock)
             self._windows[guard] = (version, window)
         window.add(score)
 
+    def keep(self, guards: Iterable[str]) -> None:
+        """Forget all other guards, which were deleted."""
+        for guard in self._windows.keys() - set(guards):
+            del self._windows[guard]
+
     def indices(self) -> dict[tuple[str, int], float]:
-        """Return the index by guard and version, of those with enough scores; forget the others
-        that have none, which may be deleted.
-        """
+        """Return the index by guard and version, of those with enough scores."""
         indices = {}
-        for guard, (version, window) in tuple(self._windows.items()):
-            if not any(window.counts):
-                del self._windows[guard]
+        for guard, (version, window) in self._windows.items():
             index = window.psi()
             if index is not None:
                 indices[guard, version] = index

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.drift import MOST_BINS, DriftMonitor, DriftWindow, ScoreBins, stability_index
+from midstream.drift import (
+    MOST_BINS,
+    DriftMonitor,
+    DriftWindow,
+    ScoreBins,
+    Training,
+    stability_index,
+)
 from midstream.errors import SpecError
 
 BINS = ScoreBins((-1.0, 0.0, 2.5), (10, 20, 30, 40))
@@ -108,13 +115,14 @@ def test_a_window_of_time_counts_what_is_not_older(steps):
     assert window.psi() is None
 
 
-def test_each_guard_has_the_index_of_its_newest_version_and_is_forgotten_without_scores():
+def test_each_guard_has_the_index_of_its_newest_version_until_it_is_deleted():
     now = 0.0
-    monitor = DriftMonitor(seconds=60.0, least=2, clock=lambda: now)
-    other = ScoreBins((5.0,), (1, 1))
+    monitor = DriftMonitor(least=2, clock=lambda: now)
+    hour, last = Training(BINS), Training(BINS, scores=2, seconds=None)
+    other = Training(ScoreBins((5.0,), (1, 1)), seconds=60.0)
     for guard, version, training, score in (
-        ("a", 1, BINS, 0.0), ("a", 1, BINS, 0.0), ("b", 7, BINS, 3.0), ("b", 7, BINS, -3.0),
-        ("few", 1, BINS, 0.0),
+        ("a", 1, hour, 0.0), ("a", 1, hour, 0.0), ("b", 7, last, 0.0), ("b", 7, last, 3.0),
+        ("b", 7, last, -3.0), ("few", 1, hour, 0.0),
     ):  # fmt: skip
         monitor.add(guard, version, training, score)
     assert monitor.indices() == {
@@ -126,8 +134,36 @@ def test_each_guard_has_the_index_of_its_newest_version_and_is_forgotten_without
     assert monitor.indices()["a", 2] == pytest.approx(reference([1, 1], [0, 2]))
     assert ("a", 1) not in monitor.indices()
     now = 100.0
+    assert set(monitor.indices()) == {("b", 7)}, "the other has no score of the last minute"
+    monitor.keep(["a", "unknown"])
     assert monitor.indices() == {}
-    assert monitor._windows == {}
+
+
+@pytest.mark.parametrize("window", [{}, {"scores": 500}, {"seconds": 86400.0}])
+def test_a_training_has_the_window_that_is_asked_for_and_else_an_hour(window):
+    form = {**BINS.to_dict(), **window}
+    training = Training.parse(form)
+    assert training.to_dict() == form
+    assert Training.parse(training) is training
+    length = (training.scores, training.seconds)
+    assert length == (window.get("scores"), window.get("seconds", None if window else 3600.0))
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        ({"scores": 5, "seconds": 5}, "expected one of `scores` and `seconds`"),
+        ({"scores": 0}, "scores: expected at least 1, got 0"),
+        ({"scores": 2**21}, "scores: expected 1 to 1048576"),
+        ({"scores": 1.5}, "scores: expected `int`"),
+        ({"seconds": 0}, "seconds: expected more than 0, got 0"),
+        ({"seconds": "1h"}, "seconds: expected a number"),
+        ({"minutes": 5}, "unknown field 'minutes'"),
+    ],
+)
+def test_a_wrong_window_is_rejected_by_its_field(window, message):
+    with pytest.raises(SpecError, match=message):
+        Training.parse({**BINS.to_dict(), **window})
 
 
 def test_there_is_no_index_of_too_few_scores():

@@ -59,7 +59,11 @@ GAUGES = (
     ("vectors", "Registered names of vectors.", ()),
     ("workers_age_seconds", "Age of the workers' values; 0 if they answered this query.", ()),
     ("steering_epoch", "Number of changes of server-wide steering.", ()),
-    ("guard_drift_psi", "Population stability index of a guard's scores in an hour.", _GUARD),
+    (
+        "guard_drift_psi",
+        "Population stability index of a guard's latest scores against its training.",
+        _GUARD,
+    ),
 )
 # Gauges that each API server process has for itself; the others are the same in all.
 _OF_PROCESS = (

@@ -216,6 +216,7 @@ class Server:
     async def refresh_metrics(self, scope: Scope) -> None:
         """Update the metrics, if the engine is ready; in other processes too."""
         if self._llm is not None and not self._llm.errored:
+            self.metrics.drift.keep(guard.name for guard in self._llm.guards.active())
             await self.metrics.refresh(self.state)
         if self.peers is not None:
             await self.peers.refresh_metrics(scope)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from midstream.drift import ScoreBins
+from midstream.drift import Training
 from midstream.errors import SpecError
 from midstream.plan.argument_names import parameters_of
 from midstream.plan.control.act import Condition, Flag, Stop, Switch, read_act, read_later_edits
@@ -124,7 +124,7 @@ class GuardDefinition:
     message: str = MESSAGE
     visible: bool = False
     text: bool = False
-    training: ScoreBins | None = None
+    training: Training | None = None
 
     def to_dict(self, full: bool = True) -> dict[str, object]:
         """Return the JSON form, which `read_definition` reads; unless `full` without vectors."""
@@ -310,13 +310,13 @@ def _read_probe(fields: Mapping[str, Any]) -> tuple[Probe | None, Condition | No
     return probe.replace(act=condition).replace(act=None), condition
 
 
-def _read_training(value: object, probe: Probe | None) -> ScoreBins | None:
+def _read_training(value: object, probe: Probe | None) -> Training | None:
     if value is None:
         return None
     with at("training"):
         if probe is None:
             raise SpecError("", "only a guard with a probe has scores; omit it")
-        return ScoreBins.parse(value)
+        return Training.parse(value)
 
 
 def _read_scope(value: object) -> Scope:

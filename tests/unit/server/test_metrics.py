@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from midstream.drift import DriftMonitor, ScoreBins
+from midstream.drift import DriftMonitor, ScoreBins, Training
 from midstream.server.metrics import COUNTERS, GAUGES, Metrics
 from midstream.steering.guard_definition import GuardDefinition
 from midstream.steering.guards import ActiveGuard
@@ -67,7 +67,7 @@ def test_every_metric_is_told_by_a_status(metrics, registry):
     metrics.count_refusal(429)
     metrics.count_sweep("ok", 16)
     metrics.drift = DriftMonitor(least=1)
-    definition = GuardDefinition(None, None, training=ScoreBins((0.0,), (1, 1)))
+    definition = GuardDefinition(None, None, training=Training(ScoreBins((0.0,), (1, 1))))
     guard = ActiveGuard("toxic", 3, definition, None, None)
     metrics.count_guarded(guard, True)
     metrics.count_action(guard, "flag")
@@ -144,8 +144,8 @@ def test_however_often_they_are_read_the_engine_is_asked_once_a_second(metrics):
 
 def test_the_drift_of_a_guard_is_that_of_its_scores_and_none_once_they_are_old(metrics, registry):
     now = 0.0
-    metrics.drift = DriftMonitor(seconds=60.0, least=3, clock=lambda: now)
-    training = ScoreBins((0.0,), (30, 10))
+    metrics.drift = DriftMonitor(least=3, clock=lambda: now)
+    training = Training(ScoreBins((0.0,), (30, 10)), seconds=60.0)
     drifting = ActiveGuard("g", 2, GuardDefinition(None, None, training=training), None, None)
     for score in (1.0, 2.0, -1.0):
         metrics.observe_score(drifting, score)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from midstream.drift import ScoreBins
+from midstream.drift import ScoreBins, Training
 from midstream.errors import SpecError
 from midstream.plan.probe import Probe
 from midstream.steering.guard_definition import read_definition
@@ -13,7 +13,7 @@ TRAINING = {"edges": [-1.0, 2.5], "counts": [5, 0, 7]}
 
 def test_a_definition_keeps_it_and_its_digest_is_of_it_too():
     definition = read_definition({**FORM, "training": TRAINING})
-    assert definition.training == ScoreBins((-1.0, 2.5), (5, 0, 7))
+    assert definition.training == Training(ScoreBins((-1.0, 2.5), (5, 0, 7)))
     for full in (True, False):
         assert definition.to_dict(full)["training"] == TRAINING
     assert read_definition(definition.to_dict()) == definition

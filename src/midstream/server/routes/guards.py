@@ -75,7 +75,7 @@ class GuardBody(BaseModel):
     training: Any = Field(
         default=None,
         description="How many completions of its probe's training had which score, for the metric "
-        'of drift: `{"edges": […], "counts": […]}`, one more count than edges.',
+        'of drift: `{"edges": […], "counts": […], "seconds": 3600}`, one more count than edges.',
     )
 
 
