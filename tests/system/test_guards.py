@@ -162,6 +162,26 @@ def test_a_stop_set_in_one_process_stops_in_the_other_where_the_reference_says(b
         assert (last.text, last.outputs[0].finish_reason) == (MESSAGE, "content_filter")
 
 
+def test_several_completions_and_responses_are_stopped_and_streams_of_several_are_rejected(both):
+    client = both.clients[0]
+    put(client, "stop", above=-1e6, action="stop")
+    several = {"n": 2, "temperature": 1.0}
+    for choice in ask(client, **several)["choices"]:
+        assert (len(choice["token_ids"]), choice["finish_reason"]) == (1, "content_filter")
+        assert choice["text"].endswith(MESSAGE)
+    body = {"model": NAME, "input": "x", "max_output_tokens": 8, "temperature": 0}
+    prompt = Probe(V, layer=LAYER, phase="prompt").to_dict()
+    with pytest.raises(ServerError, match="never shows it") as caught:
+        list(client.stream(PROMPT, **{**SAMPLED, **several}))
+    assert caught.value.status == 400
+    put(client, "stop", probe=prompt, above=-1e6, action="stop")
+    answer = client.call("POST", "/v1/responses", body)
+    (item,) = answer["output"]
+    assert item["content"][0]["text"] == MESSAGE
+    with client._http.stream("POST", "/v1/responses", json={**body, "stream": True}) as events:
+        assert MESSAGE in "".join(events.iter_text())
+
+
 def test_a_request_with_a_plan_has_its_own_results_and_the_flags_that_it_asks_for(both, expected):
     client = both.clients[1]
     put(client, "flag", above=expected.threshold, action="flag", visible=True)

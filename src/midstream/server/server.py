@@ -77,7 +77,7 @@ class Server:
         events: EventLog | None = None,  # where events of guards go; None: to the log alone
     ) -> None:
         self.settings = settings
-        self._has_key = has_key
+        self.has_key = has_key
         self.check_host = check_host
         self.metrics = metrics.process_metrics()
         self.events = EventLog({}) if events is None else events
@@ -143,11 +143,11 @@ class Server:
 
     def owns(self, scope: Scope, cached: CachedCapture) -> bool:
         """Return whether rows are those of a request's client; without keys, all may use an id."""
-        return not self._has_key or cached.client == self.client_of(scope)
+        return not self.has_key or cached.client == self.client_of(scope)
 
     def client_of(self, scope: Scope) -> str:
         """Return the id of a request's client: a hash of its API key, else its address."""
-        if self._has_key:
+        if self.has_key:
             # Ignore the scheme before the key, whose case and spelling vary.
             _, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             return hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -15,6 +15,7 @@ from midstream.plan.positions.positions import Positions
 from midstream.plan.probe import Probe
 from midstream.steering.changes import Changes
 from midstream.steering.edit_forms import TIERS, bind_tier, read_tier
+from midstream.steering.guard_definition import is_probe_of_guard
 from midstream.steering.listing import html_table, text_table
 from midstream.steering.registry import VectorRegistry
 from midstream.validation import at
@@ -149,6 +150,12 @@ def _check_names(tiers: Mapping[str, tuple[ServerWide, ...]]) -> None:
         for index, part in enumerate(tiers[tier]):
             if isinstance(part, Probe):
                 place = f"{tier}[{index}]"
+                if is_probe_of_guard(part.name):
+                    raise SpecError(
+                        f"{place}.name",
+                        f"names that begin as `{part.name}` are those of the server's guards; use "
+                        "another name",
+                    )
                 if owner.setdefault(part.name, place) != place:
                     raise SpecError(
                         f"{place}.name",

@@ -6,10 +6,12 @@ import logging
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
+from support.serving_endpoints import Params
 from support.serving_fake import WIDTH, refused, serving
 
 from midstream import Gate, Probe, Steer
@@ -18,6 +20,7 @@ from midstream.errors import BusyError
 from midstream.plan import MLP, Stop
 from midstream.server.guards import guard_event
 from midstream.server.guards.guard_event import GuardEvent
+from midstream.server.guards.guarded_calls import ASKER
 from midstream.steering.guard_definition import fingerprint, share_of
 
 pytestmark = pytest.mark.anyio
@@ -114,6 +117,7 @@ async def test_wrong_guards_are_refused_with_their_field():
             ({**FORM, "treshold": 1}, 400, "treshold", "unknown field"),
             ({**FORM, "action": "block"}, 400, "action", "expected one of"),
             ({**FORM, "scope": {"models": ["gpt"]}}, 400, "scope.models[0]", "no model 'gpt' now"),
+            ({**FORM, "scope": {"keys": ["0" * 16]}}, 400, "scope.keys", "has no API keys"),
             ({**FORM, "message": "x" * 300}, 507, "probe", "more than the limit of 300"),
         ):
             error = await refused(client.put(f"{GUARDS}/toxic", json=body), status, problem)
@@ -232,6 +236,35 @@ async def test_a_guard_is_for_the_requests_of_its_scope(monkeypatch):
             assert has == (share_of("of-share", request_id) < 0.5)
             chosen.add(has)
         assert chosen == {True, False}
+
+
+async def test_a_guard_of_an_adapter_reads_its_requests_alone():
+    async with serving() as (site, client):
+        site.app.state.openai_serving_models = SimpleNamespace(lora_requests={"tuned": None})
+        await client.put(f"{GUARDS}/of-tuned", json={**FORM, "scope": {"models": ["tuned"]}})
+        await client.put(f"{GUARDS}/of-base", json={**FORM, "scope": {"models": ["fake"]}})
+        calls, token = site.server.guards, ASKER.set("me")
+        try:
+            for adapter, name in (("tuned", "of-tuned"), ("other", None), (None, "of-base")):
+                lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
+                call = calls.begin("1", Params(), lora)
+                found = [] if call is None else [guard.name for guard in call.guards]
+                assert found == ([] if name is None else [name])
+                assert call is None or call.model == (adapter or "fake")
+        finally:
+            ASKER.reset(token)
+
+
+async def test_a_clients_probe_of_a_name_like_a_guards_has_its_scores():
+    async with serving() as (_, client):
+        await client.put(f"{GUARDS}/toxic", json=FORM)
+        own = {"direction": [1.0] * WIDTH, "layer": 2, "name": "guard:mine"}
+        body = {**ASK, "midstream": {"probes": own}}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert list(answer["midstream"]["probes"]) == ["guard:mine"]
+        await refused(
+            client.put("/v1/midstream/steering", json={"base": own}), 400, "the server's guards"
+        )
 
 
 async def test_the_servers_own_requests_have_no_guards():

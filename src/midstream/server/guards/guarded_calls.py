@@ -132,7 +132,7 @@ class GuardedCall:
                 ended = [await self._take(output, part, prompt) for part in output.outputs]
                 for completion, shown in zip(output.outputs, ended, strict=True):
                     if is_asked is not None:
-                        hide(completion, len(self.probes), is_asked)
+                        hide(completion, self.probes, is_asked)
                         completion.guards = shown
                 yield output
         finally:

@@ -200,7 +200,9 @@ async def _changed(name: str, change: Callable[[], GuardVersion]) -> dict[str, A
 
 
 def check_scope(server: Server, scope: Any, request: Request) -> None:
-    """Check that there are the models and adapters of a scope: a misspelt one guards nothing."""
+    """Check that there are the keys, models and adapters of a scope: else it guards nothing."""
+    if isinstance(scope, dict) and scope.get("keys") and not server.has_key:
+        raise SpecError("scope.keys", "this server has no API keys; start it with --api-key")
     models = scope.get("models") if isinstance(scope, dict) else None
     names = [models] if isinstance(models, str) else models
     if not isinstance(names, list):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from midstream.plan import Capture, ModelShape, Norms, Plan, Probe, Scale, Steer
+from midstream.plan import Capture, Flag, ModelShape, Norms, Plan, Probe, Scale, Steer
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.results.receipt import Action, Captured, CaptureResult, Edited, Receipt
@@ -117,6 +117,22 @@ def test_a_request_that_ends_without_a_receipt_says_what_it_asked():
     [sent] = processor.sent
     told = {name: value for name, value in sent["attributes"].items() if "midstream" in name}
     assert told == ASKED
+
+
+def test_a_span_has_the_versions_of_the_guards_of_its_request_and_which_acted():
+    guards = tuple(
+        Probe([1.0] * 8, layer=2, name=f"guard:{name}", act=Flag(above=1.0))
+        for name in ("calm:1", "toxic:3")
+    )
+    own = replace(PLAN, probes=(Probe([1.0] * 8, layer=2, name="guard:mine"),))
+    plan = resolve(own, SHAPE, Prompt(5), 5, guards)
+    admitted = AdmittedRequest("u", plan, own)
+    assert tracing.asked_of(admitted)["midstream.guards"] == ["calm:1", "toxic:3"]
+    receipt = replace(RECEIPT, actions=(FIRED, Action("guard:toxic:3", "flag", 7, 2.5)))
+    fired = tracing.attributes_of(receipt, plan, SHAPE)["midstream.guards.fired"]
+    assert fired == ["toxic:3: 2.5 at 7"]
+    assert "midstream.guards" not in tracing.asked_of(ADMITTED)
+    assert "midstream.guards.fired" not in tracing.attributes_of(RECEIPT, plan, SHAPE)
 
 
 def test_opentelemetry_takes_every_attribute(monkeypatch):
