@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from midstream.errors import SpecError
@@ -20,6 +20,7 @@ from midstream.plan.operation import Operation, by_value, read_scalar, rows_by_v
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
 from midstream.plan.probe_files import ProbeFiles
+from midstream.plan.probe_files.info import ProbeInfo
 from midstream.plan.readouts.attention import Entropy, Mass, read_reduction
 from midstream.plan.selection import Layers
 from midstream.plan.vectors.matrix import is_matrix
@@ -66,6 +67,8 @@ class Probe(Operation, ProbeFiles):
         act: what is done when the scores meet a condition; None: they are returned only.
         layers: one; with `direction` maybe several.
         sites: one; not read with `attention`.
+        info: what is known of it, from a fit or a file; None: nothing. No part of equality, of the
+            JSON form or of a request.
     """
 
     reads_last: ClassVar[bool] = True
@@ -76,6 +79,7 @@ class Probe(Operation, ProbeFiles):
     attention: Mass | Entropy | None
     mlp: MLP | None
     act: Act | None
+    info: ProbeInfo | None = field(compare=False)
 
     @accept_spellings
     def __init__(
@@ -137,6 +141,7 @@ class Probe(Operation, ProbeFiles):
         with at("name"):
             self._set(name="probe" if name is None else _read_name(name))
         self._read_given(read_act, act=act)
+        self._set(info=None)
         if self.attention is not None:
             self._check_alone(site)
             head = None if isinstance(head, str) and head == "all" else head
@@ -239,6 +244,12 @@ class Probe(Operation, ProbeFiles):
             arguments = {"mlp": self.mlp, "bias": self.bias}
         arguments["name"] = self.name
         return arguments if self.act is None else {**arguments, "act": self.act}
+
+    def replace(self, **changes: object) -> Probe:
+        # What is known of a probe is of what it computes, not of where.
+        probe = Operation.replace(self, **changes)
+        is_same = changes.keys() <= {"name", "positions", "phase", "exclude", "act"}
+        return probe.with_info(self.info) if is_same else probe
 
     @property
     def selections(self) -> tuple[Positions, ...]:
