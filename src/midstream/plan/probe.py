@@ -245,6 +245,11 @@ class Probe(Operation, ProbeFiles):
         arguments["name"] = self.name
         return arguments if self.act is None else {**arguments, "act": self.act}
 
+    def with_info(self, info: ProbeInfo | None) -> Probe:
+        """Return the probe with what is known of it; None: nothing."""
+        with at("info"):
+            return self._changed(info=None if info is None else ProbeInfo.parse(info))
+
     def replace(self, **changes: object) -> Probe:
         # What is known of a probe is of what it computes, not of where.
         probe = Operation.replace(self, **changes)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from midstream.plan.probe_files.archive import split
 from midstream.validation import show
-
-if TYPE_CHECKING:
-    from midstream.plan.probe import Probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +56,8 @@ class ProbeDiff:
         return "\n".join(lines if self else ["no field differs", *lines])
 
 
-def compare(first: Probe, second: Probe) -> ProbeDiff:
-    """Return what differs; see `ProbeDiff`."""
+def compare(first: Any, second: Any) -> ProbeDiff:
+    """Return what differs between two `Probe`s; see `ProbeDiff`."""
     import numpy as np
 
     (mine, my_arrays), (theirs, their_arrays) = (_parts(probe) for probe in (first, second))
@@ -77,7 +74,7 @@ def compare(first: Probe, second: Probe) -> ProbeDiff:
             fields[f"{name}.shape"] = (shapes[0], shapes[1])
             continue
         rows = [np.asarray(array, np.float64).ravel() for array in pair]
-        if not np.array_equal(*rows):
+        if not np.array_equal(rows[0], rows[1]):
             norms = [float(np.linalg.norm(row)) for row in rows]
             fields[f"{name}.norm"] = (norms[0], norms[1])
         # Of unit vectors: squares of large numbers overflow.
@@ -87,7 +84,7 @@ def compare(first: Probe, second: Probe) -> ProbeDiff:
     return ProbeDiff(fields, cosines)
 
 
-def _parts(probe: Probe) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parts(probe: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return all but the vectors by dotted name, and the vectors."""
     outline, arrays = split(probe.to_dict())
     known = {} if probe.info is None else {"info": probe.info.to_dict()}

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.hub import Card, HubObject
 from midstream.plan.probe_files import archive
 from midstream.plan.probe_files.difference import ProbeDiff, compare
-from midstream.plan.probe_files.info import ProbeInfo
 from midstream.validation import at, check_regular, kind, read_json_text
 
-if TYPE_CHECKING:
-    from midstream.plan.probe import Probe
+P = TypeVar("P", bound="ProbeFiles")
 
 # The second is of releases up to 0.1: the JSON form alone.
 _FILE, _OLD_FILE = "probe.safetensors", "probe.json"
@@ -26,12 +24,6 @@ class ProbeFiles(HubObject):
     __slots__ = ()
 
     hub_files: ClassVar[tuple[str, ...]] = (_FILE, _OLD_FILE)
-
-    def with_info(self: Any, info: ProbeInfo | None) -> Probe:
-        """Return the probe with what is known of it; None: nothing."""
-        with at("info"):
-            probe: Probe = self._changed(info=None if info is None else ProbeInfo.parse(info))
-        return probe
 
     def save(self: Any, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, which `load` reads: float32 tensors, and in the header, as
@@ -54,7 +46,7 @@ class ProbeFiles(HubObject):
         archive.write(form, self.info, path)
 
     @classmethod
-    def load(cls: Any, path: str | os.PathLike[str], llm: Any = None) -> Probe:
+    def load(cls: type[P], path: str | os.PathLike[str], llm: Any = None) -> P:
         """Read what `save` wrote. Nothing of the file is executed.
 
         Args:
@@ -65,10 +57,11 @@ class ProbeFiles(HubObject):
             SpecError: the file is missing, damaged, too long or of another kind; or the probe is of
                 another model than that of `llm`, or another width.
         """
+        probe_class: Any = cls
         try:
             form, info = archive.read(path)
             with at("probe"):
-                probe: Probe = cls.parse(form).with_info(info)
+                probe: P = probe_class.parse(form).with_info(info)
         except SpecError as error:
             raise SpecError("path", f"{os.fspath(path)}: {error}") from None
         if llm is not None and info is not None:
@@ -78,11 +71,11 @@ class ProbeFiles(HubObject):
             info.check(str(config.model), llm.info.shape)
         return probe
 
-    def diff(self: Any, other: Probe) -> ProbeDiff:
+    def diff(self, other: ProbeFiles) -> ProbeDiff:
         """Return which fields differ from another probe's, with cosines of the vectors."""
         if not isinstance(other, ProbeFiles):
             raise SpecError("other", f"expected a Probe, got {kind(other)}")
-        return compare(self, other)  # type: ignore[arg-type]
+        return compare(self, other)
 
     def to_folder(self: Any, folder: Path) -> None:
         """Write `probe.safetensors`, see `save`."""
