@@ -58,6 +58,8 @@ MOVED = {
         "midstream.errors",
     ),
 }
+# Methods of the core's classes that the lab has: the module, and the class with that method.
+METHODS = {"Probe.fit": ("midstream.lab.fit", "FittedProbe")}
 # Sub-commands in the order of the help, and the module with the function of that name.
 COMMANDS = {
     "demo": "midstream.lab.cli.demo",
@@ -83,6 +85,11 @@ ROUTES = ("midstream.lab.server.routes.sweep", "midstream.lab.server.routes.fit"
 
 def public(name: str) -> Any:
     return getattr(import_module({**MOVED, **PUBLIC}[name]), name)
+
+
+def method(name: str) -> Any:
+    module, owner = METHODS[name]
+    return getattr(getattr(import_module(module), owner), name.partition(".")[2])
 
 
 def command(name: str) -> ModuleType:

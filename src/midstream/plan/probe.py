@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from midstream import entries
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.plan import forms
@@ -228,6 +229,20 @@ class Probe(Operation, ProbeFiles):
         with at("module"):
             mlp, bias = read_module(module)
         return Probe(None, layer, bias, site, name, positions, phase, exclude, mlp=mlp)
+
+    @staticmethod
+    def fit(
+        llm: Any,
+        texts: Any,
+        labels: Any,
+        kind: Any = "logistic",
+        layer: forms.LayersLike | None = None,
+        **options: Any,
+    ) -> Any:
+        """Fit a probe to labelled texts: `FittedProbe.fit` of `midstream.lab.fit`, which has all
+        arguments, and returns the probe with its scores of held-out texts.
+        """
+        return entries.method("Probe.fit")(llm, texts, labels, kind, layer, **options)
 
     def _check_alone(self, site: forms.SitesLike | None) -> None:
         """Check that a probe of attention has nothing that only a direction has."""
