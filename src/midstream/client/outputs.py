@@ -188,12 +188,16 @@ class _Scores:
     def __init__(self) -> None:
         self._scores: dict[str, _Numbers] = {}
         self._positions: dict[str, _Numbers] = {}
+        self._outputs: dict[str, tuple[str, ...]] = {}
         self._tokens = _Numbers("int64")
 
     def add(self, name: str, new: Mapping[str, Any]) -> None:
-        scores = self._scores.setdefault(name, _Numbers("float32"))
+        outputs = new.get("outputs", ())
+        if outputs:
+            self._outputs[name] = tuple(outputs)
+        scores = self._scores.setdefault(name, _Numbers("float32", len(outputs)))
         # NaN and infinities are sent as strings, which float() parses.
-        scores.append([float(score) for score in new["scores"]])
+        scores.append([_score(score) for score in new["scores"]])
         self._positions.setdefault(name, _Numbers("int64")).append(new["positions"])
         if new["positions"]:
             self._tokens.set(new["positions"], new["token_ids"])
@@ -203,21 +207,27 @@ class _Scores:
             {name: scores.copy() for name, scores in self._scores.items()},
             {name: positions.copy() for name, positions in self._positions.items()},
             self._tokens.copy(),
+            self._outputs,
         )
 
 
-class _Numbers:
-    """Numbers that grow at their end."""
+def _score(value: Any) -> Any:
+    return [float(output) for output in value] if isinstance(value, list) else float(value)
 
-    def __init__(self, dtype: str) -> None:
+
+class _Numbers:
+    """Numbers, or rows of them, that grow at their end."""
+
+    def __init__(self, dtype: str, width: int = 0) -> None:
         self._dtype = dtype
-        self._data = np.zeros(16, dtype)
+        self._data = np.zeros((16, width) if width else 16, dtype)
         self._count = 0
 
     def append(self, values: Sequence[Any]) -> None:
         start = self._count
         self._grow(start + len(values))
-        self._data[start : self._count] = values
+        if values:
+            self._data[start : self._count] = values
 
     def set(self, places: Sequence[int], values: Sequence[int]) -> None:
         """Set the numbers at some places; those between are 0."""
@@ -230,7 +240,8 @@ class _Numbers:
 
     def _grow(self, count: int) -> None:
         if count > len(self._data):
-            self._data = np.concatenate([self._data, np.zeros(count, self._dtype)])
+            shape = count, *self._data.shape[1:]
+            self._data = np.concatenate([self._data, np.zeros(shape, self._dtype)])
         self._count = max(self._count, count)
 
 

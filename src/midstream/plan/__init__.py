@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from midstream.plan.captured_rows import CapturedRows
+from midstream.plan.classifiers.attention_pool import AttentionPool
+from midstream.plan.classifiers.classes import Classes
 from midstream.plan.classifiers.mlp import MLP
 from midstream.plan.control.act import Flag, Stop, Switch
 from midstream.plan.control.controller import Controller
@@ -62,12 +64,14 @@ __all__ = [
     "Ablate",
     "Affine",
     "Attention",
+    "AttentionPool",
     "Between",
     "Bias",
     "Calibration",
     "Capture",
     "CapturedRows",
     "Clamp",
+    "Classes",
     "Controller",
     "Edit",
     "Entropy",

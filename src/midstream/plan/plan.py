@@ -95,6 +95,12 @@ class Plan:
                     f"controller.{law.word}.probe",
                     f"the request has no probe {show(law.probe)}; it has {listed(names)}",
                 )
+            if law is not None and any(p.name == law.probe and p.classes for p in self.probes):
+                raise SpecError(
+                    f"controller.{law.word}.probe",
+                    f"{show(law.probe)} has classes, and a Threshold reads one score for each "
+                    "token; give a probe of one class",
+                )
         first: dict[ReadOut, int] = {}
         for index, capture in enumerate(self.captures):
             if first.setdefault(capture, index) != index:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from midstream import entries
@@ -12,9 +13,10 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
-from midstream.plan.classifiers.linear_classifier import read_linear
+from midstream.plan.classifiers.attention_pool import AttentionPool
+from midstream.plan.classifiers.classes import Classes
 from midstream.plan.classifiers.mlp import MLP
-from midstream.plan.classifiers.trained_mlp import is_network, read_module, read_network
+from midstream.plan.classifiers.trained import of_sklearn, of_torch
 from midstream.plan.control.act import Act, Switch, read_act
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, read_scalar, rows_by_value
@@ -23,7 +25,8 @@ from midstream.plan.positions.row_order import check_row_order
 from midstream.plan.probe_files import ProbeFiles
 from midstream.plan.probe_files.info import ProbeInfo
 from midstream.plan.readouts.attention import Entropy, Mass, read_reduction
-from midstream.plan.selection import Layers
+from midstream.plan.scores.pools import NO_POOL, read_pool
+from midstream.plan.scores.rule import LINKS, PLAIN, ScoreRule
 from midstream.plan.vectors.matrix import is_matrix
 from midstream.plan.vectors.named_lookup import Lookup
 from midstream.plan.vectors.named_vector import Named, read_direction
@@ -34,15 +37,23 @@ from midstream.validation import (
     float32,
     kind,
     listed,
+    read_word,
     show,
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+# What reads one layer, by its argument.
+_ONE_LAYER = {
+    "mlp": "an MLP",
+    "classes": "a probe with classes",
+    "attention_pool": "an attention probe",
+    "attention": "a probe of attention",
+}
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Probe(Operation, ProbeFiles):
-    """A probe of the selected tokens: one score for each, linear or of their attention.
+    """A probe of the selected tokens: one score for each, or one for each class.
 
     With `direction`, score = ⟨h, direction⟩ + bias at one tap, where h includes all edits at that
     tap. Alain and Bengio 2016 (linear probes, arXiv:1610.01644). With one direction per layer, the
@@ -50,10 +61,17 @@ class Probe(Operation, ProbeFiles):
 
     With `mlp`, the score is the output of a network with one hidden layer, plus the bias.
 
+    With `classes`, the scores [tokens, classes] are those of several linear outputs.
+
+    With `attention_pool`, the score is that of an attention probe or of MultiMax over the tokens so
+    far, plus the bias.
+
     With `attention`, the score is the mean over `heads` of what the token's query attends to in one
     layer: `Mass(positions)`, the sum of the weights of the keys at these positions, or `Entropy()`,
     that of the weights. See `Attention` for the weights, and for what the engine must tap. Such a
     score is known after the forward pass, so no Gate can read it.
+
+    `link` and then `pool` are computed of these, in float64; the scores are float32.
 
     With `act`, the completion ends, gets other edits, or has its receipt flagged, when the scores
     meet a condition.
@@ -65,6 +83,12 @@ class Probe(Operation, ProbeFiles):
         name: key of the scores in the output; 1 to 64 of the characters A–Z a–z 0–9 _ . : -
         attention: what is read of the attention weights; None: see `direction` and `mlp`.
         mlp: the network; None: see `direction` and `attention`.
+        classes: the outputs; None: there is one.
+        attention_pool: the heads; None: the score of a token is its own.
+        link: "none"; "sigmoid", 1 / (1 + exp(−score)); or, of classes, "softmax".
+        pool: the score that is returned, and read by acts, is of the scores so far: "max" the
+            largest, "mean:8" the mean of the last 8, "ema:0.9" a moving average as in `Condition`,
+            or "none" the last. The mean of logits is `pool` without `link`.
         act: what is done when the scores meet a condition; None: they are returned only.
         layers: one; with `direction` maybe several.
         sites: one; not read with `attention`.
@@ -79,6 +103,10 @@ class Probe(Operation, ProbeFiles):
     name: str
     attention: Mass | Entropy | None
     mlp: MLP | None
+    classes: Classes | None
+    attention_pool: AttentionPool | None
+    link: str
+    pool: str
     act: Act | None
     info: ProbeInfo | None = field(compare=False)
 
@@ -97,6 +125,10 @@ class Probe(Operation, ProbeFiles):
         *,
         attention: Mass | Entropy | Mapping[str, Any] | str | None = None,
         mlp: MLP | Mapping[str, Any] | None = None,
+        classes: Classes | Mapping[str, Any] | None = None,
+        attention_pool: AttentionPool | Mapping[str, Any] | None = None,
+        link: Literal["none", "sigmoid", "softmax"] = "none",
+        pool: str = NO_POOL,
         act: Act | Mapping[str, Any] | None = None,
     ) -> None:
         """Create a probe; each field accepts any of its forms.
@@ -104,7 +136,7 @@ class Probe(Operation, ProbeFiles):
         Args:
             direction: any form of Vector.parse, or a name; for several layers a matrix with one row
                 per layer, `{layer: vector}`, or a name that is registered for all of them. One of
-                this, `mlp` and `attention` is given.
+                this, `mlp`, `classes`, `attention_pool` and `attention` is given.
             layer: an int, or a list; may be omitted for the name of a vector registered for one
                 tap.
             bias: a number.
@@ -117,32 +149,36 @@ class Probe(Operation, ProbeFiles):
                 direction then has the size of a head. With `attention` the query heads, one or
                 more; None or "all": all of the layer.
             attention: `Mass(positions)`, `Entropy()`, or the JSON form of one.
-            mlp: `MLP(…)`, or its dict; it reads one layer.
+            mlp, classes, attention_pool: `MLP(…)`, `Classes(…)`, `AttentionPool(…)`, or the dict of
+                one; it reads one layer.
+            link, pool: see the attributes.
             act: `Stop(…)`, `Switch(…)`, `Flag(…)`, or the JSON form of one. The positions are then
                 known before the request ends: not "last_row".
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        readings = {"direction": direction, "mlp": mlp, "attention": attention}
-        words = [word for word, value in readings.items() if value is not None]
-        if len(words) != 1:
-            problem = "missing: give a direction, `mlp` or `attention`"
-            if words:
-                problem = f"a probe has one of {listed(readings)}; use one probe for each"
-            raise SpecError(words[-1] if words else "direction", problem)
+        _check_readings(
+            direction=direction, mlp=mlp, classes=classes, attention_pool=attention_pool,
+            attention=attention,
+        )  # fmt: skip
         if direction is not None and (is_by_layer(direction) or is_matrix(direction)):
             rows, layer = read_per_layer("direction", direction, layer)
             self._set(direction=rows)
         else:
             self._read_given(read_direction, direction=direction)
         self._read_given(MLP.parse, mlp=mlp)
+        self._read_given(Classes.parse, classes=classes)
+        self._read_given(AttentionPool.parse, attention_pool=attention_pool)
         self._read_given(_read_attention, attention=attention)
         self._read(read_scalar, bias=bias)
         with at("name"):
             self._set(name="probe" if name is None else _read_name(name))
+        self._read(partial(read_word, known=LINKS), link=link)
+        self._read(read_pool, pool=pool)
         self._read_given(read_act, act=act)
         self._set(info=None)
+        _check_outputs(self)
         if self.attention is not None:
             self._check_alone(site)
             head = None if isinstance(head, str) and head == "all" else head
@@ -177,34 +213,26 @@ class Probe(Operation, ProbeFiles):
     ) -> Probe:
         """Return the probe whose scores are the `decision_function` of a classifier.
 
-        Of an `MLPClassifier`, which has none, they are the log odds of its second class.
+        Of an `MLPClassifier`, which has none, they are the log odds of its second class. Of more
+        than two classes, the scores are those of `Classes`; `replace(link="softmax")` makes those
+        of a `LogisticRegression` or `LinearDiscriminantAnalysis` its `predict_proba`.
 
         Args:
-            classifier: a fitted binary `LogisticRegression`, `LinearDiscriminantAnalysis`,
-                `RidgeClassifier` or `LinearSVC`, or the CV form of the first and third; an
+            classifier: a fitted `LogisticRegression`, `LinearDiscriminantAnalysis`,
+                `RidgeClassifier` or `LinearSVC`, or the CV form of the first and third; a binary
                 `MLPClassifier` of one hidden layer; or a `Pipeline` of `StandardScaler` and one of
                 them. Weights are rounded to float32.
-            layer: several if it was fitted on the joined vectors of these layers, in this order.
+            layer: several if it was fitted on the joined vectors of these layers, in this order;
+                with two classes only.
             site, name, positions, phase, exclude: see the constructor.
 
         Raises:
-            SpecError: another classifier, one that is not fitted, or one of more than two classes.
+            SpecError: another classifier, or one that is not fitted.
         """
-        place: dict[str, Any] = {"layer": layer, "site": site, "name": name}
-        where: dict[str, Any] = {"positions": positions, "phase": phase, "exclude": exclude}
         with at("classifier"):
-            if is_network(classifier):
-                mlp, bias = read_network(classifier)
-                return Probe(mlp=mlp, bias=bias, **place, **where)
-            weights, bias = read_linear(classifier)
-            layers = Layers("all") if layer is None else Layers.parse(layer)
-            count = 1 if layers.indices == "all" else len(layers.indices)
-            if weights.size % count:
-                raise SpecError(
-                    "", f"it has {weights.size} weights, which {count} layers cannot share"
-                )
-            rows = weights if count == 1 else weights.reshape(count, -1)
-        return Probe(rows, bias=bias, **place, **where)
+            arguments = of_sklearn(classifier, layer)
+        place: dict[str, Any] = {"layer": layer, "site": site, "name": name}
+        return Probe(**arguments, **place, positions=positions, phase=phase, exclude=exclude)
 
     @staticmethod
     def from_torch(
@@ -216,19 +244,21 @@ class Probe(Operation, ProbeFiles):
         phase: forms.PhaseLike | None = None,
         exclude: forms.PositionsLike | None = None,
     ) -> Probe:
-        """Return the probe whose scores are the output of a torch module of one output.
+        """Return the probe whose scores are the output of a torch module.
 
         Args:
-            module: an `nn.Sequential` of a `Linear`, a `ReLU`, `GELU`, `Tanh` or `SiLU`, and a
-                `Linear` with one output; `Dropout` is skipped. Weights are rounded to float32.
+            module: an `nn.Linear`, with several outputs the `Classes` of the probe; or an
+                `nn.Sequential` of a `Linear`, a `ReLU`, `GELU`, `Tanh` or `SiLU`, and a `Linear`
+                with one output. `Dropout` is skipped. Weights are rounded to float32.
             layer, site, name, positions, phase, exclude: see the constructor.
 
         Raises:
-            SpecError: another module, or one of more than one output.
+            SpecError: another module.
         """
         with at("module"):
-            mlp, bias = read_module(module)
-        return Probe(None, layer, bias, site, name, positions, phase, exclude, mlp=mlp)
+            arguments = of_torch(module)
+        place: dict[str, Any] = {"layer": layer, "site": site, "name": name}
+        return Probe(**arguments, **place, positions=positions, phase=phase, exclude=exclude)
 
     @staticmethod
     def fit(
@@ -257,8 +287,30 @@ class Probe(Operation, ProbeFiles):
             arguments = {"attention": self.attention}
         elif self.mlp is not None:
             arguments = {"mlp": self.mlp, "bias": self.bias}
+        elif self.attention_pool is not None:
+            arguments = {"attention_pool": self.attention_pool, "bias": self.bias}
+        elif self.classes is not None:
+            arguments = {"classes": self.classes}
         arguments["name"] = self.name
-        return arguments if self.act is None else {**arguments, "act": self.act}
+        unset = {"link": "none", "pool": NO_POOL, "act": None}
+        set_fields = {name: getattr(self, name) for name in unset}
+        return arguments | {n: value for n, value in set_fields.items() if value != unset[n]}
+
+    @property
+    def reads(self) -> str:
+        """What it reads, for cards."""
+        words = [word for word in ("direction", *_ONE_LAYER) if getattr(self, word) is not None]
+        return words[0].replace("_", " ")
+
+    @property
+    def rule(self) -> ScoreRule:
+        """How its scores are made of the numbers that `instructions` store."""
+        rule = PLAIN
+        if self.classes is not None:
+            rule = self.classes.rule()
+        elif self.attention_pool is not None:
+            rule = self.attention_pool.rule(self.bias)
+        return replace(rule, link=self.link, pool=self.pool)
 
     def with_info(self, info: ProbeInfo | None) -> Probe:
         """Return the probe with what is known of it; None: nothing."""
@@ -296,6 +348,12 @@ class Probe(Operation, ProbeFiles):
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         assert self.attention is None, "attention is not read by instructions"
+        if self.classes is not None:
+            with at("classes"):
+                return self.classes.instructions(width)
+        if self.attention_pool is not None:
+            with at("attention_pool"):
+                return self.attention_pool.instructions(width)
         flags, bias = Flags.FRESH | Flags.COUNTED, float32(self.bias)
         if self.mlp is not None:
             with at("mlp"):
@@ -314,6 +372,34 @@ class Probe(Operation, ProbeFiles):
         )
 
 
+def _check_readings(**readings: object) -> None:
+    words = [word for word, value in readings.items() if value is not None]
+    if len(words) == 1:
+        return
+    problem = f"missing: give one of {listed(readings)}"
+    if words:
+        problem = f"a probe has one of {listed(readings)}; use one probe for each"
+    raise SpecError(words[-1] if words else "direction", problem)
+
+
+def _check_outputs(probe: Probe) -> None:
+    """Check that the bias, the link and the act fit the number of outputs."""
+    act, classes = probe.act, probe.classes
+    if classes is not None and probe.bias:
+        raise SpecError("bias", "each class has its own: give them in `classes`, omit `bias`")
+    if classes is None and probe.link == "softmax":
+        raise SpecError("link", '"softmax" is of several outputs; give `classes`, or use "sigmoid"')
+    if act is None:
+        return
+    with at(f"act.{act.word}.output"):
+        if classes is None and act.output is not None:
+            raise SpecError("", "the probe has one output; omit `output`")
+        if classes is not None:
+            if act.output is None:
+                raise SpecError("", "missing: the class whose scores it reads, a name or an index")
+            classes.index_of(act.output)
+
+
 def _check_layers(probe: Probe) -> None:
     if isinstance(probe.direction, tuple):
         check_per_layer("direction", len(probe.direction), probe.layers)
@@ -323,7 +409,7 @@ def _check_layers(probe: Probe) -> None:
     if not several or "layer" in probe.left or not probe.sites.in_layers:
         return
     if probe.direction is None:
-        what = "a probe of attention" if probe.mlp is None else "an MLP"
+        what = next(what for word, what in _ONE_LAYER.items() if getattr(probe, word) is not None)
         shown = '"all"' if layers == "all" else f"{len(layers)} layers"
         raise SpecError("layer", f"{what} reads one layer, got {shown}; use one probe for each")
     if layers == "all":

@@ -13,6 +13,7 @@ from midstream.plan.instructions import Instruction
 from midstream.plan.positions.automaton import Automaton
 from midstream.plan.positions.position_set import Where
 from midstream.plan.positions.ranges import Ranges, clip, merge
+from midstream.plan.scores.rule import PLAIN, ScoreRule
 from midstream.plan.shape import ModelShape
 from midstream.sites import BY_NAME, Tap
 from midstream.validation import at
@@ -168,15 +169,18 @@ class SlottedPattern(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedProbe:
-    """One score at one tap. Workers do not have `act`, `source` and `part_of`.
+    """The numbers of one probe at one tap. Workers do not have what follows `attention`.
 
     Attributes:
         name: key of the score in the output; empty: only gates read the score.
         site, layer: the tap; of attention the site "attention", which is no tap of the engine.
-        steps: a PROBE instruction, maybe after UNITs, or for gates with memory a SCAN; none for
-            attention. Its slot is unique in the plan, but for the parts of one score, which is the
-            sum of what they read at one tap each.
+        steps: a PROBE instruction for each number, in slots that follow each other; or one after
+            UNITs, or for gates with memory a SCAN; none for attention. Slots are unique in the
+            plan, but for the parts of one score, which is the sum of what they read at one tap
+            each.
         attention: what is read after the forward pass; None: see `steps`.
+        rule: how scores are made of the numbers.
+        outputs: names of the classes of a score; empty: they have none, or it is one number.
         source: index of the plan's probe; negative: of the server-wide edits and probes.
         part_of: of a score of several layers, the name of the probe that reads its last part; else
             empty.
@@ -188,12 +192,26 @@ class ResolvedProbe:
     steps: Steps
     where: Where
     attention: SlottedPattern | None = None
-    act: Act | None = field(default=None, compare=False)
+    act: Act | None = field(default=None, compare=False)  # its `output` is an index
+    rule: ScoreRule = field(default=PLAIN, compare=False)
+    outputs: tuple[str, ...] = field(default=(), compare=False)
     source: int = field(default=0, compare=False)
     part_of: str = field(default="", compare=False)
 
     @property
+    def act_rule(self) -> ScoreRule:
+        """How the scores are made that its act reads: one number for each token."""
+        assert self.act is not None
+        return replace(self.rule, output=self.act.output)
+
+    @property
+    def slots(self) -> range:
+        """Columns of its numbers."""
+        return range(self.slot + 1 - self.rule.columns, self.slot + 1)
+
+    @property
     def slot(self) -> int:
+        """The last column of its numbers."""
         if self.attention is not None:
             return self.attention.slot
         slot = self.steps.instructions[-1].slot

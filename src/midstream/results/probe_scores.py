@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from midstream.validation import no_attribute
+from midstream.errors import SpecError
+from midstream.validation import listed, no_attribute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +19,7 @@ class Probes(Mapping[str, "Tensor"]):
     """The scores of one completion's probes, by name.
 
     `probes["refusal"]` is float32 [rows], one score for each token that the probe selects, in the
-    order of their positions.
+    order of their positions. Of a probe with classes it is float32 [rows, classes].
     """
 
     def __init__(
@@ -25,16 +27,19 @@ class Probes(Mapping[str, "Tensor"]):
         scores: Mapping[str, Tensor],
         positions: Mapping[str, Tensor],
         tokens: Tensor | Sequence[int],
+        outputs: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         """Create from tensors.
 
         Args:
-            scores: per name, float32 [rows].
+            scores: per name, float32 [rows], or [rows, classes].
             positions: per name, int64 [rows], ascending.
             tokens: ids of the computed tokens of the whole request, from position 0; int64 if they
                 are a tensor.
+            outputs: per name, the names of the classes of [rows, classes], if they have names.
         """
         self._scores = dict(scores)
+        self._outputs = {name: tuple(classes) for name, classes in outputs.items()}
         self._positions = dict(positions)
         self._given_tokens = tokens
 
@@ -45,7 +50,7 @@ class Probes(Mapping[str, "Tensor"]):
             raise no_attribute(self, name, {probe: f'write probes["{probe}"]' for probe in names})
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the scores of a probe, float32 [rows]."""
+        """Return the scores of a probe, float32 [rows], or [rows, classes]."""
         if name not in self._scores:
             known = ", ".join(self._scores)
             raise KeyError(f"there is no probe {name!r}; there are {known}")
@@ -74,9 +79,21 @@ class Probes(Mapping[str, "Tensor"]):
         """
         return self._tokens[self.positions_of(name)]
 
-    def rows_from(self, name: str, first: int) -> tuple[list[float], list[int], list[int]]:
+    def outputs_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of a probe's classes; without names, their indices as text. Empty: the
+        score is one number.
+
+        Raises:
+            KeyError: there is no such probe.
+        """
+        scores = self[name]
+        if len(scores.shape) < 2:
+            return ()
+        return self._outputs.get(name) or tuple(map(str, range(scores.shape[1])))
+
+    def rows_from(self, name: str, first: int) -> tuple[list[Any], list[int], list[int]]:
         """Return the scores of a probe, their positions and their tokens, from its row `first` on.
-        What is before is not read.
+        Of several classes, a score is a list. What is before is not read.
 
         Raises:
             KeyError: there is no such probe.
@@ -98,7 +115,9 @@ class Probes(Mapping[str, "Tensor"]):
             self._given_tokens = array_of(self._given_tokens, "int64")
         return self._given_tokens
 
-    def picture(self, tokenizer: Any = None, name: str | None = None) -> Picture:
+    def picture(
+        self, tokenizer: Any = None, name: str | None = None, output: str | int | None = None
+    ) -> Picture:
         """Return the scores of one probe as a picture: the text, its tokens coloured by score.
 
         The text goes from the first scored token to the last; tokens between them that the probe
@@ -107,15 +126,17 @@ class Probes(Mapping[str, "Tensor"]):
         Args:
             tokenizer: what decodes ids, such as `llm.get_tokenizer()`; None: ids are shown.
             name: the probe; None: the first.
+            output: the name or index of its class; None: it has one.
 
         Raises:
             KeyError: there is no such probe.
-            SpecError: the text has more than 20,000 tokens.
+            SpecError: the text has more than 20,000 tokens, or the probe has no such class.
         """
         from midstream import viz
 
         name = next(iter(self), "") if name is None else name
-        scores, scored = self[name].tolist(), self.positions_of(name).tolist()
+        scored = self.positions_of(name).tolist()
+        scores = self._output(name, output).tolist()
         places = list(range(scored[0], scored[-1] + 1)) if scored else []
         of_place = dict(zip(scored, scores, strict=True))
         ids = [int(self._tokens[place]) for place in places]
@@ -124,7 +145,7 @@ class Probes(Mapping[str, "Tensor"]):
         return viz.tokens(texts, values, title=f"probe {name}", positions=places)
 
     def plot(self, ax: Any = None, tokenizer: Any = None) -> Any:
-        """Draw the scores over the tokens, a line for each probe; see `Chart.plot`.
+        """Draw the scores over the tokens, a line for each probe and class; see `Chart.plot`.
 
         Args:
             ax: as for `Chart.plot`.
@@ -142,9 +163,13 @@ class Probes(Mapping[str, "Tensor"]):
 
         shown = sorted({place for places in self._positions.values() for place in places.tolist()})
         lines = {}
-        for name, scores in self.items():
-            of_place = dict(zip(self._positions[name].tolist(), scores.tolist(), strict=True))
-            lines[name] = [of_place.get(place, float("nan")) for place in shown]
+        for name in self:
+            scored = self._positions[name].tolist()
+            for output in self.outputs_of(name) or (None,):
+                scores = self._output(name, output).tolist()
+                of_place = dict(zip(scored, scores, strict=True))
+                line = name if output is None else f"{name}: {output}"
+                lines[line] = [of_place.get(place, float("nan")) for place in shown]
         texts = (
             [tokenizer.decode([int(self._tokens[place])]) for place in shown] if tokenizer else None
         )
@@ -157,6 +182,17 @@ class Probes(Mapping[str, "Tensor"]):
             labels=texts,
         )
 
+    def _output(self, name: str, output: str | int | None) -> Tensor:
+        """Return the scores of one class of a probe, float32 [rows]."""
+        scores, known = self[name], self.outputs_of(name)
+        if not known and output is None:
+            return scores
+        index = known.index(output) if output in known else output
+        if not isinstance(index, int) or not 0 <= index < len(known):
+            shown = f"it has {listed(known[:8])}" if known else "it has one score for each token"
+            raise SpecError("output", f"the probe {name!r} has no class {output!r}; {shown}")
+        return scores[:, index]
+
     def __repr__(self) -> str:
         return f"Probes({', '.join(f'{name}: {_shown(self[name])}' for name in self)})"
 
@@ -166,6 +202,9 @@ def _shown(scores: Tensor) -> str:
     count = len(scores)
     if not count:
         return "no scores"
+    if len(scores.shape) > 1:
+        shown = f"{count} scores of {scores.shape[1]} classes"
+        return f"{shown}, {float(scores.min()):.3g} to {float(scores.max()):.3g}"
     if count == 1:
         return f"{float(scores[0]):.3g}"
     return f"{count} scores, {float(scores.min()):.3g} to {float(scores.max()):.3g}"

@@ -52,7 +52,11 @@ def _row_of(completion: Any) -> dict[str, Any]:
     row["prompt_tokens"] = receipt and receipt.prompt_tokens
     row["generated_tokens"] = None if tokens is None else len(tokens)
     for name, scores in (getattr(completion, "probes", None) or {}).items():
-        row |= _summary(f"probe.{name}", scores)
+        outputs = completion.probes.outputs_of(name)
+        for index, output in enumerate(outputs):
+            row |= _summary(f"probe.{name}.{output}", scores[:, index])
+        if not outputs:
+            row |= _summary(f"probe.{name}", scores)
     for (site, layer), norms in (getattr(completion, "norms", None) or {}).items():
         row |= _summary(f"norms.{site}.{layer}", norms.values)
     for sink, result in (getattr(completion, "capture_results", None) or {}).items():

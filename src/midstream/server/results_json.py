@@ -199,9 +199,17 @@ def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[st
         context.scores_sent[choice, name] = sent + len(scores)
         if scores or not sent:
             new_scores[name] = {
-                # With JavaScript's names for NaN and infinities, which JSON does not have.
-                "scores": [s if math.isfinite(s) else _NAMES[str(s)] for s in scores],
+                "scores": [_named(score) for score in scores],
                 "positions": positions,
                 "token_ids": tokens,
             }
+            if outputs := probes.outputs_of(name):
+                new_scores[name]["outputs"] = outputs
     return new_scores
+
+
+def _named(score: Any) -> Any:
+    """Return a score with JavaScript's names for NaN and infinities, which JSON does not have."""
+    if isinstance(score, list):
+        return [_named(output) for output in score]
+    return score if math.isfinite(score) else _NAMES[str(score)]

@@ -82,7 +82,7 @@ def test_forms_of_a_probe_of_attention():
 def test_a_malformed_probe_of_attention_is_refused_by_its_path():
     refused(
         lambda change: Probe.parse({**READ, **change}),
-        ({"attention": None}, "direction", "missing: give a direction, `mlp` or `attention`"),
+        ({"attention": None}, "direction", "missing: give one of `direction`, `mlp`"),
         ({"direction": [1.0]}, "attention", "one probe for each"),
         ({"attention": "full"}, "attention", "one number for each head: Mass"),
         ({"attention": {"top_keys": 3}}, "attention", "Attention\\(…\\), given as `capture`"),

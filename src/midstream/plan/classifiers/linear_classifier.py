@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
+from midstream.plan.classifiers.classes import MOST_CHARACTERS
 from midstream.validation import kind, listed
 
 if TYPE_CHECKING:
@@ -24,9 +25,12 @@ CLASSIFIERS = (
 _SCALER, _PIPELINE = "StandardScaler", "Pipeline"
 
 
-def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
-    """Return float64 [width] and intercept of a fitted binary classifier, with a `Pipeline`'s
-    scalers folded in: ⟨h, weights⟩ + intercept = `decision_function(h)`.
+def read_linear(
+    classifier: object,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], list[str] | None]:
+    """Return float64 [n, width] and [n] of a fitted classifier, with a `Pipeline`'s scalers folded
+    in: h @ weights.T + biases = `decision_function(h)`. n is 1 for two classes, else one for each,
+    with their names; None: they cannot be names of a probe's classes.
     """
     import numpy as np
 
@@ -43,16 +47,19 @@ def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
         raise SpecError("", f"`{name}` is not fitted; call fit first")
     # [1, width], or [width] of newer RidgeClassifiers.
     weights = np.atleast_2d(np.asarray(model.coef_, np.float64))
-    if len(model.classes_) != 2 or weights.ndim != 2 or len(weights) != 1:
+    count = len(model.classes_)
+    rows = 1 if count == 2 else count
+    if count < 2 or weights.ndim != 2 or len(weights) != rows:
         raise SpecError(
             "",
-            f"expected two classes, with `coef_` [1, width], got {len(model.classes_)} classes with"
-            f" `coef_` {list(weights.shape)}; fit one classifier for each class against the others",
+            "expected `coef_` [1, width] of two classes, or [classes, width] of more, got "
+            f"{count} classes with `coef_` {list(weights.shape)}",
         )
-    vector: NDArray[np.float64] = weights[0]
-    bias = float(np.asarray(model.intercept_, np.float64).reshape(-1)[0])
-    rows, biases = unscaled(scalers, vector[None], np.array([bias]))
-    return rows[0], float(biases[0])
+    biases = np.broadcast_to(np.asarray(model.intercept_, np.float64).reshape(-1), rows)
+    weights, biases = unscaled(scalers, weights, biases)
+    names = [str(label) for label in model.classes_]
+    usable = all(0 < len(label) <= MOST_CHARACTERS and label.isprintable() for label in names)
+    return weights, biases, names if usable and len({*names}) == count else None
 
 
 def unscaled(

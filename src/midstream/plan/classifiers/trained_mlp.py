@@ -10,7 +10,7 @@ from midstream.plan.classifiers.mlp import MLP
 from midstream.validation import kind
 
 _NETWORK = "MLPClassifier"
-_LINEAR = "; of a Linear with one output, write Probe(linear.weight[0], layer, linear.bias)"
+_LINEAR = "Linear"
 _OF_TORCH = {"ReLU": "relu", "GELU": "gelu", "Tanh": "tanh", "SiLU": "silu"}
 
 
@@ -41,15 +41,28 @@ def read_network(classifier: object) -> tuple[MLP, float]:
     return mlp, float(last_bias[0])
 
 
+def is_linear(module: object) -> bool:
+    """Return whether a module is torch's `Linear`, or a `Sequential` of it and `Dropout`."""
+    return [_class_of(layer) for layer in _layers(module)] == [_LINEAR]
+
+
+def read_linear_module(module: object) -> tuple[Any, list[float]]:
+    """Return the weights [n, width] and biases [n] of a `Linear`; see `is_linear`."""
+    (linear,) = _layers(module)
+    count = linear.out_features
+    biases = [0.0] * count if linear.bias is None else linear.bias.detach().tolist()
+    return linear.weight.detach(), biases
+
+
 def read_module(module: object) -> tuple[MLP, float]:
     """Return the network of an `nn.Sequential` (see `from_torch`), and the bias of its output."""
-    parts = [layer for layer in _parts(module) if _class_of(layer) != "Dropout"]
+    parts = _layers(module) if _class_of(module) == "Sequential" else []
     names = [_class_of(layer) for layer in parts]
-    if len(parts) != 3 or names[0] != "Linear" or names[2] != "Linear" or names[1] not in _OF_TORCH:
+    if len(parts) != 3 or names[0] != _LINEAR or names[2] != _LINEAR or names[1] not in _OF_TORCH:
         raise SpecError(
             "",
             "expected an `nn.Sequential` of Linear, one of ReLU, GELU, Tanh and SiLU, and Linear, "
-            f"got {kind(module)}{f' of {names}' if names else ''}{_LINEAR if not names else ''}",
+            f"or a Linear, got {kind(module)}{f' of {names}' if names else ''}",
         )
     first, activation, last = parts
     if names[1] == "GELU" and activation.approximate != "none":
@@ -61,8 +74,9 @@ def read_module(module: object) -> tuple[MLP, float]:
     return mlp, 0.0 if last.bias is None else float(last.bias.detach())
 
 
-def _parts(module: Any) -> list[Any]:
-    return list(module) if _class_of(module) == "Sequential" else []
+def _layers(module: Any) -> list[Any]:
+    parts = module if _class_of(module) == "Sequential" else [module]
+    return [layer for layer in parts if _class_of(layer) != "Dropout"]
 
 
 def _class_of(value: object) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from midstream.errors import SpecError
 from midstream.plan.argument_names import FrozenFields, read_named
+from midstream.plan.classifiers.classes import read_output
 from midstream.plan.operation import read_scalar
 from midstream.plan.operations import (
     Edit,
@@ -23,13 +23,24 @@ from midstream.plan.operations import (
     is_placed_vector,
     parse_edit,
 )
+from midstream.plan.scores.pools import (
+    MOST_TOKENS,
+    NO_POOL,
+    NOTHING_POOLED,
+    PoolState,
+    pooled,
+    read_pool,
+)
+from midstream.plan.scores.rule import NO_TOKENS, RuleState
 from midstream.plan.vectors.named_lookup import Lookup
 from midstream.validation import MAX_PARTS, at, kind, listed, read_int, show
 
-MOST_TOKENS = 4096  # of `for_`, and of the window of a mean
-_POOL = re.compile(r"none|max|mean:([1-9][0-9]{0,3})|ema:(0?\.[0-9]{1,9})")
-_DEFAULTS: dict[str, Any] = {"above": None, "below": None, "for": 1, "pool": "none"}
-_POOLS = '"none", "max", "mean:8" (of the last 8 scores) or "ema:0.9"'
+_DEFAULTS: dict[str, Any] = {
+    "above": None, "below": None, "for": 1, "pool": NO_POOL, "output": None,
+}  # fmt: skip
+
+
+C = TypeVar("C", bound="Condition")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -50,13 +61,15 @@ class Condition(FrozenFields):
         above: the pooled score must be greater; None: see `below`.
         below: the pooled score must be less; None: see `above`.
         for_: how many tokens in a row, 1 to 4096.
-        pool: how scores are pooled.
+        pool: how scores are pooled, beside the `pool` of the probe.
+        output: of a probe with classes, the name or index of the one whose scores count.
     """
 
     above: float | None
     below: float | None
     for_: int
     pool: str
+    output: str | int | None
     word: ClassVar[str] = ""
 
     def __init__(
@@ -65,7 +78,8 @@ class Condition(FrozenFields):
         above: float | None = None,
         below: float | None = None,
         for_: int = 1,
-        pool: str = "none",
+        pool: str = NO_POOL,
+        output: str | int | None = None,
     ) -> None:
         """Create it; either `above` or `below` is given.
 
@@ -82,13 +96,18 @@ class Condition(FrozenFields):
             count = read_int(for_)
             if not 1 <= count <= MOST_TOKENS:
                 raise SpecError("", f"expected 1 to {MOST_TOKENS} tokens, got {count}")
-        with at("pool"):
-            _read_pool(pool)
-        self._set(for_=count, pool=str(pool))
+        self._set(for_=count)
+        self._read(read_pool, pool=pool)
+        self._read_given(read_output, output=output)
+
+    def at_output(self: C, index_of: Callable[[str | int], int]) -> C:
+        """Return the same with the index of its output in place of a name."""
+        return self if self.output is None else self._changed(output=index_of(self.output))
 
     def emit(self) -> dict[str, Any]:
         """Return the JSON form, such as `{"stop": {"above": 2.0, "for": 3}}`."""
-        fields = {"above": self.above, "below": self.below, "for": self.for_, "pool": self.pool}
+        fields: dict[str, Any] = {"above": self.above, "below": self.below, "for": self.for_}
+        fields |= {"pool": self.pool, "output": self.output}
         set_fields = {name: part for name, part in fields.items() if part != _DEFAULTS[name]}
         return {self.word: set_fields}
 
@@ -137,18 +156,19 @@ class Switch(Condition):
         above: float | None = None,
         below: float | None = None,
         for_: int = 1,
-        pool: str = "none",
+        pool: str = NO_POOL,
+        output: str | int | None = None,
     ) -> None:
         """Create it; either `above` or `below` is given.
 
         Args:
             edits: an edit or its dict, or a list or tuple of these, which may be empty.
-            above, below, for_, pool: see `Condition`.
+            above, below, for_, pool, output: see `Condition`.
 
         Raises:
             SpecError: a field is malformed, or an edit cannot be switched on.
         """
-        Condition.__init__(self, above=above, below=below, for_=for_, pool=pool)
+        Condition.__init__(self, above=above, below=below, for_=for_, pool=pool, output=output)
         self._set(edits=read_later_edits(edits), origins=())
 
     def emit(self) -> dict[str, Any]:
@@ -224,12 +244,12 @@ def read_act(value: object) -> Act:
 
 class Progress(NamedTuple):
     """How far a condition is: the number of tokens in a row whose pooled score is beyond the
-    threshold, and the last pooled score of "max" and "ema"; None: there is none.
+    threshold, what its pool keeps, and the state of the rule that made the scores.
     """
 
     run: int = 0
-    pooled: float | None = None
-    window: tuple[float, ...] = ()
+    pool: PoolState = NOTHING_POOLED
+    tokens: RuleState = NO_TOKENS
 
 
 class Met(NamedTuple):
@@ -243,27 +263,15 @@ def follow(
     condition: Condition, progress: Progress, scores: Iterable[float]
 ) -> tuple[Progress, Met | None]:
     """Return the progress after the next scores, and where they meet the condition first, if so."""
-    size, decay = _known_pool(condition.pool)
-    run, pooled, window = progress
-    for index, score in enumerate(scores):
-        if size:
-            window = (*window, score)[-size:]
-            value = math.fsum(window) / len(window) if all(map(math.isfinite, window)) else math.nan
-        elif condition.pool == "max":
-            value = score if pooled is None or score > pooled else pooled
-        elif decay and pooled is not None:
-            value = decay * pooled + (1 - decay) * score
-        else:
-            value = score
-        if condition.pool == "max" or decay:
-            # One that is not finite would hold for ever.
-            pooled = value if math.isfinite(value) else pooled
+    run = progress.run
+    pool, values = pooled(condition.pool, progress.pool, scores)
+    for index, value in enumerate(values):
         run = run + 1 if _beyond(condition, value) else 0
         if run == condition.for_:
-            return Progress(run, pooled, window), Met(index, value)
-    if run == progress.run and pooled is progress.pooled and window is progress.window:
+            return Progress(run, pool, progress.tokens), Met(index, value)
+    if run == progress.run and pool is progress.pool:
         return progress, None
-    return Progress(run, pooled, window), None
+    return Progress(run, pool, progress.tokens), None
 
 
 def _beyond(condition: Condition, value: float) -> bool:
@@ -273,18 +281,3 @@ def _beyond(condition: Condition, value: float) -> bool:
         return value > condition.above
     assert condition.below is not None
     return value < condition.below
-
-
-def _read_pool(pool: object) -> tuple[int, float]:
-    """Return (size of the window of a mean or 0, decay of an average or 0)."""
-    match = _POOL.fullmatch(pool) if isinstance(pool, str) else None
-    if match is None:
-        shown = show(pool) if isinstance(pool, str) else kind(pool)
-        raise SpecError("", f"expected {_POOLS}, got {shown}")
-    size, decay = match.groups()
-    if size and int(size) > MOST_TOKENS:
-        raise SpecError("", f"expected a mean of at most {MOST_TOKENS} scores, got {size}")
-    return int(size or 0), float(decay or 0.0)
-
-
-_known_pool = functools.lru_cache(maxsize=64)(_read_pool)

@@ -30,6 +30,16 @@ _MLP = (
     "a gate reads a direction, and an MLP only Probe(mlp=…) reads; with act=Switch(edits=…) it "
     "applies the edits from the next token on"
 )
+_ONE_NUMBER = (
+    "a gate reads ⟨h, direction⟩ + bias of the token alone; with act=Switch(edits=…) such a probe "
+    "applies the edits from the next token on"
+)
+# Fields of a probe that a gate cannot read, and why.
+_UNREAD = {
+    "attention": _LATE,
+    "mlp": _MLP,
+    **dict.fromkeys(("classes", "attention_pool", "link", "pool"), _ONE_NUMBER),
+}
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -132,10 +142,10 @@ class Reading(FrozenFields):
         if isinstance(value, Operation) and not value.op:
             return _from_probe(value)
         direction: Any = value
-        if isinstance(value, Mapping) and "attention" in value:
-            raise SpecError("attention", _LATE)
-        if isinstance(value, Mapping) and "mlp" in value:
-            raise SpecError("mlp", _MLP)
+        if isinstance(value, Mapping):
+            for name, problem in _UNREAD.items():
+                if name in value:
+                    raise SpecError(name, problem)
         if isinstance(value, Mapping) and not {"f32", "name"} & set(value):
             return Reading(**read_named(value, *parameters_of(Reading)))
         return Reading(direction)
@@ -183,8 +193,9 @@ class Reading(FrozenFields):
 
 def _from_probe(probe: Any) -> Reading:
     """Return the reading of a `Probe`. Its module imports this one."""
-    if probe.direction is None:
-        raise SpecError(*(("attention", _LATE) if probe.mlp is None else ("mlp", _MLP)))
+    for name, problem in _UNREAD.items():
+        if name in probe.own():
+            raise SpecError(name, problem)
     if probe.positions != Positions("all"):
         raise SpecError(
             "positions", "a gate uses the edit's positions; give a probe without positions"

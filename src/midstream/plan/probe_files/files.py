@@ -102,7 +102,7 @@ class ProbeFiles(HubObject):
         """Return what the card of a repository says: with `info` also the held-out scores."""
         layers = ", ".join(map(str, self.layers.emit()))
         facts = {"Site": ", ".join(self.sites.names), "Layers": layers, "Bias": f"{self.bias:g}"}
-        facts["Reads"] = "attention" if self.attention else "an MLP" if self.mlp else "a direction"
+        facts["Reads"] = self.reads
         scores: list[tuple[str, str]] = []
         if self.info is not None:
             facts |= {f"Recipe: {name}": str(part) for name, part in self.info.recipe.items()}

@@ -166,7 +166,13 @@ class _Resolver:
             raise SpecError("name", f"a probe of the request is named `{probe.name}` as well")
         *parts, last = self._resolve_probe(probe)
         self._probes += [replace(part, source=source, part_of=probe.name) for part in parts]
-        self._probes.append(replace(last, name=probe.name, act=probe.act, source=source))
+        act, outputs = probe.act, ()
+        if probe.classes is not None:
+            outputs = probe.classes.names
+            if act is not None:
+                act = act.at_output(probe.classes.index_of)
+        named = replace(last, name=probe.name, act=act, source=source)
+        self._probes.append(replace(named, rule=probe.rule, outputs=outputs))
         self._names.add(probe.name)
 
     def _resolve_probe(self, probe: Probe) -> list[ResolvedProbe]:
@@ -181,7 +187,8 @@ class _Resolver:
             slotted = SlottedPattern(self._new_slot(), pattern, num_heads)
             return [ResolvedProbe("", ATTENTION, layers[0], Steps(()), where, slotted)]
         taps = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
-        slot = self._new_slot()
+        # Those of its numbers follow each other; the last is that of the probe.
+        slot = [self._new_slot() for _ in range(probe.rule.columns)][-1]
         probes: list[ResolvedProbe] = []
         for tap in taps:
             steps = probe.steps(self._shape.size(tap))
@@ -356,9 +363,15 @@ def _check_reach(shape: ModelShape, edit: Edit, instructions: tuple[Instruction,
 
 
 def _scored(steps: tuple[Instruction, ...], slot: int, adds: bool) -> Steps:
-    """Return the instructions of a probe that stores its score in a slot, or adds to the score."""
+    """Return the instructions of a probe that stores its numbers in the slots up to one, or adds to
+    the score.
+    """
     flags = Flags.COUNTED | (Flags.ADDS if adds else Flags.NONE)
-    return Steps((*steps[:-1], replace(steps[-1].with_flags(flags), slot=slot)))
+    before = [
+        replace(step, slot=slot - distance) if step.op is Op.PROBE else step
+        for distance, step in zip(range(len(steps) - 1, 0, -1), steps, strict=False)
+    ]
+    return Steps((*before, replace(steps[-1].with_flags(flags), slot=slot)))
 
 
 def _functions_of(

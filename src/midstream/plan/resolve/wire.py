@@ -261,13 +261,19 @@ def _read_probe(message: ProbeMessage, steps: Sequence[Steps]) -> ResolvedProbe:
     if message.steps is None:
         raise SpecError("steps", "missing")
     probe_steps = _choose("steps", message.steps, steps)
-    *units, last = probe_steps.instructions
-    if last.op not in (Op.PROBE, Op.SCAN) or any(unit.op is not Op.UNIT for unit in units):
-        raise SpecError("steps", "expected one PROBE, maybe after UNITs, or one SCAN")
-    if bool(units) != (Flags.UNITS in last.flags):
+    *before, last = probe_steps.instructions
+    ops = {step.op for step in before}
+    if last.op not in (Op.PROBE, Op.SCAN) or len(ops) > 1 or ops - {Op.UNIT, Op.PROBE}:
+        raise SpecError("steps", "expected PROBEs, one after UNITs, or one SCAN")
+    if (Op.UNIT in ops) != (Flags.UNITS in last.flags):
         raise SpecError("steps", "expected UNITs and a PROBE that reads them")
     if last.slot is None:
         raise SpecError("steps", "expected a PROBE or SCAN with a slot")
+    if Op.PROBE in ops:
+        slots = [step.slot for step in before]
+        wanted = list(range(last.slot - len(before), last.slot))
+        if last.op is not Op.PROBE or slots != wanted or wanted[0] < 0:
+            raise SpecError("steps", "expected PROBEs in slots that follow each other")
     if last.op is Op.SCAN and message.name:
         raise SpecError("name", "expected none: a SCAN is read by gates only")
     return ResolvedProbe(message.name, message.site, message.layer, probe_steps, message.where)

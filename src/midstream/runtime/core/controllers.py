@@ -14,6 +14,7 @@ import numpy as np
 from midstream.plan.control.control_laws import Observed, Threshold
 from midstream.plan.control.controller import read_answer
 from midstream.plan.positions.position_set import Reached
+from midstream.plan.scores.rule import NO_TOKENS, RuleState
 from midstream.runtime.core.controller_calls import (
     ControllerCall,
     DeclaredCalls,
@@ -40,11 +41,14 @@ class RunningController:
     decide: Any  # a `Threshold`, or what is called with what was observed
     calls: DeclaredCalls | None  # of its declared controller; None: it is a `Threshold`
     choices: dict[tuple[str, float], int]  # index in `control.choices`, by set of edits and scale
-    slot: int | None = None  # column of the scores that a `Threshold` reads; None: it is declared
+    # Column of the scores that a `Threshold` reads; None: it is declared, or a rule makes them.
+    slot: int | None = None
     # Number of positions whose scores were taken: each once, also if it is computed again after a
     # preemption.
     reached: int = 0
-    unseen: dict[str, list[float]] = field(default_factory=dict)  # by probe, not given yet
+    # By probe, not given yet; those of several outputs are lists.
+    unseen: dict[str, list[Any]] = field(default_factory=dict)
+    states: dict[str, RuleState] = field(default_factory=dict)  # by probe with a rule
     read: dict[str, Reached] = field(default_factory=dict)  # by probe; see `Automaton.selected`
     chosen: int = 0  # index of the version that holds, in `control.choices`
     # The scale that it answered last, if it answered no more than that and the version of that
@@ -63,7 +67,14 @@ class RunningController:
         for probe in self.control.probes:
             read = self.read.setdefault(probe.name, {})
             positions = probe.where.within(start, end, token, read)
-            values = scores.at(index, probe.slot, positions)
+            if probe.rule.is_plain:
+                values = scores.at(index, probe.slot, positions)
+            else:
+                slots = range(probe.slot, probe.slot + probe.rule.columns)
+                before = self.states.get(probe.name, NO_TOKENS)
+                numbers = scores.numbers(index, slots, positions)
+                self.states[probe.name], made = probe.rule.follow(before, numbers)
+                values = made.tolist()
             if values:
                 self.unseen.setdefault(probe.name, []).extend(values)
         self.reached = max(self.reached, end)
@@ -88,7 +99,11 @@ class RunningController:
         import torch
 
         scores = {
-            probe.name: torch.from_numpy(np.array(self.unseen.get(probe.name, ()), np.float32))
+            probe.name: torch.from_numpy(
+                np.array(self.unseen.get(probe.name, ()), np.float32).reshape(
+                    (-1, probe.rule.outputs) if probe.rule.outputs else -1
+                )
+            )
             for probe in self.control.probes
         }
         return Observed(self.request.request_id, self.tokens, scores)
@@ -141,7 +156,8 @@ def controlled(scheduler: Any, request: Any, control: Control) -> RunningControl
             choices.setdefault((choice.edits, choice.scale), index)
         slot: int | None = None
         if isinstance(decide, Threshold):
-            (slot,) = (probe.slot for probe in control.probes if probe.name == decide.probe)
+            (read,) = (probe for probe in control.probes if probe.name == decide.probe)
+            slot = read.slot if read.rule.is_plain else None
         running = RunningController(request, control, decide, calls, choices, slot)
         CONTROLLED.set(request, running)
     return running

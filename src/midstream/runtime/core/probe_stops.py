@@ -35,11 +35,11 @@ class ReadRange(NamedTuple):
 
 
 def read_ranges(probes: Sequence[ActingProbe]) -> tuple[ReadRange, ...] | None:
-    """Return the last range of each probe; None: one has none, or pools its scores."""
+    """Return the last range of each probe; None: one has none, or has a rule or pools scores."""
     ranges = []
     for probe in probes:
         condition = probe.condition
-        if condition.pool != "none" or not probe.where.ranges:
+        if condition.pool != "none" or not probe.rule.is_plain or not probe.where.ranges:
             return None
         start, stop = probe.where.ranges[-1]
         low, high = bounds_of(condition)
@@ -290,16 +290,22 @@ def advance(
         read = before.read[probe_index] if before.read else None
         condition = probe.condition
         positions = probe.where.within(start, end, token, read)
-        if (
-            isinstance(positions, range)
-            and len(positions) > _FEW
-            and condition.pool == "none"
-            and not progress.run
-        ):
-            # Of a prompt's thousands of tokens hardly one meets a condition.
-            low, high = bounds_of(condition)
-            positions = positions[scores.num_within(index, probe.slot, positions, low, high) :]
-        values = scores.at(index, probe.slot, positions)
+        if not probe.rule.is_plain:
+            slots = range(probe.slot, probe.slot + probe.rule.columns)
+            numbers = scores.numbers(index, slots, positions)
+            state, made = probe.rule.follow(progress.tokens, numbers)
+            progress, values = progress._replace(tokens=state), made.tolist()
+        else:
+            if (
+                isinstance(positions, range)
+                and len(positions) > _FEW
+                and condition.pool == "none"
+                and not progress.run
+            ):
+                # Of a prompt's thousands of tokens hardly one meets a condition.
+                low, high = bounds_of(condition)
+                positions = positions[scores.num_within(index, probe.slot, positions, low, high) :]
+            values = scores.at(index, probe.slot, positions)
         probe_progress[probe_index], met = follow(condition, progress, values)
         if met is not None and probe.version is not None:
             probe_progress[probe_index] = None

@@ -9,6 +9,7 @@ from midstream.errors import SpecError
 from midstream.plan import ResolvedPlan, Stop, Switch
 from midstream.plan.control.act import Condition
 from midstream.plan.positions.position_set import Where
+from midstream.plan.scores.rule import PLAIN, ScoreRule
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 from midstream.runtime.protocol.control import control_source
 from midstream.runtime.protocol.plan_version import PlanVersion
@@ -18,10 +19,11 @@ class ActingProbe(ProtocolMessage, frozen=True, array_like=True):
     """One probe. `version` holds once it is met; None: it ends the request."""
 
     name: str
-    slot: Natural
+    slot: Natural  # the first of its numbers
     where: Where
     condition: Condition
     version: PlanVersion | None = None
+    rule: ScoreRule = PLAIN  # its scores are single numbers
 
 
 def acting_probes(
@@ -31,12 +33,12 @@ def acting_probes(
     probes = []
     for probe in plan.probes:
         act = probe.act
-        if isinstance(act, Stop):
-            probes.append(ActingProbe(probe.name, probe.slot, probe.where, act))
-        elif isinstance(act, Switch):
-            bare = Condition(above=act.above, below=act.below, for_=act.for_, pool=act.pool)
-            version = versions[probe.name]
-            probes.append(ActingProbe(probe.name, probe.slot, probe.where, bare, version))
+        if not isinstance(act, (Stop, Switch)):
+            continue
+        bare = Condition(above=act.above, below=act.below, for_=act.for_, pool=act.pool)
+        version = versions[probe.name] if isinstance(act, Switch) else None
+        slot = probe.slots.start
+        probes.append(ActingProbe(probe.name, slot, probe.where, bare, version, probe.act_rule))
     return tuple(probes)
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 
-from midstream.plan import ResolvedPlan, ResolvedProbe
+from midstream.plan import Instruction, ResolvedPlan, ResolvedProbe
 from midstream.plan.positions.range_set import overlay
 from midstream.plan.positions.ranges import Ranges
 from midstream.plan.resolved import digest_steps
@@ -124,7 +124,9 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
     # What selects tokens by those before it reads each generated one, cached or not.
     firsts = [ranges[0][0] for ranges in reads if ranges]
     firsts += [automaton.start for automaton in plan.automata]
-    scores = tuple(_kept_score(plan, probe) for probe in plan.probes if _is_kept(probe))
+    scores = tuple(
+        [score for probe in plan.probes if _is_kept(probe) for score in _kept_scores(plan, probe)]
+    )
     return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None), scores)
 
 
@@ -144,17 +146,23 @@ def _is_kept(probe: ResolvedProbe) -> bool:
     return bool(probe.name and not _is_computed(probe) and probe.where.possible)
 
 
-def _kept_score(plan: ResolvedPlan, probe: ResolvedProbe) -> KeptScore:
-    """Return a named probe's score. Its key has no edits: those are in the keys of the blocks."""
-    parts = [part for part in plan.probes if part is probe or part.part_of == probe.name]
-    content = [[part.site, part.layer, _content(part)] for part in parts]
-    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return KeptScore(key, probe.slot, probe.where.possible)
+def _kept_scores(plan: ResolvedPlan, probe: ResolvedProbe) -> list[KeptScore]:
+    """Return a named probe's numbers. Their keys have no edits: those are in the keys of blocks."""
+    if len(probe.slots) > 1:
+        contents = [[[probe.site, probe.layer, _content((s,))]] for s in probe.steps.instructions]
+    else:
+        parts = [part for part in plan.probes if part is probe or part.part_of == probe.name]
+        contents = [[[p.site, p.layer, _content(p.steps.instructions)] for p in parts]]
+    return [
+        KeptScore(hashlib.sha256(json.dumps(content).encode()).hexdigest(), slot, ranges)
+        for ranges in [probe.where.possible]
+        for slot, content in zip(probe.slots, contents, strict=True)
+    ]
 
 
-def _content(probe: ResolvedProbe) -> str:
-    """Return what a probe computes, without the column that it has in its plan."""
-    *before, last = probe.steps.instructions
+def _content(steps: tuple[Instruction, ...]) -> str:
+    """Return what a number is computed by, without the column that it has in its plan."""
+    *before, last = steps
     return digest_steps((*before, replace(last, slot=0)))
 
 

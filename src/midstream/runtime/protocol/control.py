@@ -8,6 +8,7 @@ from typing import Any
 from midstream.plan import ResolvedPlan
 from midstream.plan.control.controller import Controller
 from midstream.plan.positions.position_set import Where
+from midstream.plan.scores.rule import PLAIN, ScoreRule
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 from midstream.runtime.protocol.plan_version import PlanVersion
 
@@ -24,8 +25,9 @@ class ReadProbe(ProtocolMessage, frozen=True, array_like=True):
     """A probe whose scores a controller is given."""
 
     name: str
-    slot: Natural
+    slot: Natural  # the first of its numbers
     where: Where
+    rule: ScoreRule = PLAIN
 
 
 class Control(ProtocolMessage, frozen=True, array_like=True):
@@ -46,7 +48,7 @@ def control_of(
 ) -> Control:
     law = controller.law
     probes = [
-        ReadProbe(probe.name, probe.slot, probe.where)
+        ReadProbe(probe.name, probe.slots.start, probe.where, probe.rule)
         for probe in plan.probes
         if probe.name and probe.source >= 0
     ]

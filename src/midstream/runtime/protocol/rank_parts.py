@@ -142,15 +142,21 @@ def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
 def split_scores(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> tuple[SplitScore, ...]:
     """Return the scores of a plan's named probes of which the ranks have parts."""
     counts = {
-        probe.slot: parts[probe.tap] for probe in plan.probes if probe.name and probe.tap in parts
+        slot: parts[probe.tap]
+        for probe in plan.probes
+        if probe.name and probe.tap in parts
+        for slot in probe.slots
     }
     return tuple(counts.items())
 
 
-def scores_of(
+def probe_numbers(
     probe: ResolvedProbe, sent: Iterable[tuple[WorkerInfo, Ints, Floats]]
 ) -> list[tuple[Ints, Floats]]:
-    """Return a probe's (positions, float32 scores), with the parts of several ranks added up."""
+    """Return a probe's (positions, numbers float32 [positions, columns]), with the parts of several
+    ranks added up.
+    """
+    start, stop = probe.slots.start, probe.slots.stop
     by_rank: dict[int, list[tuple[Ints, Floats]]] = {}
     needed = 1
     for worker, positions, values in sent:
@@ -160,7 +166,7 @@ def scores_of(
         has_own_part = parts > 1 and worker.tensor_rank % (worker.tensor_ranks // parts) == 0
         if has_own_part or worker.tensor_rank == 0:
             needed = parts
-            column = positions, values[:, probe.slot]
+            column = positions, values[:, start:stop]
             by_rank.setdefault(worker.tensor_rank, []).append(column)
     if needed == 1:
         return [column for columns in by_rank.values() for column in columns]

@@ -34,6 +34,14 @@ class ScoresOfStep:
             return column[positions.start + shift : positions.stop + shift]
         return [column[position + shift] for position in positions]
 
+    def numbers(self, index: int, slots: range, positions: Sequence[int]) -> NDArray[np.float32]:
+        """Return the scores in several columns likewise, [positions, slots]."""
+        shift = self.row[index] - self.first[index]
+        columns = slice(slots.start, slots.stop)
+        if isinstance(positions, range):
+            return self.values[positions.start + shift : positions.stop + shift, columns]
+        return self.values[[position + shift for position in positions], columns]
+
     def num_within(self, index: int, slot: int, positions: range, low: float, high: float) -> int:
         """Return how many scores come before the first that is finite and not in [low, high]."""
         shift = self.row[index] - self.first[index]

@@ -92,7 +92,9 @@ def _request_schema() -> dict[str, Any]:
             "capture": capture,
             "edits": edits,
             "steer": {**edits, "description": "Edits; `op` defaults to `steer`."},
-            "probes": one_or_more("Probes: one score per token.", **_arguments(Probe)),
+            "probes": one_or_more(
+                "Probes: one score per token, or one per class.", **_arguments(Probe)
+            ),
             "controller": {
                 "description": "Changes the edits by the scores: a declared name, or an object.",
                 "anyOf": [{"type": "string"}, {"type": "object", "properties": controller}],

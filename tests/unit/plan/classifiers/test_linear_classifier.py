@@ -17,6 +17,7 @@ from support.refusals import refused
 
 from midstream import Probe
 from midstream.errors import SpecError
+from midstream.plan.scores.rule import NO_TOKENS
 
 ROWS = np.random.default_rng(0).normal(size=(60, 5)) * [1, 2, 3, 0.1, 5] + 2
 LABELS = np.array(["no", "yes"])[(ROWS[:, 0] + ROWS[:, 3] > 4).astype(int)]
@@ -46,8 +47,24 @@ def test_a_probe_scores_as_the_decision_function() -> None:
         assert (probe.layers.indices, probe.name) == ((3,), "yes")
 
 
-def test_what_is_no_fitted_binary_linear_classifier_is_rejected() -> None:
-    three = LogisticRegression().fit(ROWS, np.arange(60) % 3)
+@pytest.mark.parametrize("labels", [np.array(list("abc"))[np.arange(60) % 3], np.arange(60) % 4])
+def test_a_probe_of_several_classes_scores_as_the_classifier(labels) -> None:
+    for classifier in CLASSIFIERS:
+        classifier.fit(ROWS, labels)
+        probe = Probe.from_sklearn(classifier, layer=3, name="several")
+        logits = ROWS @ np.stack([row.numpy() for row in probe.classes.weights]).astype("f8").T
+        logits += probe.classes.bias.numpy()
+        expected = classifier.decision_function(ROWS)
+        np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=repr(classifier))
+        assert probe.classes.names == tuple(map(str, classifier.classes_))
+        if hasattr(classifier, "predict_proba"):
+            rule = probe.replace(link="softmax").rule
+            _, shares = rule.follow(NO_TOKENS, logits.astype(np.float32))
+            np.testing.assert_allclose(shares, classifier.predict_proba(ROWS), atol=1e-5)
+
+
+def test_what_is_no_fitted_linear_classifier_is_rejected() -> None:
+    multi = RidgeClassifier().fit(ROWS, np.stack([np.arange(60) % 2, np.arange(60) % 3 > 1], 1))
 
     class Own(LogisticRegression):
         """Its decision function may be any."""
@@ -55,7 +72,7 @@ def test_what_is_no_fitted_binary_linear_classifier_is_rejected() -> None:
     refused(
         lambda classifier: Probe.from_sklearn(classifier, 3),
         (LogisticRegression(), "classifier: `LogisticRegression` is not fitted"),
-        (three, r"expected two classes, .* got 3 classes with `coef_` \[3, 5\]"),
+        (multi, r"expected `coef_` \[1, width\] of two classes.* `coef_` \[2, 5\]"),
         (SVC(kernel="linear").fit(ROWS, LABELS), "expected one of scikit-learn's .*, got `SVC`"),
         (SGDClassifier().fit(ROWS, LABELS), "got `SGDClassifier`"),
         (Own().fit(ROWS, LABELS), "got `Own`"),
@@ -91,6 +108,7 @@ def test_a_network_that_is_no_small_binary_one_is_rejected() -> None:
 
 
 def test_a_module_that_is_no_small_network_is_rejected() -> None:
+    import torch
     from torch import nn
 
     class Own(nn.Sequential):
@@ -98,13 +116,21 @@ def test_a_module_that_is_no_small_network_is_rejected() -> None:
 
     refused(
         lambda module: Probe.from_torch(module, layer=1),
-        (nn.Linear(4, 1), "module: .*got `Linear`"),
+        (nn.Bilinear(4, 4, 1), "module: .*got `Bilinear`"),
         (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), "got `Sequential` of"),
         (nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 1)), "'Sigmoid'"),
         (nn.Sequential(nn.Linear(4, 3), nn.GELU("tanh"), nn.Linear(3, 1)), "by tanh"),
         (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), "one output, got 2"),
         (Own(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), "got `Own`"),
     )
+    linear = nn.Sequential(nn.Dropout(), nn.Linear(4, 3))
+    probe = Probe.from_torch(linear, layer=1)
+    rows = torch.randn(5, 4)
+    logits = rows.numpy() @ np.stack([row.numpy() for row in probe.classes.weights]).T
+    logits += probe.classes.bias.numpy()
+    np.testing.assert_allclose(logits, linear.eval()(rows).detach(), atol=1e-6)
+    alone = Probe.from_torch(nn.Linear(4, 1, bias=False), layer=1)
+    assert (alone.classes, alone.direction.size, alone.bias) == (None, 4, 0.0)
     bare = nn.Sequential(
         nn.Linear(4, 3, bias=False), nn.SiLU(), nn.Dropout(), nn.Linear(3, 1, bias=False)
     )

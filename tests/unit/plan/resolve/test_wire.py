@@ -346,10 +346,10 @@ def test_a_message_with_something_wrong_is_refused():
             r"biases\[0\].values: expected float32",
         ),
         ((["probes", 0, "name"], None), r"probes\[.*\].name: expected `str`, got `None`"),
-        ((["probes", 0, "steps"], 0), r"probes\[0\].steps: expected one PROBE, maybe after"),
+        ((["probes", 0, "steps"], 0), r"probes\[0\].steps: expected PROBEs, one after"),
         (
             (["steps", 2], [MESSAGE["steps"][2][0]] * 2),
-            r"probes\[0\].steps: expected one PROBE, maybe after",
+            r"probes\[0\].steps: expected PROBEs in slots that follow",
         ),
         (([*["steps", 2, 0], 8], None), r"probes\[0\].steps: expected a PROBE or SCAN with"),
         (

@@ -7,6 +7,7 @@ import pytest
 from midstream.plan.control.act import Condition, Progress
 from midstream.plan.positions.automaton import Marks, automaton_of
 from midstream.plan.positions.position_set import Match, Where
+from midstream.plan.scores.rule import PLAIN
 from midstream.runtime.core.controllers import RunningController
 from midstream.runtime.core.probe_stops import ProbeProgress, advance
 
@@ -30,7 +31,9 @@ TOKENS = [7] * PROMPT_LEN + [1, 2, 2, 3, 2] * (STEPS // 5)
 
 def run_acts(scores, read, token):
     acts = [
-        SimpleNamespace(slot=slot, where=WHERE, condition=Condition(above=1e9), version=None)
+        SimpleNamespace(
+            slot=slot, where=WHERE, condition=Condition(above=1e9), version=None, rule=PLAIN
+        )
         for slot in range(3)
     ]
     before = ProbeProgress(scores.first[0], (Progress(),) * 3, read)
@@ -49,7 +52,9 @@ def test_each_token_is_read_once_by_each_probe(kind: str) -> None:
         seen.append(position)
         return TOKENS[position]
 
-    probes = [SimpleNamespace(name=f"p{slot}", slot=slot, where=WHERE) for slot in range(3)]
+    probes = [
+        SimpleNamespace(name=f"p{slot}", slot=slot, where=WHERE, rule=PLAIN) for slot in range(3)
+    ]
     controller = RunningController(None, SimpleNamespace(probes=probes), None, None, {})
     read = ({}, {}, {})
     for position in range(PROMPT_LEN, len(TOKENS)):

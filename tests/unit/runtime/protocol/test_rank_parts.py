@@ -22,7 +22,7 @@ from midstream.runtime.protocol.rank_parts import (
     check_parts,
     joined_blocks,
     part_of_steps,
-    scores_of,
+    probe_numbers,
 )
 from midstream.runtime.protocol.results import ResultBlock
 
@@ -182,14 +182,14 @@ def test_a_score_is_the_sum_of_what_each_rank_has_of_it_and_others_are_the_first
         (plan.probes[0], scores[0, :, 0]),
         (mean, scores[::of_others, :, 1].sum(0)),
     ):
-        found = scores_of(probe, sent)
+        found = probe_numbers(probe, sent)
         order = np.argsort(np.concatenate([at for at, _ in found]))
         assert np.concatenate([at for at, _ in found])[order].tolist() == list(range(8))
-        mine = np.concatenate([values for _, values in found])[order]
+        mine = np.concatenate([values for _, values in found])[order, 0]
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
     if parts > 1:
         last = [one for one in sent if one[0].tensor_rank != ranks - of_others]
-        assert scores_of(mean, last) == []
+        assert probe_numbers(mean, last) == []
 
 
 @given(st.sampled_from([(2, 2), (3, 3), (4, 2), (6, 3)]), st.integers(0, 2**32 - 1))

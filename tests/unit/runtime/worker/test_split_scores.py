@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from midstream.runtime.protocol.rank_parts import scores_of
+from midstream.runtime.protocol.rank_parts import probe_numbers
 from midstream.runtime.protocol.runs import Floats
 from midstream.runtime.worker.split_scores import SplitScores
 
@@ -69,7 +69,7 @@ def test_the_first_rank_has_the_sums_and_the_front_end_adds_up_the_same(ranks, p
             step = copies if row < 3 else ranks // 2
             total = sum(values[::step])
             assert [float(buffer[row, column]) for buffer in after] == [total] + [0] * (ranks - 1)
-    probe: Any = SimpleNamespace(tap=TAP, slot=2)
+    probe: Any = SimpleNamespace(tap=TAP, slots=range(2, 3))
     where = np.arange(3)
 
     def shown(buffers: list[Tensor]) -> Floats:
@@ -81,7 +81,7 @@ def test_the_first_rank_has_the_sums_and_the_front_end_adds_up_the_same(ranks, p
             )
             for rank in range(ranks)
         ]
-        ((_, total),) = scores_of(probe, sent)  # type: ignore[arg-type]
+        ((_, total),) = probe_numbers(probe, sent)  # type: ignore[arg-type]
         return total
 
     assert np.array_equal(shown(before), shown(after))

@@ -10,12 +10,13 @@ import numpy as np
 from midstream.plan import ResolvedPlan, ResolvedProbe, Stop, Switch
 from midstream.plan.control.act import Progress, follow
 from midstream.plan.control.controller import Controller
+from midstream.plan.scores.rule import NO_TOKENS
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Action
 from midstream.runtime.frontend.results.held_plans import HeldPlan
 from midstream.runtime.protocol.acting_probes import probe_source
 from midstream.runtime.protocol.control import control_source
-from midstream.runtime.protocol.rank_parts import scores_of
+from midstream.runtime.protocol.rank_parts import probe_numbers
 from midstream.runtime.protocol.runs import Floats, Ints
 from midstream.runtime.protocol.worker_info import WorkerInfo
 
@@ -47,21 +48,22 @@ def tokens_of_rows(
     ending = completion.finish_reason, completion.stop_reason
     if controller is not None and ending == ("stop", control_source(controller.name)):
         read = [probe for probe in plan.probes if probe.name and probe.source >= 0]
-        runs = [positions for probe in read for positions, _ in scores_of(probe, sent)]
+        runs = [positions for probe in read for positions, _ in probe_numbers(probe, sent)]
         last = max((int(positions[-1]) for positions in runs if positions.size), default=-1)
         return tokens if completion.token_ids else tokens[: last + 1]
     if probe is None:
         return tokens[: max(0, len(tokens) - 1)]
     if completion.token_ids:
         return tokens
-    blocks = scores_of(probe, sent)
+    blocks = probe_numbers(probe, sent)
     if not blocks:
         return tokens
     order = np.argsort(np.concatenate([positions for positions, _ in blocks]), kind="stable")
     positions = np.concatenate([positions for positions, _ in blocks])[order]
-    scores = np.concatenate([values for _, values in blocks])[order]
+    numbers = np.concatenate([values for _, values in blocks])[order]
     chosen = np.isin(positions, probe.where.within(0, len(tokens), tokens.__getitem__))
-    positions, scores = positions[chosen], scores[chosen]
+    positions, numbers = positions[chosen], numbers[chosen]
+    _, scores = probe.act_rule.follow(NO_TOKENS, numbers)
     assert probe.act is not None
     _, met = follow(probe.act, Progress(), scores.tolist())
     if met is not None:
@@ -87,7 +89,9 @@ def actions_of(
         start = starts.get(probe_source(probe.name))
         if isinstance(probe.act, Switch) and start is None:
             continue
-        positions, scores = probes.positions_of(probe.name).tolist(), probes[probe.name].tolist()
+        positions = probes.positions_of(probe.name).tolist()
+        every = probes[probe.name]
+        scores = (every if probe.act.output is None else every[:, probe.act.output]).tolist()
         _, met = follow(probe.act, Progress(), scores)
         if probe is stopped and positions and (met is None or positions[met.nth] != num_rows - 1):
             # Scores that were computed again, after a preemption, may differ in the last bits.

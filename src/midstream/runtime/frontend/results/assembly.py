@@ -17,6 +17,7 @@ from torch import Tensor
 from midstream.codecs import Raw, parse_codec
 from midstream.plan import ModelShape, ResolvedPlan, ResolvedProbe
 from midstream.plan.resolved import Final
+from midstream.plan.scores.rule import NO_TOKENS
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup, numbers_of
@@ -26,7 +27,7 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.actions import Sent, tokens_of_rows
 from midstream.runtime.frontend.results.doses import doses_of
 from midstream.runtime.frontend.results.receipts import EndedCompletion, make_receipt
-from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
+from midstream.runtime.protocol.rank_parts import joined_blocks, probe_numbers
 from midstream.runtime.protocol.record_layout import BlockForm
 from midstream.runtime.protocol.results import (
     ResultBlock,
@@ -280,21 +281,26 @@ def _gathered(
 def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | None:
     scores: dict[str, Tensor] = {}
     positions: dict[str, Tensor] = {}
+    outputs: dict[str, tuple[str, ...]] = {}
     for probe in plan.probes:
         if not probe.name:
             continue
-        blocks = scores_of(probe, sent)
+        blocks = probe_numbers(probe, sent)
         select = functools.partial(_selected_by, probe, tokens)
         wanted = plan.remember(("probe", probe.name), len(tokens), select)
         there, chosen = _choose([known for known, _ in blocks], wanted)
         # A copy: the worker's bytes are read-only, and of all probes.
-        values = np.concatenate([np.zeros(0, np.float32), *(values for _, values in blocks)])
-        every = torch.from_numpy(values)
-        scores[probe.name] = every if chosen is None else every[chosen]
+        nothing = np.zeros((0, len(probe.slots)), np.float32)
+        numbers = np.concatenate([nothing, *(values for _, values in blocks)])
+        numbers = numbers if chosen is None else numbers[chosen.numpy()]
+        _, made = probe.rule.follow(NO_TOKENS, numbers)
+        scores[probe.name] = torch.from_numpy(made)
         positions[probe.name] = torch.from_numpy(there)
+        if probe.outputs:
+            outputs[probe.name] = probe.outputs
     if not scores:
         return None
-    return Probes(scores, positions, tokens)
+    return Probes(scores, positions, tokens, outputs)
 
 
 def _selected_by(probe: ResolvedProbe, tokens: Sequence[int]) -> Ints:

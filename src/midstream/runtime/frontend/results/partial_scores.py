@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from midstream.plan import ResolvedPlan, ResolvedProbe
 from midstream.plan.positions.position_set import Reached, Where
 from midstream.plan.positions.ranges import Ranges
+from midstream.plan.scores.rule import NO_TOKENS
 from midstream.results.probe_scores import Probes
-from midstream.runtime.protocol.rank_parts import scores_of
+from midstream.runtime.protocol.rank_parts import probe_numbers
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.scores import ScoreBlock, Span
 from midstream.runtime.protocol.segments import FOREVER
@@ -71,6 +72,7 @@ class StreamState:
                 for scores in self._scores
             },
             torch.from_numpy(self._tokens.values[:-1]),
+            {scores.name: scores.outputs for scores in self._scores if scores.outputs},
         )
 
 
@@ -79,11 +81,14 @@ class _Scores:
 
     def __init__(self, probe: ResolvedProbe) -> None:
         self.name = probe.name
+        self.outputs = probe.outputs
         self._probe = probe
+        self._state = NO_TOKENS
         self._where = ScoreSelection(probe.where)
         self._wanted: Ints = np.zeros(0, np.int64)
         self._reached: Reached = {}
-        self.values = _Growing(np.float32)
+        several = probe.rule.outputs
+        self.values = _Growing(np.float32, (several,) if several else ())
         self.positions = _Growing(np.int64)
 
     def select(self, start: int, stop: int, tokens: Ints) -> bool:
@@ -93,12 +98,13 @@ class _Scores:
 
     def add(self, blocks: list[ScoreBlock]) -> None:
         sent = [(block.worker, block.positions, block.values) for block in blocks]
-        for known, values in scores_of(self._probe, sent):
+        for known, numbers in probe_numbers(self._probe, sent):
             if not np.array_equal(known, self._wanted):
                 mine = np.isin(known, self._wanted)
-                known, values = known[mine], values[mine]
+                known, numbers = known[mine], numbers[mine]
+            self._state, scores = self._probe.rule.follow(self._state, numbers)
             self.positions.extend(known)
-            self.values.extend(values)
+            self.values.extend(scores)
 
 
 class ScoreSelection:
@@ -127,8 +133,8 @@ class ScoreSelection:
 class _Growing:
     """An array that grows at its end. Arrays that it returned never change."""
 
-    def __init__(self, dtype: Any) -> None:
-        self._array = np.zeros(64, dtype)
+    def __init__(self, dtype: Any, row: tuple[int, ...] = ()) -> None:
+        self._array = np.zeros((64, *row), dtype)
         self._size = 0
 
     @property
@@ -138,7 +144,8 @@ class _Growing:
     def extend(self, values: NDArray[Any]) -> None:
         size = self._size + len(values)
         if size > len(self._array):
-            grown = np.zeros(max(size, 2 * len(self._array)), self._array.dtype)
+            shape = max(size, 2 * len(self._array)), *self._array.shape[1:]
+            grown = np.zeros(shape, self._array.dtype)
             grown[: self._size] = self.values
             self._array = grown
         self._array[self._size : size] = values
