@@ -21,10 +21,12 @@ from support.refusals import refused_calls
 from midstream import Probe
 from midstream.errors import MissingExtraError, SpecError
 from midstream.lab.fit import FittedProbe
+from midstream.lab.fit.probes import AttentionFit
 from midstream.lab.fit.probes.held_out import splits_of
 from midstream.lab.fit.probes.labelled_rows import Labels, rows_in_memory
 from midstream.lab.fit.probes.row_scores import score_rows
 from midstream.plan.probe_files.info import ProbeInfo
+from midstream.plan.scores.rule import NO_TOKENS
 
 SEED, TEXTS, WIDTH = 3, 60, 12
 KINDS = {
@@ -101,7 +103,7 @@ def test_layers_are_joined_and_a_classifier_of_ones_own_is_fitted_as_it_is():
     np.testing.assert_allclose(found.decision_function(rows), wanted, atol=1e-5)
     assert not hasattr(ridge, "coef_")
     assert (found.info.recipe["kind"], found.info.scaler) == ("RidgeClassifier", "")
-    with pytest.raises(SpecError, match="RidgeClassifier need no be log odds"):
+    with pytest.raises(SpecError, match="RidgeClassifier need not be log odds"):
         found.predict_proba(rows)
     assert found.calibrate().fitted.predict_proba(rows).shape == (TEXTS, 2)
 
@@ -114,6 +116,109 @@ def test_a_network_of_each_activation_is_scored_as_torch_does():
         scores = score_rows(Probe.from_torch(module, layer=1), rows.numpy())
         wanted = module.double()(rows).detach().numpy()[:, 0]
         np.testing.assert_allclose(scores, wanted, rtol=1e-6, atol=1e-7)
+
+
+def needles(texts=80, width=10, seed=0, classes=2):
+    """Texts of 6 to 11 tokens, of which one tells the class: it has a mark, and the sign there."""
+    made = np.random.default_rng(seed)
+    owners = np.repeat(np.arange(texts), made.integers(6, 12, texts))
+    labels = np.tile(np.arange(classes), texts // classes + 1)[:texts]
+    rows = made.normal(size=(len(owners), width))
+    for text in range(texts):
+        token = made.choice(np.flatnonzero(owners == text))
+        rows[token, 0] += 6
+        rows[token, 1] = 6 * labels[text] - 3
+    return 2 + rows * 3, labels, owners
+
+
+def test_an_attention_probe_finds_the_token_that_tells_and_its_weights_are_of_plain_rows():
+    rows, labels, owners = needles()
+    arguments = {"layer": 5, "owners": owners, "seed": SEED}
+    found = FittedProbe.from_rows(rows, labels, "attention", **arguments)
+    assert found.auc.value > 0.9
+    assert found.auc.value > FittedProbe.from_rows(rows, labels, "linear", **arguments).auc.value
+    pool, bias = found.probe.attention_pool, found.probe.bias
+    (query,), (value,) = pool.query, pool.value
+    for text, score in enumerate(found.decision_function([rows[owners == n] for n in range(80)])):
+        mine = rows[owners == text]
+        weights = np.exp(mine @ query.numpy() - (mine @ query.numpy()).max())
+        wanted = (weights / weights.sum()) @ (mine @ value.numpy()) + bias
+        assert score == pytest.approx(wanted, abs=1e-5)
+        _, live = found.probe.rule.follow(
+            NO_TOKENS, np.stack([mine @ query.numpy(), mine @ value.numpy()], 1)
+        )
+        assert live[-1] == pytest.approx(score, abs=1e-5)
+    again = FittedProbe.from_rows(rows, labels, "attention", **arguments)
+    assert again.probe == found.probe
+    other = FittedProbe.from_rows(rows, labels, AttentionFit(heads=2, steps=40), **arguments)
+    assert len(other.probe.attention_pool.value) == 2
+    assert found.info.recipe["heads"] == 1
+    assert 0 < found.info.recipe["steps"] <= 1000
+
+
+def test_training_stops_at_the_least_loss_of_texts_that_are_not_trained_on():
+    rows, _, owners = needles(texts=40)
+    labels = np.random.default_rng(0).permutation(np.tile([0, 1], 20))
+    found = FittedProbe.from_rows(rows, labels, "attention", layer=0, owners=owners, held_out=0.5)
+    assert found.info.recipe["steps"] < 100  # nothing tells these labels
+
+
+def test_several_classes_are_told_by_multinomial_regression_and_each_against_the_others():
+    made = np.random.default_rng(0)
+    labels = np.tile([0, 1, 2], 40)
+    rows = made.normal(size=(120, 6)) + 1.2 * np.eye(3, 6)[labels]
+    names = np.array(["code", "poem", "talk"])
+    found = FittedProbe.from_rows(rows, names[labels], layer=2, seed=SEED)
+    model = make_pipeline(
+        StandardScaler(), LogisticRegression(C=found.info.recipe["C"], max_iter=5000)
+    )
+    wanted = model.fit(rows, labels).predict_proba(rows)
+    np.testing.assert_allclose(found.predict_proba(rows), wanted, atol=1e-4)
+    assert (found.probe.classes.names, found.probe.link) == (tuple(names), "softmax")
+    assert found.accuracy.value == (found.scores.argmax(1) == labels).mean()
+    assert found.info.scores["accuracy"] == found.accuracy.value > 0.6
+    for index, name in enumerate(names):
+        view = found.of(name)
+        wanted_area = roc_auc_score(labels == index, found.scores[:, index])
+        assert view.auc.value == pytest.approx(wanted_area, abs=1e-12)
+        np.testing.assert_allclose(view.predict_proba(rows)[:, 1], wanted[:, index], atol=1e-4)
+        chosen = view.threshold(0.05)
+        assert chosen.fpr.value == (found.scores[labels != index, index] >= chosen.value).mean()
+        assert chosen.probe.info.recipe["class"] == name
+        assert view.learning_curve([96]).aucs[0].value == pytest.approx(view.auc.value, abs=1e-9)
+        assert view.calibrate().brier < 0.2
+    refused_calls(
+        (lambda: found.auc, "", "fitted.of.* is of one of 'code', 'poem', 'talk'"),
+        (lambda: found.threshold(0.1), "", "several classes"),
+        (lambda: found.calibrate(), "", "several classes"),
+        (lambda: found.of("song"), "name", "expected one of 'code', 'poem', 'talk', got 'song'"),
+        (lambda: found.of("talk").of("talk"), "name", "expected one of no class"),
+    )
+    assert "accuracy=" in repr(found)
+
+
+@pytest.mark.parametrize(("pool", "own"), [("mean", "mean:4096"), ("max", "max"), ("last", "none")])
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_score_at_the_last_token_is_that_of_the_text(pool, own, classes):
+    rows, labels, owners = needles(texts=60, classes=classes)
+    found = FittedProbe.from_rows(rows, labels, "linear", layer=0, owners=owners, pool=pool)
+    assert found.probe.pool == own
+    mine = rows[owners == 7]
+    if classes == 2:
+        numbers = mine @ found.probe.direction.numpy() + found.probe.bias
+    else:
+        weights = np.stack([row.numpy() for row in found.probe.classes.weights])
+        numbers = mine @ weights.T + found.probe.classes.bias.numpy()
+    _, live = found.probe.rule.follow(NO_TOKENS, numbers)
+    np.testing.assert_allclose(live[-1], found.decision_function([mine])[0], atol=1e-5)
+
+
+def test_a_mean_of_rows_has_the_mean_of_scores_and_one_row_has_no_pool():
+    rows, labels, owners = needles(texts=60)
+    arguments = {"labels": labels, "layer": 0, "owners": owners, "reduce": "mean"}
+    assert FittedProbe.from_rows(rows, kind="linear", **arguments).probe.pool == "mean:4096"
+    assert FittedProbe.from_rows(rows, kind="mlp", **arguments).probe.pool == "none"
+    assert FittedProbe.from_rows(rows[:60], labels, "linear", layer=0).probe.pool == "none"
 
 
 def tokens_of_texts(texts=40, tokens=8, width=48, seed=0):
@@ -284,7 +389,7 @@ def test_what_cannot_be_fitted_is_refused_by_its_argument(monkeypatch):
     found = fit()()
     few = [1, *[0] * (TEXTS - 1)]
     refused_calls(
-        (fit(kind="svm"), "kind", "expected one of `linear`, `logistic`, `mlp`, got 'svm'"),
+        (fit(kind="svm"), "kind", "expected one of `linear`, `logistic`, .* got 'svm'"),
         (fit(kind=3), "kind", "or a classifier of scikit-learn, got `int`"),
         (fit(layer=None), "layer", "missing"),
         (fit(layer=[1, 2]), "layer", "2 layers for rows of shape"),
@@ -292,18 +397,26 @@ def test_what_cannot_be_fitted_is_refused_by_its_argument(monkeypatch):
         (fit(site="reside"), "site", "did you mean"),
         (fit(reduce="max"), "reduce", "expected one of"),
         (fit(pool="min"), "pool", "expected one of `mean`, `max`, `last`, got 'min'"),
+        (fit(kind="attention", pool="mean"), "pool", "expected one of `last`, got 'mean'"),
+        (fit(kind="attention", reduce="mean"), "reduce", "weighs the rows of a text itself"),
+        (fit(kind="attention", layer=[0, 1], rows=rows.reshape(-1, 2, 6)), "layer", "one layer"),
+        (lambda: AttentionFit(heads=129), "heads", "at most 128"),
+        (lambda: AttentionFit(learning_rate=0), "learning_rate", "a positive number, got 0"),
         (fit(held_out=1), "held_out", "at least 2 folds, or a share below 1"),
         (fit(held_out=1.5), "held_out", "expected a number between 0 and 1, got 1.5"),
         (fit(held_out=0.001), "held_out", "."),
         (fit(seed=-1), "seed", "at least 0"),
         (fit(labels=labels[1:]), "labels", "expected rows of the texts 0 to 58"),
-        (fit(labels=[2, *labels[1:]]), "labels[0]", "expected 0 or 1, a bool, or the name"),
+        (fit(labels=[-1, *labels[1:]]), "labels[0]", "a whole number from 0, .* got -1"),
+        (fit(labels=["a", *labels[1:]]), "labels[1]", "the name of a class, .* got 1"),
         (fit(labels=[0.5, *labels[1:]]), "labels[0]", "got `float`"),
-        (fit(labels=["a", "b", "c"] * 20), "labels", "expected two classes, got 3: 'a', 'b', 'c'"),
-        (fit(labels=[1] * TEXTS), "labels", "expected two classes, got 1: '1'"),
+        (fit(labels=[1, 2, 0] * 20, kind="mlp"), "kind", "mlp tells two classes, got 3"),
+        (fit(labels=[1, 2, 0] * 20, positive=1), "positive", r"3 classes; fitted.of\('1'\)"),
+        (fit(labels=range(TEXTS)), "labels", "at least 2 texts"),
+        (fit(labels=[1] * TEXTS), "labels", "expected 2 to 256 classes, got 1: '1'"),
         (fit(labels=few), "labels", "at least 2 texts, or groups, of each class"),
         (fit(labels=few[1:] + [1], kind="logistic", held_out=2), "labels", "at least 2 texts"),
-        (fit(positive="2"), "positive", "expected one of the classes '0' and '1', got '2'"),
+        (fit(positive="2"), "positive", "expected one of '0' and '1', got '2'"),
         (fit(groups=[1, 2]), "groups", "expected 60 keys, one for each text, got 2"),
         (fit(groups=[[1]] * TEXTS), "groups", "hashed"),
         (fit(groups=labels), "labels", "at least 2 texts, or groups"),
@@ -312,7 +425,7 @@ def test_what_cannot_be_fitted_is_refused_by_its_argument(monkeypatch):
         (fit(rows=rows[:, 0]), "rows", r"expected real numbers \[n, width\]"),
         (lambda: found.decision_function(rows[:, :3]), "texts[0]", "rows of 12 numbers, got"),
         (lambda: found.decision_function(["a text"]), "texts", "not fitted on an LLM: give rows"),
-        (lambda: Probe.fit("gpt2", ["a"], [1], "linear", 3), "labels", "two classes"),
+        (lambda: Probe.fit("gpt2", ["a"], [1], "linear", 3), "labels", "2 to 256 classes"),
         (lambda: Probe.fit("gpt2", ["a"] * 2, [1, 0], "linear", 3), "llm", "write LLM"),
         (lambda: found.by_slice(["a"]), "values", "expected 60"),
         (lambda: found.calibrate("beta"), "method", "expected one of"),

@@ -3,6 +3,7 @@
 Importing it needs neither torch nor vLLM; scikit-learn and SciPy are the extra `fit`.
 """
 
+from midstream.lab.fit.probes.attention import AttentionFit
 from midstream.lab.fit.probes.calibration import CalibrationReport
 from midstream.lab.fit.probes.curves import LearningCurve, Roc
 from midstream.lab.fit.probes.fitted_probe import FittedProbe
@@ -10,6 +11,7 @@ from midstream.lab.fit.probes.intervals import Interval
 from midstream.lab.fit.probes.rates import Slice, SliceTable, ThresholdChoice
 
 __all__ = [
+    "AttentionFit",
     "CalibrationReport",
     "FittedProbe",
     "Interval",

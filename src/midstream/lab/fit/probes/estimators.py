@@ -1,4 +1,4 @@
-"""What fits a probe: classifiers of scikit-learn, by name or as they are given."""
+"""What fits a probe: classifiers of scikit-learn, by name or as they are given, and torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import numpy as np
 
 from midstream.errors import MissingExtraError, SpecError
 from midstream.lab.fit.folds import Indices
-from midstream.lab.fit.probes.labelled_rows import LabelledRows
+from midstream.lab.fit.probes.attention import AttentionFit
+from midstream.lab.fit.probes.labelled_rows import LabelledRows, least_groups
+from midstream.plan.classifiers.classes import Classes
 from midstream.plan.probe import Probe
 from midstream.validation import kind, read_word
 
-KINDS = ("linear", "logistic", "mlp")
+KINDS = ("linear", "logistic", "mlp", "attention")
+OF_CLASSES = ("linear", "logistic")
 # Regularisation of "logistic", of which the one with the least held-out loss is taken.
 _INVERSE_PENALTIES = tuple(10.0**power for power in range(-4, 2))
 _INNER_FOLDS, _HIDDEN, _MAX_ITERATIONS = 3, 16, 5000
@@ -27,7 +30,7 @@ class Estimator:
 
     Attributes:
         name: one of `KINDS`, or the class of the classifier.
-        classifier: unfitted, of scikit-learn; None: that of the kind.
+        classifier: unfitted, of scikit-learn, or an `AttentionFit`; None: that of the kind.
     """
 
     name: str
@@ -38,7 +41,10 @@ class Estimator:
         """Read the name of a kind, or an unfitted classifier."""
         MissingExtraError.require("sklearn", "Probe.fit")
         if isinstance(value, str):
-            return Estimator(read_word(value, KINDS))
+            name = read_word(value, KINDS)
+            return Estimator(name, AttentionFit() if name == "attention" else None)
+        if isinstance(value, AttentionFit):
+            return Estimator("attention", value)
         if not hasattr(value, "fit"):
             named = ", ".join(KINDS)
             raise SpecError(
@@ -49,22 +55,38 @@ class Estimator:
     @property
     def scaler(self) -> str:
         """The scaler that the weights contain."""
-        return "StandardScaler" if self.classifier is None else ""
+        return "StandardScaler" if self.name in KINDS else ""
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether its score is of a text, whose rows it weighs itself."""
+        return isinstance(self.classifier, AttentionFit)
 
     def fit(self, data: LabelledRows, seed: int) -> tuple[Probe, dict[str, Any]]:
         """Return the probe that is fitted to all rows, and what was chosen on the way."""
         from threadpoolctl import threadpool_limits  # scikit-learn brings it
 
+        classes = data.labels.classes
+        if len(classes) > 2 and self.name not in OF_CLASSES:
+            known = " and ".join(OF_CLASSES)
+            problem = f"{self.name} tells two classes, got {len(classes)}; use {known} for more"
+            raise SpecError("kind", problem)
+        if isinstance(self.classifier, AttentionFit):
+            return self.classifier.fit(data, seed)
         with threadpool_limits(1 if data.rows.size <= _ONE_THREAD else None):
             model, chosen = self._fitted(data, seed)
         layers = data.layers[0] if len(data.layers) == 1 else list(data.layers)
-        return Probe.from_sklearn(model, layer=layers, site=data.site), chosen
+        probe = Probe.from_sklearn(model, layer=layers, site=data.site)
+        if probe.classes is not None:
+            named = Classes(probe.classes.weights, probe.classes.bias, classes)
+            probe = probe.replace(classes=named, link="softmax")
+        return probe, chosen
 
     def _fitted(self, data: LabelledRows, seed: int) -> tuple[Any, dict[str, Any]]:
         from sklearn.base import clone
 
         rows, labels = data.rows.astype(np.float64), data.row_labels
-        if self.name == "logistic" and self.classifier is None:
+        if self.name == "logistic":
             return _logistic(rows, labels, data.groups[data.owners], seed)
         model = self.classifier
         if model is None:
@@ -98,7 +120,7 @@ def _logistic(rows: Any, labels: Indices, groups: Indices, seed: int) -> tuple[A
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV, StratifiedGroupKFold
 
-    least = min(len(np.unique(groups[labels == label])) for label in (0, 1))
+    least = least_groups(labels, groups)
     if least < 2:
         raise SpecError("labels", "expected at least 2 texts, or groups, of each class to fit to")
     folds = StratifiedGroupKFold(min(_INNER_FOLDS, least), shuffle=True, random_state=seed)

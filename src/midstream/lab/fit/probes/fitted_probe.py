@@ -10,6 +10,7 @@ import numpy as np
 
 from midstream.errors import SpecError
 from midstream.lab.fit.batches import capture_texts_async
+from midstream.lab.fit.probes.estimators import KINDS
 from midstream.lab.fit.probes.held_out import fit_split, splits_of
 from midstream.lab.fit.probes.held_out_scores import HeldOutScores
 from midstream.lab.fit.probes.intervals import Floats
@@ -20,7 +21,7 @@ from midstream.lab.fit.probes.labelled_rows import (
     stored_rows,
 )
 from midstream.lab.fit.probes.recipe import Recipe
-from midstream.lab.fit.probes.row_scores import pooled, score_rows
+from midstream.lab.fit.probes.row_scores import score_texts
 from midstream.plan.forms import LayersLike, PositionsLike
 from midstream.sites import SiteName
 
@@ -53,7 +54,7 @@ class FittedProbe(HeldOutScores):
         site: SiteName = "resid_post",
         *,
         reduce: Reduce = "",
-        pool: Pool = "mean",
+        pool: Pool | None = None,
         held_out: float = 5,
         groups: Any = None,
         positive: Any = None,
@@ -62,25 +63,29 @@ class FittedProbe(HeldOutScores):
     ) -> FittedProbe:
         """Capture labelled texts in one batch, fit a probe, and score texts that are held out.
 
-        Kinds, each by scikit-learn on rows scaled by a `StandardScaler`, which the weights contain:
+        Kinds, by scikit-learn on rows scaled by a `StandardScaler`, which the weights contain:
 
         - "linear": `LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")`.
         - "logistic": `LogisticRegression`, with C of 10⁻⁴ to 10 that has the least loss on held-out
-          groups of the texts that are fitted.
+          groups of the texts that are fitted; of more than two classes it is multinomial.
         - "mlp": `MLPClassifier` with 16 hidden units, `solver="lbfgs"`, `alpha=1.0`.
+        - "attention": an attention probe, trained by torch: `AttentionFit`, which may be given too.
         - an unfitted classifier that `Probe.from_sklearn` reads; its rows are not scaled.
 
         Args:
             llm: an `LLM`.
             texts: texts, lists of token ids, or chats, as `Directions.fit` reads them.
-            labels: a label per text: 0 or 1, a bool, or the name of one of two classes.
+            labels: a label per text: 0 or 1, a bool, or the name of a class. With more than two
+                classes the kind is "linear" or "logistic", and the scores are probabilities.
             kind: see above.
             layer: the layer, or a list of layers whose vectors are joined.
             positions: which tokens are read; any form of Positions. The probe has it too.
             site: a site whose vectors are as wide as the model.
             reduce: the row of a text is the "mean" over its tokens, or the "last"; "": each token
                 is a row with the label of its text.
-            pool: the score of a text is the "mean", the "max" or the "last" of those of its rows.
+            pool: the score of a text is the "mean", the "max" or the "last" of those of its rows;
+                None: the mean, of an attention probe the last. The probe has the pool too, so that
+                its score at the last token is that of the text.
             held_out: a number of folds, at most one per text or group of a class; or the share of
                 the texts, below 1, that are held out of the fit.
             groups: a key per text: those of one key, such as a topic, are held out together.
@@ -109,7 +114,7 @@ class FittedProbe(HeldOutScores):
         site: SiteName = "resid_post",
         *,
         reduce: Reduce = "",
-        pool: Pool = "mean",
+        pool: Pool | None = None,
         held_out: float = 5,
         groups: Any = None,
         positive: Any = None,
@@ -136,7 +141,7 @@ class FittedProbe(HeldOutScores):
         *,
         owners: Any = None,
         reduce: Reduce = "",
-        pool: Pool = "mean",
+        pool: Pool | None = None,
         held_out: float = 5,
         groups: Any = None,
         positive: Any = None,
@@ -166,7 +171,7 @@ class FittedProbe(HeldOutScores):
         kind: Any = "logistic",
         *,
         reduce: Reduce = "",
-        pool: Pool = "mean",
+        pool: Pool | None = None,
         held_out: float = 5,
         groups: Any = None,
         positive: Any = None,
@@ -206,15 +211,16 @@ class FittedProbe(HeldOutScores):
         scores = np.concatenate([part[2] for part in parts])[order]
         folds = np.repeat(range(len(splits)), [len(split.held_out) for split in splits])[order]
         labels = data.labels.indices[texts]
-        placed = probe.replace(name=recipe.name, positions=recipe.positions or "all")
+        placed = recipe.placed(probe, data)
         fitted = FittedProbe(placed, scores, labels, texts, folds, data, recipe, llm)
-        auc = fitted.auc
-        found = {"auc": auc.value, "auc_low": auc.low, "auc_high": auc.high}
-        found |= {"positives": int(labels.sum()), "negatives": int((1 - labels).sum())}
-        return replace(fitted, probe=placed.with_info(recipe.info_of(data, chosen, found)))
+        info = recipe.info_of(data, chosen, fitted.summary())
+        return replace(fitted, probe=placed.with_info(info))
 
     def decision_function(self, texts: Any) -> Floats:
-        """Return the score of each text, float64 [texts].
+        """Return the score of each text, float64 [texts], or of several classes [texts, classes].
+
+        That is what the engine returns at the last token of a text, which is read at the same
+        positions.
 
         Args:
             texts: texts, token ids or chats, which the engine of `fit` runs; rows [texts, layers ·
@@ -224,13 +230,15 @@ class FittedProbe(HeldOutScores):
             SpecError: the probe was not fitted on an `LLM`, or rows have another shape.
         """
         rows, owners = self.recipe.read_rows(self.llm, texts, self.data.rows.shape[1])
-        return pooled(score_rows(self.probe, rows), owners, self.recipe.pool)
+        scores = score_texts(self.probe, rows, owners, self.recipe.pool)
+        return scores if self.output is None else scores[:, self.output]
 
     def predict_proba(self, texts: Any) -> Floats:
         """Return the probability of each class, float64 [texts, 2], in the order of `info.classes`.
 
-        It is of the map of `calibrate`; without, of the log odds that the score is for "logistic",
-        "linear" and "mlp".
+        It is of the map of `calibrate`; without, of the log odds that the score is for the kinds
+        that have a name. Of more than two classes it is the score. Of one of them, `of(name)`, the
+        second is its probability.
 
         Args:
             texts: see `decision_function`.
@@ -240,15 +248,21 @@ class FittedProbe(HeldOutScores):
                 not calibrated.
         """
         scores, calibration = self.decision_function(texts), self.info.calibration
-        if calibration is None and self.recipe.estimator.classifier is not None:
+        if scores.ndim == 2:
+            return scores
+        if calibration is None and self.recipe.estimator.name not in KINDS:
             raise SpecError(
                 "kind",
-                f"scores of {self.recipe.estimator.name} need no be log odds: use "
+                f"scores of {self.recipe.estimator.name} need not be log odds: use "
                 "fitted.calibrate().fitted",
             )
-        positive = (1 + np.tanh(scores / 2)) / 2 if calibration is None else calibration(scores)
+        if calibration is not None:
+            positive = calibration(scores)
+        else:
+            positive = scores if self.output is not None else (1 + np.tanh(scores / 2)) / 2
         return np.stack([1 - positive, positive], axis=1)
 
     def __repr__(self) -> str:
         counts = f"{len(self.texts)} of {len(self.data.labels)} texts held out"
-        return f"FittedProbe({self.recipe.estimator.name}, {counts}, auc={self.auc})"
+        score = f"auc={self.auc}" if self.scores.ndim == 1 else f"accuracy={self.accuracy}"
+        return f"FittedProbe({self.recipe.estimator.name}, {counts}, {score})"

@@ -10,8 +10,8 @@ from midstream.errors import SpecError
 from midstream.lab.fit.folds import Indices
 from midstream.lab.fit.probes.estimators import Estimator
 from midstream.lab.fit.probes.intervals import Floats, read_share
-from midstream.lab.fit.probes.labelled_rows import LabelledRows
-from midstream.lab.fit.probes.row_scores import pooled, score_rows
+from midstream.lab.fit.probes.labelled_rows import LabelledRows, least_groups
+from midstream.lab.fit.probes.row_scores import score_texts
 from midstream.plan.probe import Probe
 from midstream.validation import is_int
 
@@ -41,7 +41,7 @@ def splits_of(data: LabelledRows, held_out: int | float, seed: int) -> list[Spli
     )
 
     labels, groups = data.labels.indices, data.groups
-    least = min(len(np.unique(groups[labels == label])) for label in (0, 1))
+    least = least_groups(labels, groups)
     if least < 2:
         raise SpecError("labels", "expected at least 2 texts, or groups, of each class")
     splitter: Any
@@ -59,8 +59,8 @@ def splits_of(data: LabelledRows, held_out: int | float, seed: int) -> list[Spli
         raise SpecError("held_out", str(error)) from None
     splits = [Split(np.sort(split.fitted), np.sort(split.held_out)) for split in splits]
     for split in splits:
-        if len(set(labels[split.fitted].tolist())) < 2:
-            raise SpecError("groups", "a part that is fitted has one class only: use more groups")
+        if len(set(labels[split.fitted].tolist())) < len(data.labels.classes):
+            raise SpecError("groups", "a part that is fitted lacks a class: use more groups")
     return splits
 
 
@@ -70,4 +70,4 @@ def fit_split(
     """Fit the first part of a split; return also what was chosen, and scores of the second."""
     probe, chosen = estimator.fit(data.of(split.fitted), seed)
     rest = data.of(split.held_out)
-    return probe, chosen, pooled(score_rows(probe, rest.rows), rest.owners, pool)
+    return probe, chosen, score_texts(probe, rest.rows, rest.owners, pool)

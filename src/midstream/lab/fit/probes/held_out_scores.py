@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -18,15 +18,17 @@ from midstream.lab.fit.probes.calibration import (
 )
 from midstream.lab.fit.probes.curves import LearningCurve, Roc
 from midstream.lab.fit.probes.held_out import Split, fit_split, splits_of
-from midstream.lab.fit.probes.intervals import Floats, Interval, auc_of, read_share
+from midstream.lab.fit.probes.intervals import Floats, Interval, auc_of, rate_of, read_share
 from midstream.lab.fit.probes.labelled_rows import LabelledRows
 from midstream.lab.fit.probes.rates import SliceTable, ThresholdChoice, threshold_for
 from midstream.lab.fit.probes.recipe import Recipe
 from midstream.plan.probe import Probe
 from midstream.plan.probe_files.info import METHODS, ProbeInfo
-from midstream.validation import at, is_int, kind, read_word
+from midstream.validation import at, is_int, kind, read_word, show
 
 CONFIDENCE, _SIZES = 0.95, 5
+
+H = TypeVar("H", bound="HeldOutScores")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +37,16 @@ class HeldOutScores:
 
     Attributes:
         probe: the probe; its `info` has the model, the recipe, the hash of the data, and scores.
-        scores: float64 [held-out texts].
-        labels: int64 [held-out texts], 1 for the positive class.
+        scores: float64 [held-out texts]; of more than two classes their probabilities,
+            [held-out texts, classes], of which `of` has one.
+        labels: int64 [held-out texts], the index of the class: 1 for the positive one.
         texts: int64 [held-out texts], indices of the texts as they were given; of a store, of its
             requests.
         folds: int64 [held-out texts], the fold of each; 0 if one part is held out.
         data: the rows.
         recipe: how they were fitted.
         llm: the engine; None: it was fitted to rows.
+        output: the class against the others that `of` has chosen, as an index; None: none.
     """
 
     probe: Probe
@@ -53,6 +57,7 @@ class HeldOutScores:
     data: LabelledRows = field(repr=False)
     recipe: Recipe
     llm: Any = field(default=None, repr=False)
+    output: int | None = None
 
     @property
     def info(self) -> ProbeInfo:
@@ -63,13 +68,57 @@ class HeldOutScores:
     @property
     def auc(self) -> Interval:
         """The area below the ROC curve of held-out texts, with its 95 % interval: Newcombe 2006."""
-        return self._auc(self.scores, self.labels, CONFIDENCE)
+        return self._auc(CONFIDENCE)
+
+    @property
+    def accuracy(self) -> Interval:
+        """The share of held-out texts whose class is told, with its 95 % interval."""
+        if self.scores.ndim == 2:
+            told = self.scores.argmax(1) == self.labels
+        else:
+            told = (self.scores >= self.boundary) == (self.labels == 1)
+        return rate_of(told, CONFIDENCE)
+
+    @property
+    def boundary(self) -> float:
+        """The score of a text that is as likely of one class as of the other: 0 of log odds."""
+        return 0.0 if self.output is None else 0.5
+
+    def of(self: H, name: str) -> H:
+        """Return the same for one of more than two classes against the others: its probability.
+
+        Raises:
+            SpecError: there are two classes, or none of this name.
+        """
+        classes = self.data.labels.classes
+        if self.scores.ndim == 1 or name not in classes:
+            known = ", ".join(map(show, classes[:8])) if self.scores.ndim == 2 else "no class"
+            raise SpecError("name", f"expected one of {known}, got {show(name)}")
+        index = classes.index(name)
+        info = replace(self.info, recipe={**self.info.recipe, "class": name})
+        return replace(
+            self,
+            probe=self.probe.with_info(info),
+            scores=self.scores[:, index],
+            labels=(self.labels == index).astype(np.int64),
+            output=index,
+        )
+
+    def summary(self) -> dict[str, float]:
+        """Return the numbers of held-out texts that a probe's file has."""
+        if self.scores.ndim == 2:
+            share = self.accuracy
+            numbers = {"accuracy": share.value, "accuracy_low": share.low}
+            return {**numbers, "accuracy_high": share.high, "texts": len(self.texts)}
+        auc, positives = self.auc, int(self.labels.sum())
+        numbers = {"auc": auc.value, "auc_low": auc.low, "auc_high": auc.high}
+        return {**numbers, "positives": positives, "negatives": len(self.texts) - positives}
 
     def roc(self, confidence: float = CONFIDENCE) -> Roc:
         """Return the ROC curve of held-out texts."""
         from sklearn.metrics import roc_curve
 
-        auc = self._auc(self.scores, self.labels, read_share("confidence", confidence))
+        auc = self._auc(read_share("confidence", confidence))
         fpr, tpr, thresholds = roc_curve(self.labels, self.scores, drop_intermediate=False)
         return Roc(fpr, tpr, thresholds, auc)
 
@@ -83,6 +132,7 @@ class HeldOutScores:
         Raises:
             SpecError: there are fewer than 1 / fpr held-out negatives.
         """
+        self._check_two()
         target, level = read_share("fpr", fpr), read_share("confidence", confidence)
         value = threshold_for(self.scores, self.labels, target)
         (whole,) = SliceTable.of([""] * len(self.texts), self.scores, self.labels, value, level)
@@ -111,6 +161,7 @@ class HeldOutScores:
         Raises:
             SpecError: another method, or too few held-out texts.
         """
+        self._check_two()
         with at("method"):
             name = read_word(method, METHODS)
         level, folds = read_share("confidence", confidence), self.folds
@@ -130,17 +181,18 @@ class HeldOutScores:
     def by_slice(
         self,
         values: Sequence[Any],
-        threshold: float | ThresholdChoice = 0.0,
+        threshold: float | ThresholdChoice | None = None,
         confidence: float = CONFIDENCE,
     ) -> SliceTable:
         """Return AUC and rates of held-out texts by slice, such as their source or topic.
 
         Args:
             values: the slice of each text, of all as they were given.
-            threshold: a score of at least so much counts as positive; what `threshold` returned, or
-                a number.
+            threshold: a score of at least so much counts as positive; what `threshold` returned, a
+                number, or None: `boundary`.
             confidence: of the intervals.
         """
+        self._check_two()
         if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
             raise SpecError("values", f"expected a list with a value per text, got {kind(values)}")
         count = len(self.data.labels)
@@ -148,7 +200,8 @@ class HeldOutScores:
             raise SpecError("values", f"expected {count}, one for each text, got {len(values)}")
         mine = [values[index] for index in self.texts.tolist()]
         level = read_share("confidence", confidence)
-        return SliceTable.of(mine, self.scores, self.labels, float(threshold), level)
+        limit = self.boundary if threshold is None else float(threshold)
+        return SliceTable.of(mine, self.scores, self.labels, limit, level)
 
     def learning_curve(self, sizes: Sequence[int] | None = None) -> LearningCurve:
         """Return the held-out AUC by the number of texts that are fitted.
@@ -163,6 +216,7 @@ class HeldOutScores:
         Raises:
             SpecError: a size is above the texts that a fold fits, or has fewer than 4.
         """
+        self._check_two()
         splits = splits_of(self.data, self.recipe.held_out, self.recipe.seed)
         most = min(len(split.fitted) for split in splits)
         if sizes is None:
@@ -176,20 +230,31 @@ class HeldOutScores:
 
     def _auc_at(self, splits: Sequence[Split], size: int) -> Interval:
         """Return the AUC of probes that are fitted to `size` texts of each split."""
-        recipe, scores, labels = self.recipe, [], []
+        recipe, classes = self.recipe, self.data.labels.indices
+        scores, labels = [], []
         for split in splits:
-            fitted, generator = split.fitted, np.random.default_rng(recipe.seed)
-            sides = [fitted[self.data.labels.indices[fitted] == label] for label in (0, 1)]
-            positives = min(max(round(size * len(sides[1]) / len(fitted)), 2), size - 2)
-            counts = size - positives, positives
-            chosen = [
-                generator.permutation(side)[:count]
-                for side, count in zip(sides, counts, strict=True)
-            ]
-            part = Split(np.sort(np.concatenate(chosen)), split.held_out)
-            scores.append(fit_split(self.data, part, recipe.estimator, recipe.pool, recipe.seed)[2])
-            labels.append(self.data.labels.indices[split.held_out])
-        return self._auc(np.concatenate(scores), np.concatenate(labels), CONFIDENCE)
+            generator = np.random.default_rng(recipe.seed)
+            # Of each class in turn so many that every beginning has a share of each.
+            order = np.empty(len(split.fitted))
+            for label in range(len(self.data.labels.classes)):
+                mine = classes[split.fitted] == label
+                order[mine] = generator.permutation(int(mine.sum())) / mine.sum()
+            chosen = split.fitted[np.argsort(order, kind="stable")[:size]]
+            part = Split(np.sort(chosen), split.held_out)
+            found = fit_split(self.data, part, recipe.estimator, recipe.pool, recipe.seed)[2]
+            scores.append(found if self.output is None else found[:, self.output])
+            positive = 1 if self.output is None else self.output
+            labels.append((classes[split.held_out] == positive).astype(np.int64))
+        both = np.concatenate(scores), np.concatenate(labels)
+        return auc_of(both[0][both[1] == 1], both[0][both[1] == 0], CONFIDENCE)
 
-    def _auc(self, scores: Floats, labels: Indices, confidence: float) -> Interval:
-        return auc_of(scores[labels == 1], scores[labels == 0], confidence)
+    def _auc(self, confidence: float) -> Interval:
+        self._check_two()
+        return auc_of(self.scores[self.labels == 1], self.scores[self.labels == 0], confidence)
+
+    def _check_two(self) -> None:
+        if self.scores.ndim == 2:
+            known = ", ".join(map(show, self.data.labels.classes[:8]))
+            raise SpecError(
+                "", f"there are several classes: fitted.of(name), with a name of {known}"
+            )

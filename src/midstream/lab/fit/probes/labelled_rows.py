@@ -17,6 +17,7 @@ from midstream.lab.fit.probes.row_scores import reduced
 from midstream.lab.fit.prompts import CapturedClass
 from midstream.lab.fit.samples import StoredSamples
 from midstream.plan.probe_files.info import model_name
+from midstream.plan.vectors.matrix import MAX_RANK
 from midstream.results.arrays import to_numpy
 from midstream.validation import is_int, kind, show
 
@@ -47,7 +48,7 @@ class Labels:
 
     Attributes:
         indices: int64 [texts], of `classes`.
-        classes: the names of the two; the second is the positive one.
+        classes: the names; of two, the second is the positive one.
     """
 
     indices: Indices
@@ -55,33 +56,50 @@ class Labels:
 
     @staticmethod
     def read(values: Any, positive: Any = None) -> Labels:
-        """Read 0 and 1, bools, or names of two classes; `positive` None: the last when sorted."""
+        """Read bools, whole numbers, or names of classes; `positive` None: the last when sorted."""
         values = values.tolist() if hasattr(values, "tolist") else values
         if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sequence):
             raise SpecError("labels", f"expected a list with a label per text, got {kind(values)}")
-        keys = []
-        for index, value in enumerate(values):
-            is_number = isinstance(value, bool) or (is_int(value) and value in (0, 1))
-            if not is_number and not isinstance(value, str):
-                got = show(value) if is_int(value) else kind(value)
-                problem = f"expected 0 or 1, a bool, or the name of a class, got {got}"
-                raise SpecError(f"labels[{index}]", problem)
-            keys.append(str(int(value)) if is_number else value)
-        classes = sorted(set(keys))
-        if len(classes) != 2:
+        are_names = bool(values) and isinstance(values[0], str)
+        keys = [_read_label(index, value, are_names) for index, value in enumerate(values)]
+        classes = sorted(set(keys), key=None if are_names else int)
+        if not 2 <= len(classes) <= MAX_RANK:
             shown = ", ".join(map(show, classes[:4])) + (", …" if len(classes) > 4 else "")
-            raise SpecError("labels", f"expected two classes, got {len(classes)}: {shown}")
-        last = classes[-1] if positive is None else positive
-        last = str(int(last)) if isinstance(last, (bool, int)) else last
-        if last not in classes:
-            names = " and ".join(map(show, classes))
-            raise SpecError("positive", f"expected one of the classes {names}, got {show(last)}")
-        ordered = (*(name for name in classes if name != last), last)
-        indices = np.array([ordered.index(key) for key in keys], np.int64)
-        return Labels(indices, ordered)
+            problem = f"expected 2 to {MAX_RANK} classes, got {len(classes)}: {shown}"
+            raise SpecError("labels", problem)
+        if positive is not None:
+            last = positive if isinstance(positive, str) else str(int(positive))
+            if len(classes) > 2:
+                problem = f"there are {len(classes)} classes; fitted.of({last!r}) is of one"
+                raise SpecError("positive", problem)
+            if last not in classes:
+                names = " and ".join(map(show, classes))
+                raise SpecError("positive", f"expected one of {names}, got {show(last)}")
+            classes = [*(name for name in classes if name != last), last]
+        places = {name: index for index, name in enumerate(classes)}
+        return Labels(np.array([places[key] for key in keys], np.int64), tuple(classes))
 
     def __len__(self) -> int:
         return len(self.indices)
+
+
+def _read_label(index: int, value: Any, is_name: bool) -> str:
+    if is_name and isinstance(value, str):
+        return str(value)
+    if not is_name and (isinstance(value, bool) or (is_int(value) and int(value) >= 0)):
+        return str(int(value))
+    wanted = (
+        "the name of a class, as the first label is"
+        if is_name
+        else ("a bool, a whole number from 0, or names of classes")
+    )
+    got = show(int(value)) if is_int(value) else kind(value)
+    raise SpecError(f"labels[{index}]", f"expected {wanted}, got {got}")
+
+
+def least_groups(labels: Indices, groups: Indices) -> int:
+    """Return the number of groups of the class that has the fewest."""
+    return min(len(np.unique(groups[labels == label])) for label in np.unique(labels))
 
 
 @dataclass(frozen=True, eq=False)

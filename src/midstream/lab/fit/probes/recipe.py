@@ -25,8 +25,10 @@ from midstream.lab.fit.probes.row_scores import POOLS, REDUCTIONS, reduced
 from midstream.lab.fit.prompts import naming_fields, read_prompts, rows_of_outputs, run_prompts
 from midstream.lab.fit.samples import read_layers
 from midstream.plan.positions.positions import Positions
+from midstream.plan.probe import Probe
 from midstream.plan.probe_files.info import ProbeInfo
 from midstream.plan.readouts.capture import Capture
+from midstream.plan.scores.pools import MOST_TOKENS, NO_POOL
 from midstream.plan.selection import read_site
 from midstream.results.arrays import to_numpy
 from midstream.validation import at, kind, read_count, read_word
@@ -60,8 +62,13 @@ class Recipe:
             estimator = Estimator.read(kind)
         with at("reduce"):
             reduction = read_word(reduce, REDUCTIONS)
+        reads_texts = estimator.reads_texts
         with at("pool"):
-            text_pool = read_word(pool, POOLS)
+            known = ("last",) if reads_texts else POOLS
+            text_pool = known[0] if pool is None else read_word(pool, known)
+        if reads_texts and reduction:
+            problem = f"an attention probe weighs the rows of a text itself; omit {reduction!r}"
+            raise SpecError("reduce", problem)
         with at("seed"):
             number = read_count(seed, least=0)
         return Recipe(estimator, reduction, text_pool, read_held_out(held_out), number)
@@ -134,6 +141,17 @@ class Recipe:
                 raise SpecError(f"texts[{index}]", f"expected rows of {width} numbers, got {shape}")
         owners = np.repeat(range(len(arrays)), [len(array) for array in arrays])
         return reduced(np.concatenate(arrays), owners, self.reduce)
+
+    def placed(self, probe: Probe, data: LabelledRows) -> Probe:
+        """Return a fitted probe with name, positions, and the pool by which its score at the last
+        token of a text is that of the text; of means of rows there is none but of a direction.
+        """
+        pool = {"mean": f"mean:{MOST_TOKENS}", "max": "max", "last": NO_POOL}[self.pool]
+        if self.reduce == "mean":
+            pool = f"mean:{MOST_TOKENS}" if probe.direction is not None else NO_POOL
+        elif len(data.rows) == len(data.labels):
+            pool = NO_POOL
+        return probe.replace(name=self.name, positions=self.positions or "all", pool=pool)
 
     def info_of(
         self, data: LabelledRows, chosen: dict[str, Any], scores: dict[str, float]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,46 @@ from numpy.typing import NDArray
 from midstream.lab.fit.folds import Indices
 from midstream.lab.fit.probes.intervals import Floats
 from midstream.plan.probe import Probe
+from midstream.plan.vectors.vector import Vector
 
 POOLS = ("mean", "max", "last")
 REDUCTIONS = ("", "mean", "last")
 
 
+def score_texts(probe: Probe, rows: NDArray[Any], owners: Indices, pool: str) -> Floats:
+    """Return the score of each text, as the engine computes it, but for the probe's own pool.
+
+    Args:
+        rows: [n, layers · width].
+        owners: int64 [n], ascending from 0 without a gap.
+        pool: how the scores of a text's rows become one; an attention probe has its own way.
+
+    Returns:
+        float64 [texts], or of classes [texts, classes], with their link.
+    """
+    if probe.attention_pool is None:
+        return pooled(score_rows(probe, rows), owners, pool)
+    wide, starts = rows.astype(np.float64), _starts(owners)
+    logits = wide @ _matrix(probe.attention_pool.query).T
+    values = wide @ _matrix(probe.attention_pool.value).T
+    weights = np.exp(logits - np.maximum.reduceat(logits, starts)[owners])
+    sums = [np.add.reduceat(part, starts) for part in (weights * values, weights)]
+    scores: Floats = (sums[0] / sums[1]).sum(1) + probe.bias
+    return scores
+
+
 def score_rows(probe: Probe, rows: NDArray[Any]) -> Floats:
-    """Return the score of each row [n, layers · width], as the engine computes it, float64 [n]."""
+    """Return the score of each row [n, layers · width], float64 [n] or [n, classes]."""
     wide = rows.astype(np.float64)
+    if probe.classes is not None:
+        outputs = wide @ _matrix(probe.classes.weights).T + probe.classes.bias.numpy()
+        shares = np.exp(outputs - outputs.max(1, keepdims=True))
+        linked: Floats = shares / shares.sum(1, keepdims=True)
+        return linked if probe.link == "softmax" else outputs
     if probe.mlp is not None:
         from scipy.special import erf
 
-        hidden = np.stack([row.numpy() for row in probe.mlp.hidden]).astype(np.float64)
-        units = wide @ hidden.T + probe.mlp.hidden_bias.numpy()
+        units = wide @ _matrix(probe.mlp.hidden).T + probe.mlp.hidden_bias.numpy()
         activations: dict[str, Any] = {
             "relu": lambda x: np.maximum(x, 0),
             "tanh": np.tanh,
@@ -33,8 +61,7 @@ def score_rows(probe: Probe, rows: NDArray[Any]) -> Floats:
         scores: Floats = activated @ probe.mlp.output.numpy().astype(np.float64) + probe.bias
         return scores
     vectors: Any = probe.direction if isinstance(probe.direction, tuple) else (probe.direction,)
-    joined = np.concatenate([vector.numpy() for vector in vectors]).astype(np.float64)
-    linear: Floats = wide @ joined + probe.bias
+    linear: Floats = wide @ _matrix(vectors).reshape(-1) + probe.bias
     return linear
 
 
@@ -42,7 +69,7 @@ def pooled(scores: Floats, owners: Indices, pool: str) -> Floats:
     """Return the score of each text from those of its rows.
 
     Args:
-        scores: [n].
+        scores: [n], or [n, classes].
         owners: int64 [n], ascending from 0 without a gap.
         pool: "mean", "max" or "last".
     """
@@ -53,7 +80,7 @@ def pooled(scores: Floats, owners: Indices, pool: str) -> Floats:
     if pool == "max":
         highest: Floats = np.maximum.reduceat(scores, starts)
         return highest
-    means: Floats = np.add.reduceat(scores, starts) / np.bincount(owners)
+    means: Floats = (np.add.reduceat(scores, starts).T / np.bincount(owners)).T
     return means
 
 
@@ -73,3 +100,7 @@ def _starts(owners: Indices) -> Indices:
     """Return the first index of each text's rows."""
     starts: Indices = np.flatnonzero(np.diff(owners, prepend=-1))
     return starts
+
+
+def _matrix(rows: Sequence[Vector]) -> Floats:
+    return np.stack([row.numpy() for row in rows]).astype(np.float64)
