@@ -133,7 +133,7 @@ def needles(texts=80, width=10, seed=0, classes=2):
 
 def test_an_attention_probe_finds_the_token_that_tells_and_its_weights_are_of_plain_rows():
     rows, labels, owners = needles()
-    arguments = {"layer": 5, "owners": owners, "seed": SEED}
+    arguments = {"layer": 5, "owners": owners, "seed": SEED, "held_out": 0.4}
     found = FittedProbe.from_rows(rows, labels, "attention", **arguments)
     assert found.auc.value > 0.9
     assert found.auc.value > FittedProbe.from_rows(rows, labels, "linear", **arguments).auc.value
@@ -148,10 +148,10 @@ def test_an_attention_probe_finds_the_token_that_tells_and_its_weights_are_of_pl
             NO_TOKENS, np.stack([mine @ query.numpy(), mine @ value.numpy()], 1)
         )
         assert live[-1] == pytest.approx(score, abs=1e-5)
-    again = FittedProbe.from_rows(rows, labels, "attention", **arguments)
-    assert again.probe == found.probe
-    other = FittedProbe.from_rows(rows, labels, AttentionFit(heads=2, steps=40), **arguments)
-    assert len(other.probe.attention_pool.value) == 2
+    short = AttentionFit(heads=2, steps=20)
+    first, again = (FittedProbe.from_rows(rows, labels, short, **arguments) for _ in range(2))
+    assert again.probe == first.probe != found.probe
+    assert len(first.probe.attention_pool.value) == 2
     assert found.info.recipe["heads"] == 1
     assert 0 < found.info.recipe["steps"] <= 1000
 
@@ -168,7 +168,7 @@ def test_several_classes_are_told_by_multinomial_regression_and_each_against_the
     labels = np.tile([0, 1, 2], 40)
     rows = made.normal(size=(120, 6)) + 1.2 * np.eye(3, 6)[labels]
     names = np.array(["code", "poem", "talk"])
-    found = FittedProbe.from_rows(rows, names[labels], layer=2, seed=SEED)
+    found = FittedProbe.from_rows(rows, names[labels], layer=2, held_out=2, seed=SEED)
     model = make_pipeline(
         StandardScaler(), LogisticRegression(C=found.info.recipe["C"], max_iter=5000)
     )
@@ -176,7 +176,7 @@ def test_several_classes_are_told_by_multinomial_regression_and_each_against_the
     np.testing.assert_allclose(found.predict_proba(rows), wanted, atol=1e-4)
     assert (found.probe.classes.names, found.probe.link) == (tuple(names), "softmax")
     assert found.accuracy.value == (found.scores.argmax(1) == labels).mean()
-    assert found.info.scores["accuracy"] == found.accuracy.value > 0.6
+    assert found.info.scores["accuracy"] == found.accuracy.value > 0.5
     for index, name in enumerate(names):
         view = found.of(name)
         wanted_area = roc_auc_score(labels == index, found.scores[:, index])
@@ -185,8 +185,8 @@ def test_several_classes_are_told_by_multinomial_regression_and_each_against_the
         chosen = view.threshold(0.05)
         assert chosen.fpr.value == (found.scores[labels != index, index] >= chosen.value).mean()
         assert chosen.probe.info.recipe["class"] == name
-        assert view.learning_curve([96]).aucs[0].value == pytest.approx(view.auc.value, abs=1e-9)
-        assert view.calibrate().brier < 0.2
+        assert view.learning_curve([60]).aucs[0].value == pytest.approx(view.auc.value, abs=1e-9)
+        assert view.calibrate().brier < 0.25
     refused_calls(
         (lambda: found.auc, "", "fitted.of.* is of one of 'code', 'poem', 'talk'"),
         (lambda: found.threshold(0.1), "", "several classes"),

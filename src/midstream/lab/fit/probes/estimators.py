@@ -71,9 +71,9 @@ class Estimator:
             known = " and ".join(OF_CLASSES)
             problem = f"{self.name} tells two classes, got {len(classes)}; use {known} for more"
             raise SpecError("kind", problem)
-        if isinstance(self.classifier, AttentionFit):
-            return self.classifier.fit(data, seed)
         with threadpool_limits(1 if data.rows.size <= _ONE_THREAD else None):
+            if isinstance(self.classifier, AttentionFit):
+                return self.classifier.fit(data, seed)
             model, chosen = self._fitted(data, seed)
         layers = data.layers[0] if len(data.layers) == 1 else list(data.layers)
         probe = Probe.from_sklearn(model, layer=layers, site=data.site)

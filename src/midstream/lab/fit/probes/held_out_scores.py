@@ -255,6 +255,4 @@ class HeldOutScores:
     def _check_two(self) -> None:
         if self.scores.ndim == 2:
             known = ", ".join(map(show, self.data.labels.classes[:8]))
-            raise SpecError(
-                "", f"there are several classes: fitted.of(name), with a name of {known}"
-            )
+            raise SpecError("", f"there are several classes; fitted.of(…) is of one of {known}")
