@@ -424,6 +424,23 @@ def attribution(result: dict[str, Any]) -> str:
     return "\n\n".join([_where(result), markers.table(head, rows, numbers=True)])
 
 
+def probes(result: dict[str, Any]) -> str:
+    """Render a result of probes.py: what held-out texts say of each kind of probe."""
+
+    def shown(interval: list[float]) -> str:
+        value, low, high = interval
+        return f"{value:.3f} ({low:.3f} to {high:.3f})"
+
+    rows = [
+        [name, *(shown(one[rate]) for rate in ("auc", "tpr", "fpr")), f"{one['brier']:.3f}"]
+        for name, one in result["kinds"].items()
+    ]
+    target = f"{result['fpr']:.0%}"
+    columns = ["AUC", f"TPR at a target of {target} FPR", "FPR of held-out texts", "Brier"]
+    head = [f"{result['model']}, layer {result['layer']}, {result['texts']} texts", *columns]
+    return "\n\n".join([_where(result), markers.table(head, rows, numbers=True)])
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "against": against,
     "attribution": attribution,
@@ -450,6 +467,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead_tp": overhead,
     "flat_cost": overhead,
     "parity": parity,
+    "probes": probes,
 }
 
 
