@@ -207,7 +207,7 @@ def test_another_model_or_width_is_refused_with_the_names_of_both(tmp_path):
             Probe.load(tmp_path / "p.safetensors", engine(model, shape))
         with pytest.raises(SpecError, match=rf"probes\[1\]: .*{problem}"):
             check_models([PROBE.with_info(None), PROBE], model, shape)
-    cached = "/home/me/hub/models--org--Small/snapshots/1a2b"
+    cached = "/cache/hub/models--org--Small/snapshots/1a2b"
     assert [model_name(name) for name in (cached, "/data/tiny/", "a/b", "b")] == [
         "org/Small",
         "tiny",
