@@ -128,7 +128,7 @@ def needles(texts=80, width=10, seed=0, classes=2):
         token = made.choice(np.flatnonzero(owners == text))
         rows[token, 0] += 6
         rows[token, 1] = 6 * labels[text] - 3
-    return 2 + rows * 3, labels, owners
+    return 20 + rows * 3, labels, owners
 
 
 def test_an_attention_probe_finds_the_token_that_tells_and_its_weights_are_of_plain_rows():
@@ -136,6 +136,7 @@ def test_an_attention_probe_finds_the_token_that_tells_and_its_weights_are_of_pl
     arguments = {"layer": 5, "owners": owners, "seed": SEED, "held_out": 0.4}
     found = FittedProbe.from_rows(rows, labels, "attention", **arguments)
     assert found.auc.value > 0.9
+    assert found.accuracy.value > 0.8  # so the bias is that of plain rows
     assert found.auc.value > FittedProbe.from_rows(rows, labels, "linear", **arguments).auc.value
     pool, bias = found.probe.attention_pool, found.probe.bias
     (query,), (value,) = pool.query, pool.value
