@@ -33,15 +33,17 @@ CARRIERS = {
     "meeting is on the third of May.",
 }
 POSITIVE, FPR, SEED, FOLDS = "injection", 0.05, 0, 5
+# Without the first token, whose vector is 145 times as long as others.
+TOKENS = slice(1, None)
 # By name: the kind, and the tokens of a text that it reads.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear, last token": ("linear", {"positions": "last_prompt"}),
     "logistic, last token": ("logistic", {"positions": "last_prompt"}),
     "MLP, last token": ("mlp", {"positions": "last_prompt"}),
-    "logistic, mean of the tokens": ("logistic", {"positions": "prompt", "reduce": "mean"}),
-    "linear, every token, mean": ("linear", {"positions": "prompt", "pool": "mean"}),
-    "linear, every token, max": ("linear", {"positions": "prompt", "pool": "max"}),
-    "attention, every token": ("attention", {"positions": "prompt"}),
+    "logistic, mean of the tokens": ("logistic", {"positions": TOKENS, "reduce": "mean"}),
+    "linear, every token, mean": ("linear", {"positions": TOKENS, "pool": "mean"}),
+    "linear, every token, max": ("linear", {"positions": TOKENS, "pool": "max"}),
+    "attention, every token": ("attention", {"positions": TOKENS}),
 }
 
 

@@ -33,7 +33,7 @@ class AttentionFit:
 
     heads: int = 1
     learning_rate: float = 0.01
-    weight_decay: float = 0.001
+    weight_decay: float = 0.01
     steps: int = 1000
     patience: int = 50
 
