@@ -79,6 +79,8 @@ STORE_COMMANDS = {
     "merge": "midstream.cli.merge",
     "prune": "midstream.cli.prune",
 }
+# The same of the group `probe`.
+PROBE_COMMANDS = {"show": "midstream.cli.show", "diff": "midstream.cli.diff"}
 # Modules of routes that the server adds to its own; each has a `router`.
 ROUTES = ("midstream.lab.server.routes.sweep", "midstream.lab.server.routes.fit")
 
@@ -93,7 +95,7 @@ def method(name: str) -> Any:
 
 
 def command(name: str) -> ModuleType:
-    return import_module({**COMMANDS, **STORE_COMMANDS}[name])
+    return import_module({**COMMANDS, **STORE_COMMANDS, **PROBE_COMMANDS}[name])
 
 
 def routers() -> list[Any]:

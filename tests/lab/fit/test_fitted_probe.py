@@ -1,6 +1,8 @@
 """Probes fitted to rows, against scikit-learn; nothing leaks from what is held out."""
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +27,11 @@ from midstream.lab.fit.probes import AttentionFit
 from midstream.lab.fit.probes.held_out import splits_of
 from midstream.lab.fit.probes.labelled_rows import Labels, rows_in_memory
 from midstream.lab.fit.probes.row_scores import score_rows
+from midstream.plan.positions.positions import Positions
 from midstream.plan.probe_files.info import ProbeInfo
 from midstream.plan.scores.rule import NO_TOKENS
+from midstream.plan.shape import ModelShape
+from midstream.results.activations import Activations
 
 SEED, TEXTS, WIDTH = 3, 60, 12
 KINDS = {
@@ -334,6 +339,43 @@ def test_rows_of_a_store_are_fitted_as_they_are_in_memory(tmp_path, labels):
         store.select(layer=1), by, "linear", groups=lambda request: int(request[1:]) // 3
     )
     assert len(set(thirds.data.groups.tolist())) == 4
+
+
+class Engine:
+    """An `AsyncLLM` whose row of a token is a fixed vector, and which takes its time."""
+
+    model_config = SimpleNamespace(model="org/fake")
+    info = SimpleNamespace(shape=ModelShape(2, 6, {("resid_post", 1)}))
+
+    def __init__(self, table):
+        self.table = table
+
+    def get_tokenizer(self):
+        return lambda text: {"input_ids": [ord(letter) % len(self.table) for letter in text]}
+
+    async def generate(self, prompt, params, *, capture, edits, probes):
+        ids = prompt["prompt_token_ids"]
+        assert (capture.positions, edits, probes) == (Positions("last_prompt"), None, None)
+        await asyncio.sleep(0.01 * (ids[-1] % 3))
+        tap = "resid_post", 1
+        rows, places = torch.tensor(self.table[ids[-1:]]), torch.tensor([len(ids) - 1])
+        activations = Activations({tap: rows}, {tap: places}, ids)
+        yield SimpleNamespace(prompt_token_ids=ids, activations=activations)
+
+
+def test_a_fit_on_an_async_engine_has_each_texts_own_row():
+    made = np.random.default_rng(0)
+    table = made.normal(size=(40, 6)).astype(np.float32)
+    texts = ["".join(made.choice(list("abcdefgh"), 5)) for _ in range(TEXTS)]
+    labels = [int(text[-1] in "abcd") for text in texts]
+    engine = Engine(table)
+    found = asyncio.run(FittedProbe.fit_async(engine, texts, labels, "linear", 1, seed=SEED))
+    rows = table[[ord(text[-1]) % 40 for text in texts]]
+    wanted = FittedProbe.from_rows(rows, labels, "linear", layer=1, seed=SEED)
+    np.testing.assert_allclose(found.scores, wanted.scores, rtol=1e-9)
+    assert (found.info.model, found.info.width, found.info.num_layers) == ("org/fake", 6, 2)
+    with pytest.raises(SpecError, match="not fitted on an LLM: give rows"):
+        found.decision_function(texts)
 
 
 def test_what_is_known_of_a_fit_comes_back_from_its_file(tmp_path):
