@@ -34,7 +34,7 @@ CARRIERS = {
 }
 POSITIVE, FPR, SEED, FOLDS = "injection", 0.05, 0, 5
 # Without the first token, whose vector is 145 times as long as others.
-TOKENS = slice(1, None)
+TOKENS = {"positions": [{"slice": [1, None]}], "phase": "prompt"}
 # By name: the kind, and the tokens of a text that it reads.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear, last token": ("linear", {"positions": "last_prompt"}),

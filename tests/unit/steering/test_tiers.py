@@ -135,5 +135,5 @@ def test_a_probe_of_a_model_of_other_dimensions_is_refused_when_a_tier_is_set():
     assert bound.info == probe.info
     refused(
         bind,
-        (probe.with_info(ProbeInfo("org/small", 2, 9)), "[0]", r"org/small \(width 2, 9 layers"),
+        (probe.with_info(ProbeInfo("org/small", 2, 9)), "[0]", r"small \(width 2, 9 layers"),
     )

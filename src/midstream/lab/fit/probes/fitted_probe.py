@@ -81,7 +81,8 @@ class FittedProbe(HeldOutScores):
             layer: the layer, or a list of layers whose vectors are joined.
             positions: which tokens are read; any form of Positions. The probe has it too. The first
                 token of many models has a vector that is hundreds of times as long as others:
-                `slice(1, None)` leaves it out of means and of fits to every token.
+                `Positions(slice(1, None), phase="prompt")` leaves it out of means and of fits to
+                every token.
             site: a site whose vectors are as wide as the model.
             reduce: the row of a text is the "mean" over its tokens, or the "last"; "": each token
                 is a row with the label of its text.
