@@ -33,17 +33,15 @@ CARRIERS = {
     "meeting is on the third of May.",
 }
 POSITIVE, FPR, SEED, FOLDS = "injection", 0.05, 0, 5
-# Without the first token, whose vector is 145 times as long as others.
-TOKENS = {"positions": [{"slice": [1, None]}], "phase": "prompt"}
 # By name: the kind, and the tokens of a text that it reads.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear, last token": ("linear", {"positions": "last_prompt"}),
     "logistic, last token": ("logistic", {"positions": "last_prompt"}),
     "MLP, last token": ("mlp", {"positions": "last_prompt"}),
-    "logistic, mean of the tokens": ("logistic", {"positions": TOKENS, "reduce": "mean"}),
-    "linear, every token, mean": ("linear", {"positions": TOKENS, "pool": "mean"}),
-    "linear, every token, max": ("linear", {"positions": TOKENS, "pool": "max"}),
-    "attention, every token": ("attention", {"positions": TOKENS}),
+    "logistic, mean of the tokens": ("logistic", {"positions": "all but the first", "reduce": "mean"}),
+    "linear, every token, mean": ("linear", {"positions": "all but the first", "pool": "mean"}),
+    "linear, every token, max": ("linear", {"positions": "all but the first", "pool": "max"}),
+    "attention, every token": ("attention", {"positions": "all but the first"}),
 }
 
 
@@ -90,8 +88,11 @@ def read() -> tuple[list[str], list[str], list[str], list[str]]:
 def fit(llm: Any, data: Any, kind: str, layer: int, options: dict[str, Any]) -> Any:
     """Return the fitted probe; `data` are texts, labels and groups."""
     from midstream import Probe
+    from midstream.plan import Positions
 
     texts, labels, groups = data
+    if options["positions"] == "all but the first":  # whose vector is 145 times as long as others
+        options = {**options, "positions": Positions(slice(1, None), phase="prompt")}
     return Probe.fit(
         llm, texts, labels, kind, layer, groups=groups, held_out=FOLDS, positive=POSITIVE,
         seed=SEED, **options,

@@ -1,5 +1,5 @@
-"""Probes with classes, attention probes, MultiMax, links and pools, against transformers' rows: each
-score by its definition in float64, over chunks of a prompt and over what the cache serves.
+"""Probes with classes, attention probes, MultiMax, links and pools, against transformers' rows:
+each score by its definition in float64, over chunks of a prompt and what the cache serves.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ from support import tiny
 from support.cached_pair import SIZE, WHOLE, Pair, fresh
 from support.conditions import first_met
 from support.engine_view import inspect
-from support.engines import generated, greedy, tokens
+from support.engines import engine, generated, greedy, tokens
 from support.oracle import Oracle
 from support.score_rules import attended, by_output, multimax, sigmoid, softmax
-from support.updating import Stepped
+from support.updating import Stepped, steps_ahead
 
-from midstream import Gate, Probe, SamplingParams, Steer
+from midstream import Capture, Gate, Probe, SamplingParams, Steer, Threshold
 from midstream.errors import SpecError
-from midstream.plan import AttentionPool, Classes, Flag, Stop, Switch
+from midstream.plan import AttentionPool, Classes, Flag, Hidden, Stop, Switch
 
 DRAW = np.random.default_rng(5)
 ROWS = DRAW.standard_normal((12, tiny.HIDDEN)).astype(np.float32)
@@ -32,6 +32,9 @@ PROMPTS = [[(7 * place) % 120 + 5 for place in range(20)], [*range(5, 155)]]
 CLASSES = Classes(ROWS[:3], BIAS, ["safe", "spam", "harm"])
 HEADS = AttentionPool(query=ROWS[3:5], value=ROWS[5:7])
 ROLLING = AttentionPool(query=ROWS[3:5], value=ROWS[5:7], window=10)
+UNIT_BIAS = np.array([0.5, 0.0, -0.5, 1.0, 0.0])
+UNITS = Hidden(ROWS[[0, 5, 6, 7, 8]], UNIT_BIAS, "gelu")
+BEHIND = AttentionPool(query=ROWS[3:5, :5], value=-ROWS[10:12, :5])
 MAXIMA = AttentionPool(value=ROWS[5:7], kind="max")
 
 
@@ -43,6 +46,7 @@ def probe(name: str, **fields: Any) -> Probe:
         "attention": {"attention_pool": HEADS, "bias": 0.5},
         "rolling": {"attention_pool": ROLLING, "pool": "max", "link": "sigmoid"},
         "multimax": {"attention_pool": MAXIMA, "bias": -1.0},
+        "network": {"hidden": UNITS, "attention_pool": BEHIND, "bias": 0.5},
         "average": {"direction": ROWS[7], "pool": "ema:0.9"},
         "largest": {"direction": ROWS[8], "pool": "max"},
     }[name]
@@ -64,6 +68,10 @@ def expected(name: str, rows: Any) -> np.ndarray:
         return attended(query, value) + 0.5
     if name == "rolling":
         return by_output("max", sigmoid(attended(query, value, 10)))
+    if name == "network":
+        units = torch.nn.functional.gelu(torch.from_numpy(h @ ROWS[[0, 5, 6, 7, 8]].T + UNIT_BIAS))
+        query, value = units.numpy() @ ROWS[3:5, :5].T, units.numpy() @ -ROWS[10:12, :5].T
+        return attended(query, value) + 0.5
     if name == "multimax":
         return multimax(value) - 1
     if name == "average":
@@ -121,7 +129,7 @@ def test_the_tokens_so_far_are_those_that_the_probe_selects(llm, reference, wher
         close(output.probes[name], expected(name, rows[selected]))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "network"])
 def test_an_act_reads_the_scores_that_come_back(llm, reference, name):
     """A Stop among generated tokens, a Flag, and a Switch; of classes, on one of them."""
     prompt, size = PROMPTS[0], len(PROMPTS[0])
@@ -165,7 +173,7 @@ def place_and_threshold(scores: np.ndarray) -> tuple[int, float]:
 
 def test_a_kept_score_of_a_cached_prompt_stops_its_request(wide, uncached, reference):
     pair = Pair(wide, uncached)
-    for name in ("classes", "attention", "rolling", "multimax", "average"):
+    for name in ("classes", "attention", "rolling", "multimax", "average", "network"):
         prompt = fresh(SIZE)
         pair.ask(prompt, 0, probes=probe(name))
         again = pair.ask(prompt, WHOLE, probes=probe(name))
@@ -224,6 +232,75 @@ def test_a_preempted_request_counts_each_token_once(llm, reference):
     close(found.probes["attention"], scores[: where + 1])
 
 
+def test_an_mlp_and_a_sum_of_layers_have_a_link_and_a_pool(llm, reference):
+    module = torch.nn.Sequential(
+        torch.nn.Linear(tiny.HIDDEN, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+    )
+    several = torch.nn.Sequential(
+        torch.nn.Linear(tiny.HIDDEN, 6), torch.nn.SiLU(), torch.nn.Linear(6, 4)
+    )
+    asked = [
+        Probe.from_torch(module, LAYER, name="mlp").replace(link="sigmoid", pool="mean:3"),
+        Probe(ROWS[5:7], layers=[0, 2], bias=0.5, name="layers", link="sigmoid", pool="ema:0.5"),
+        Probe.from_torch(several, LAYER, name="several"),
+        probe("network"),
+    ]
+    for prompt, output in zip(PROMPTS, ask(llm, PROMPTS, probes=[asked] * 2), strict=True):
+        rows = reference.run([*prompt, *generated(output)][:-1], ())[1]
+        with torch.no_grad():
+            mlp = module(rows["resid_post", LAYER])[:, 0].double().numpy()
+            close(output.probes["several"], several(rows["resid_post", LAYER]).double().numpy())
+        close(output.probes["network"], expected("network", rows["resid_post", LAYER].double()))
+        close(output.probes["mlp"], by_output("mean:3", sigmoid(mlp)))
+        first, last = (rows["resid_post", layer].double().numpy() for layer in (0, 2))
+        layers = sigmoid(first @ ROWS[5] + last @ ROWS[6] + 0.5)
+        close(output.probes["layers"], by_output("ema:0.5", layers))
+        assert not output.receipt.problems
+
+
+def test_in_bfloat16_scores_are_those_of_the_rows_for_256_classes_too(tiny_llama):
+    """Of the engine's own rows, which are rounded where they are captured; a probe's are not."""
+    settings = {"probes": 300, "edits_per_site": 300}
+    many = DRAW.standard_normal((256, tiny.HIDDEN)).astype(np.float32) / 20
+    asked = [Probe(classes=Classes(many), layer=LAYER, name="many", link="softmax")]
+    asked += [probe(name) for name in FAMILIES]
+    with engine(
+        tiny_llama, dtype="bfloat16", max_num_batched_tokens=64, block_size=32, midstream=settings
+    ) as llm:
+        (first,) = ask(llm, PROMPTS[1:], probes=asked, capture=Capture(LAYER))
+        (again,) = ask(llm, PROMPTS[1:], probes=asked)
+        assert again.num_cached_tokens == 128
+        rows = first.activations["resid_post", LAYER].double().numpy()
+        close(first.probes["many"], softmax(rows @ many.astype("f8").T), 1e-3)
+        for name in FAMILIES:
+            close(first.probes[name], expected(name, rows), 1e-2)
+        for name in ("many", *FAMILIES):
+            assert torch.equal(again.probes[name][:128], first.probes[name][:128])
+        inspect(llm).check_integrity()
+
+
+def test_a_controller_and_a_guard_of_every_request_read_them(llm, reference):
+    prompt, size = PROMPTS[0], len(PROMPTS[0])
+    (whole,) = ask(llm, [prompt], count=24)
+    rows = rows_of(reference, [*prompt, *generated(whole)])[size:]
+    for name in ("attention", "rolling", "multimax", "average"):
+        where, threshold = place_and_threshold(expected(name, rows))
+        asked = probe(name, phase="generated")
+        run = Stepped(llm)
+        law = Threshold(name, above=threshold, on=0.5, off=1.0)
+        edit = Steer(1e-6 * ROWS[9], 0)
+        run.add("a", prompt, greedy(24), probes=asked, edits=edit, controller=law)
+        versions = run.finish()["a"].outputs[0].receipt.versions
+        changed = [one.positions[0] for one in versions if one.scale == 0.5]
+        assert changed[0] == size + where + 1 + steps_ahead(llm), name
+        guard = probe(name, act=Stop(above=threshold))
+        llm.steering.set(generated=guard)
+        (stopped,) = ask(llm, [prompt], count=24)
+        llm.steering.clear()
+        assert generated(stopped) == generated(whole)[: where + 1]
+        close(stopped.probes[name], expected(name, rows)[: where + 1])
+
+
 def test_what_cannot_be_read_or_has_no_room_is_rejected_by_name(llm):
     steer = Steer(ROWS[9], 1)
     many = Classes(np.tile(ROWS, (2, 1))[:17])
@@ -237,7 +314,8 @@ def test_what_cannot_be_read_or_has_no_room_is_rejected_by_name(llm):
         (lambda: ask(llm, PROMPTS[:1], probes=probe("classes", classes=Classes(ROWS[:2, :5]))),
          r"probes.classes.weights\[0\]: expected 64 numbers"),
         (lambda: ask(llm, PROMPTS[:1], probes=probe("attention", attention_pool=AttentionPool(
-            query=ROWS[:1, :5], value=ROWS[:1, :5]))), r"probes.attention_pool.query\[0\]: expected 64"),
+            query=ROWS[:1, :5], value=ROWS[:1, :5]))),
+         r"probes.attention_pool.query\[0\]: expected 64"),
         (lambda: ask(llm, PROMPTS[:1], edits=steer, probes=probe("classes"),
                      controller={"threshold": {"probe": "classes", "above": 1.0}}),
          "controller.threshold.probe: 'classes' has classes"),

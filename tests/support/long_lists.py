@@ -92,6 +92,11 @@ def mlp(count: int) -> dict[str, Any]:
     return {"hidden": rows(count), "hidden_bias": numbers(count), "output": numbers(count)}
 
 
+def classes(count: int) -> dict[str, Any]:
+    names = [f"c{nth}" for nth in range(count)]
+    return {"weights": rows(count), "bias": numbers(count), "names": names}
+
+
 def sets(count: int) -> dict[str, Any]:
     return {"declared": "law", "edits": {f"s{nth}": edits(2) for nth in range(count)}}
 
@@ -114,6 +119,9 @@ LISTS: dict[str, Callable[[int], Any]] = {
     "LoReFT.bias": numbers, "activate": whole, "deactivate": whole, "Route.bias": tokens,
     "Bias.tokens": tokens, "Lens.tokens": whole, "Logits.tokens": whole, "token": whole,
     "Scale.factor": numbers, "shift": numbers, "value": numbers, "metadata": metadata, "mlp": mlp,
+    "classes": classes,
+    "hidden": lambda count: {"weights": rows(count), "bias": numbers(count)},
+    "attention_pool": lambda count: {"query": rows(count), "value": rows(count)},
     "Attention.reduce": lambda count: {"mass": {"positions": whole(count)}},
     "attention": lambda count: {"mass": {"positions": whole(count)}},
     "act": lambda count: {"switch": {"above": 0.5, "edits": edits(count)}},
@@ -128,6 +136,7 @@ SINGLE = frozenset([
     "phase", "norm", "scale", "lens", "low", "high", "mode", "threshold", "sae", "error", "alpha",
     "bias", "name", "codec", "sink", "tag", "request_id", "stream", "layout", "max_rows", "reuse",
     "reduce", "top", "kind", "sharpness", "hold", "smooth", "release", "k", "return_",
+    "link", "pool",
 ])  # fmt: skip
 
 

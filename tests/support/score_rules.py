@@ -1,5 +1,6 @@
 """Scores of probes by their definition: float64, each token from all tokens up to it."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,14 +48,27 @@ LINKS: dict[str, Callable[[Array], Array]] = {
 }  # fmt: skip
 
 
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": lambda x: np.where(x > 0, x, 0.0),
+    "tanh": np.tanh,
+    "silu": lambda x: x * sigmoid(x),
+    "gelu": lambda x: x * np.vectorize(lambda one: (1 + math.erf(one / math.sqrt(2))) / 2)(x),
+}
+
+
 def scores_by_definition(rule: Any, numbers: Any) -> Array:
     """The scores of numbers [n, columns] of a `ScoreRule`."""
     rows = np.asarray(numbers, np.float64).reshape(-1, rule.columns)
+    if rule.units is not None:
+        weights = np.frombuffer(rule.units.weights, np.float32).reshape(-1, rule.columns)
+        rows = ACTIVATIONS[rule.units.activation](rows) @ weights.astype("f8").T
+        if rule.units.biases:
+            rows = rows + np.frombuffer(rule.units.biases, np.float32)
     if rule.over == "softmax":
-        half = rule.columns // 2
+        half = rows.shape[1] // 2
         rows = attended(rows[:, :half], rows[:, half:], rule.window) + rule.bias
     elif rule.over == "max":
         rows = multimax(rows) + rule.bias
-    elif rule.columns == 1:
+    elif rows.shape[1] == 1:
         rows = rows[:, 0]
     return by_output(rule.pool, LINKS[rule.link](rows))

@@ -2,10 +2,10 @@
 
 import asyncio
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -57,12 +57,16 @@ def rows(layers: tuple[int, ...], count: int, first: int = 0) -> Activations:
     return Activations(values, dict.fromkeys(values, at), torch.arange(100, 100 + count))
 
 
-def scores(names: list[str], count: int) -> Probes:
-    """Score p is p / 8."""
+def scores(
+    names: list[str], count: int, classes: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> Probes:
+    """Score p is p / 8; of two classes, p and p / 8."""
     at = torch.arange(count)
-    return Probes(
-        dict.fromkeys(names, at / 8), dict.fromkeys(names, at), torch.arange(100, 100 + count)
-    )
+    tokens = torch.arange(100, 100 + count)
+    of_names = {
+        name: torch.stack([at.float(), at / 8], 1) if name in classes else at / 8 for name in names
+    }
+    return Probes(of_names, dict.fromkeys(names, at), tokens, classes)
 
 
 class FakeEngine(FakeSweeps):
@@ -210,15 +214,16 @@ def outputs_of(prompt: str, params: Params, request_id: str) -> list[Any]:
     captures = plan.captures if plan is not None else ()
     layers = tuple(index for one in captures for index in one.layers.indices)
     streams = any(one.stream for one in captures)
-    names = [probe.name for probe in plan.probes] if plan is not None else []
+    probes = plan.probes if plan is not None else ()
     found = []
     for nth in range(1, TOKENS + 1):
         count, is_last = len(prompt) + nth - 1, nth == TOKENS
         each = []
         for index in range(params.n):
             made = completion(index, text=f"t{nth}")
-            if names and (params.n == 1 or is_last):
-                made.probes = scores(names, count)
+            if probes and (params.n == 1 or is_last):
+                classes = {one.name: one.classes.names for one in probes if one.classes}
+                made.probes = scores([one.name for one in probes], count, classes)
             if layers and is_last:
                 made.activations = rows(layers, count)
             elif streams and params.n == 1:

@@ -26,7 +26,7 @@ from midstream import (
     Steer,
 )
 from midstream.client import ServedOutput
-from midstream.plan import Mass, Reading, Stop, TopKeys
+from midstream.plan import AttentionPool, Classes, Flag, Mass, Reading, Stop, TopKeys
 from midstream.results.readouts import RESULTS
 from support import controlling
 from support.compared import same_receipt
@@ -130,6 +130,33 @@ CASES = {
                 Attention(10, heads=0, queries="generated", reduce=Mass(slice(0, 3)), name="mass"),
             ],
             "probes": Probe(attention=Mass(slice(0, 3)), layer=10, head=0, name="read"),
+        },
+    ),
+    "families": Case(
+        PARIS,
+        {
+            "probes": [
+                Probe(
+                    classes=Classes([VECTOR, -VECTOR], names=["no", "yes"]),
+                    layer=5,
+                    name="c",
+                    link="softmax",
+                    pool="mean:3",
+                    act=Flag(above=0.1, output="yes"),
+                ),
+                Probe(
+                    attention_pool=AttentionPool(query=VECTOR / 100, value=VECTOR),
+                    layer=7,
+                    name="a",
+                    bias=0.5,
+                ),
+                Probe(
+                    attention_pool=AttentionPool(value=[VECTOR, -VECTOR], kind="max"),
+                    layer=7,
+                    name="m",
+                    phase="generated",
+                ),
+            ]
         },
     ),
     "stopped": Case(

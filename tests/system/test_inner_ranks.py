@@ -37,7 +37,16 @@ from midstream import (
 )
 from midstream.errors import SpecError
 from midstream.lenses import JacobianLens
-from midstream.plan import Entropy, Mass, Reading, Stop, Switch, TopKeys
+from midstream.plan import (
+    AttentionPool,
+    Classes,
+    Entropy,
+    Mass,
+    Reading,
+    Stop,
+    Switch,
+    TopKeys,
+)
 from midstream.results.readouts import RESULTS
 from midstream.results.readouts.base import KeyedRows
 from midstream.sites import INNER, NAMES
@@ -56,6 +65,11 @@ PROMPTS = [torch.randint(3, tiny.VOCAB, (n,), generator=draw).tolist() for n in 
 
 def vector(size: int, scale: float = 2.0) -> list[float]:
     return (torch.randn(size, generator=draw) * scale).tolist()
+
+
+def heads(count: int) -> AttentionPool:
+    query = [vector(HIDDEN, 0.2) for _ in range(count)]
+    return AttentionPool(query=query, value=[vector(HIDDEN) for _ in range(count)])
 
 
 MAP = 4 * HIDDEN * HIDDEN  # bytes of a lens of one layer
@@ -332,6 +346,13 @@ def test_scores_of_split_vectors_are_the_sums_of_the_parts_of_the_ranks(alone, s
         Probe(vector(HEAD), 0, site="rot_k", head=0, name="keys"),
         Probe(vector(NEURONS), 2, -3.0, site="mlp_act", name="neurons", phase="generated"),
         Probe(vector(HIDDEN), 1, 1.5, name="stream"),
+        Probe(
+            classes=Classes([vector(HIDDEN) for _ in range(3)], [7.5, -3.0, 0.0]),
+            layer=1,
+            site="z",
+            name="classes",
+        ),
+        Probe(attention_pool=heads(2), layer=1, site="z", name="attention"),
     ]
     capture = Capture(1, "resid_post", positions="last_prompt")
     found = run(several, capture, EDITS[:2], probes=[probes] * 5)
@@ -354,6 +375,7 @@ def test_probes_of_split_vectors_act_by_their_whole_scores(alone, several):
         Probe(vector(NEURONS), bias=-3.0, site="mlp_act", **where),
         Probe(attention=Mass(slice(1, 4)), **where),
         Probe(vector(HIDDEN), bias=1.5, **where),
+        Probe(attention_pool=heads(2), site="z", **where),
     ]
     edits, prompt = [Steer(vector(HIDDEN), 0, scale=0.5)], PROMPTS[2]
     params = greedy(16, detokenize=False)

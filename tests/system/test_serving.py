@@ -84,7 +84,17 @@ def openai(server: Running) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-STREAMED = "plain", "everything", "remembered", "chat", "lenses", "features", "attention", "between"
+STREAMED = (
+    "plain",
+    "everything",
+    "remembered",
+    "chat",
+    "lenses",
+    "features",
+    "attention",
+    "between",
+    "families",
+)
 BY_NIGHT = [
     name if name in STREAMED else pytest.param(name, marks=pytest.mark.nightly) for name in CASES
 ]

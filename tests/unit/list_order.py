@@ -30,7 +30,7 @@ from midstream import (
 from midstream.errors import SpecError
 from midstream.lab.sweep.cells import plan_grid
 from midstream.lab.sweep.request import SweepRequest
-from midstream.plan import MLP, Mass, ModelShape, Plan, Prompt
+from midstream.plan import MLP, AttentionPool, Classes, Hidden, Mass, ModelShape, Plan, Prompt
 from midstream.plan.operation import Operation
 from midstream.plan.readouts import ReadOut
 from midstream.plan.resolve.resolve import resolve
@@ -357,8 +357,43 @@ def unit_terms(order: list[Any]) -> Any:
     return {(one.read, one.a, one.b) for one in units}
 
 
+def class_terms(order: list[Any]) -> Any:
+    """Of each class what it reads, its bias, and its name, by its column."""
+    weights, bias, names = zip(*order, strict=True)
+    classes = Classes(np.stack(weights), list(bias), list(names))
+    steps = classes.instructions(WIDTH)
+    return [(step.read.numpy().tolist(), step.a, name)
+            for step, name in zip(steps, classes.names, strict=True)]  # fmt: skip
+
+
+def head_terms(order: list[Any]) -> Any:
+    """Of each head what its query and its value read."""
+    query, value = zip(*order, strict=True)
+    steps = AttentionPool(query=np.stack(query), value=np.stack(value)).instructions(WIDTH)
+    rows = [step.read.numpy().tolist() for step in steps]
+    return list(zip(rows[: len(order)], rows[len(order) :], strict=True))
+
+
 def own_rules(name: str, rules: dict[str, Rule]) -> dict[str, Rule]:
     return {f"{name}.{field}": rule for field, rule in rules.items()}
+
+
+def unit_sums(order: list[Any]) -> Any:
+    """Of each unit of a hidden layer what it reads, and its bias, by its column."""
+    weights, bias = zip(*order, strict=True)
+    steps = Hidden(np.stack(weights), list(bias)).instructions(WIDTH)
+    return [(step.read.numpy().tolist(), step.a) for step in steps]
+
+
+def of_families() -> dict[str, Rule]:
+    """The rules of probes with classes and of attention probes."""
+    classes = [(ROWS[nth].tolist(), nth + 1.0, f"c{nth}") for nth in range(4)]
+    heads = [(ROWS[nth].tolist(), ROWS[nth + 4].tolist()) for nth in range(4)]
+    return {
+        "Probe.classes": kept(class_terms, classes),
+        "Probe.attention_pool": kept(head_terms, heads),
+        "Probe.hidden": kept(unit_sums, [(ROWS[nth].tolist(), nth + 1.0) for nth in range(4)]),
+    }
 
 
 def double(h: torch.Tensor, _: Any) -> torch.Tensor:

@@ -155,7 +155,6 @@ def test_a_message_writes_what_was_meant():
         ),
         (lambda: Probe(LogisticRegression(), 3), "Probe.from_sklearn"),
         (lambda: Probe(torch.nn.Linear(8, 2), 3), "Probe.from_torch"),
-        (lambda: Probe.from_torch(torch.nn.Linear(8, 1), 3), r"Probe\(linear.weight\[0\], layer"),
         (lambda: Steer(rows(), 3), "take one tensor, as activations"),
         (lambda: Steer(V, "resid_post", 3), "site is given as sites='resid_post'"),
         (lambda: Capture("blocks.3.hook_mlp_out"), "given as sites='blocks.3.hook_mlp_out'"),

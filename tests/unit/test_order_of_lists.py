@@ -44,6 +44,7 @@ from unit.list_order import (
     logit_tokens,
     loreft,
     means_nothing,
+    of_families,
     own_rules,
     paired,
     place,
@@ -193,6 +194,7 @@ RULES: dict[str, Rule] = {
         ("hidden", "hidden_bias", "output"),
         equal(unit_terms, [(ROWS[nth], nth + 1.0, nth + 0.5) for nth in range(4)]),
     )),
+    **of_families(),
     **own_rules("Steer", {
         **place(Steer, vector=V),
         "vector": by_layer(steered),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from midstream.plan.captured_rows import CapturedRows
 from midstream.plan.classifiers.attention_pool import AttentionPool
 from midstream.plan.classifiers.classes import Classes
+from midstream.plan.classifiers.hidden import Hidden
 from midstream.plan.classifiers.mlp import MLP
 from midstream.plan.control.act import Flag, Stop, Switch
 from midstream.plan.control.controller import Controller
@@ -79,6 +80,7 @@ __all__ = [
     "Features",
     "Flag",
     "Gate",
+    "Hidden",
     "Image",
     "Instruction",
     "Layers",

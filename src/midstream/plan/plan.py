@@ -95,12 +95,6 @@ class Plan:
                     f"controller.{law.word}.probe",
                     f"the request has no probe {show(law.probe)}; it has {listed(names)}",
                 )
-            if law is not None and any(p.name == law.probe and p.classes for p in self.probes):
-                raise SpecError(
-                    f"controller.{law.word}.probe",
-                    f"{show(law.probe)} has classes, and a Threshold reads one score for each "
-                    "token; give a probe of one class",
-                )
         first: dict[ReadOut, int] = {}
         for index, capture in enumerate(self.captures):
             if first.setdefault(capture, index) != index:
@@ -293,8 +287,15 @@ def has_token(edit: Edit) -> bool:
 
 
 def check_law(plan: Plan, controller: Controller) -> None:
-    """Check that a request whose controller is a `Threshold` has edits."""
-    if controller.law is not None and not plan.edits:
+    """Check that a request whose controller is a `Threshold` has edits, and single scores."""
+    law = controller.law
+    if law is not None and any(probe.name == law.probe and probe.classes for probe in plan.probes):
+        raise SpecError(
+            f"controller.{law.word}.probe",
+            f"{show(law.probe)} has classes, and a Threshold reads one score for each token; give "
+            "a probe of one class",
+        )
+    if law is not None and not plan.edits:
         raise SpecError(
             "controller", "a Threshold changes the strength of the request's edits: give it `edits`"
         )

@@ -15,6 +15,7 @@ from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
 from midstream.plan.classifiers.attention_pool import AttentionPool
 from midstream.plan.classifiers.classes import Classes
+from midstream.plan.classifiers.hidden import Hidden
 from midstream.plan.classifiers.mlp import MLP
 from midstream.plan.classifiers.trained import of_sklearn, of_torch
 from midstream.plan.control.act import Act, Switch, read_act
@@ -85,6 +86,7 @@ class Probe(Operation, ProbeFiles):
         mlp: the network; None: see `direction` and `attention`.
         classes: the outputs; None: there is one.
         attention_pool: the heads; None: the score of a token is its own.
+        hidden: the layer whose units the classes or heads read; None: they read h.
         link: "none"; "sigmoid", 1 / (1 + exp(−score)); or, of classes, "softmax".
         pool: the score that is returned, and read by acts, is of the scores so far: "max" the
             largest, "mean:8" the mean of the last 8, "ema:0.9" a moving average as in `Condition`,
@@ -105,6 +107,7 @@ class Probe(Operation, ProbeFiles):
     mlp: MLP | None
     classes: Classes | None
     attention_pool: AttentionPool | None
+    hidden: Hidden | None
     link: str
     pool: str
     act: Act | None
@@ -127,6 +130,7 @@ class Probe(Operation, ProbeFiles):
         mlp: MLP | Mapping[str, Any] | None = None,
         classes: Classes | Mapping[str, Any] | None = None,
         attention_pool: AttentionPool | Mapping[str, Any] | None = None,
+        hidden: Hidden | Mapping[str, Any] | None = None,
         link: Literal["none", "sigmoid", "softmax"] = "none",
         pool: str = NO_POOL,
         act: Act | Mapping[str, Any] | None = None,
@@ -151,6 +155,7 @@ class Probe(Operation, ProbeFiles):
             attention: `Mass(positions)`, `Entropy()`, or the JSON form of one.
             mlp, classes, attention_pool: `MLP(…)`, `Classes(…)`, `AttentionPool(…)`, or the dict of
                 one; it reads one layer.
+            hidden: `Hidden(…)`, or its dict, beside `classes` or `attention_pool`.
             link, pool: see the attributes.
             act: `Stop(…)`, `Switch(…)`, `Flag(…)`, or the JSON form of one. The positions are then
                 known before the request ends: not "last_row".
@@ -170,6 +175,7 @@ class Probe(Operation, ProbeFiles):
         self._read_given(MLP.parse, mlp=mlp)
         self._read_given(Classes.parse, classes=classes)
         self._read_given(AttentionPool.parse, attention_pool=attention_pool)
+        self._read_given(Hidden.parse, hidden=hidden)
         self._read_given(_read_attention, attention=attention)
         self._read(read_scalar, bias=bias)
         with at("name"):
@@ -215,11 +221,12 @@ class Probe(Operation, ProbeFiles):
 
         Of an `MLPClassifier`, which has none, they are the log odds of its second class. Of more
         than two classes, the scores are those of `Classes`; `replace(link="softmax")` makes those
-        of a `LogisticRegression` or `LinearDiscriminantAnalysis` its `predict_proba`.
+        of a `LogisticRegression`, `LinearDiscriminantAnalysis` or `MLPClassifier` its
+        `predict_proba`.
 
         Args:
             classifier: a fitted `LogisticRegression`, `LinearDiscriminantAnalysis`,
-                `RidgeClassifier` or `LinearSVC`, or the CV form of the first and third; a binary
+                `RidgeClassifier` or `LinearSVC`, or the CV form of the first and third; an
                 `MLPClassifier` of one hidden layer; or a `Pipeline` of `StandardScaler` and one of
                 them. Weights are rounded to float32.
             layer: several if it was fitted on the joined vectors of these layers, in this order;
@@ -248,8 +255,9 @@ class Probe(Operation, ProbeFiles):
 
         Args:
             module: an `nn.Linear`, with several outputs the `Classes` of the probe; or an
-                `nn.Sequential` of a `Linear`, a `ReLU`, `GELU`, `Tanh` or `SiLU`, and a `Linear`
-                with one output. `Dropout` is skipped. Weights are rounded to float32.
+                `nn.Sequential` of a `Linear`, a `ReLU`, `GELU`, `Tanh` or `SiLU`, and a `Linear`,
+                with several outputs `hidden` and `classes`. `Dropout` is skipped. Weights are
+                rounded to float32.
             layer, site, name, positions, phase, exclude: see the constructor.
 
         Raises:
@@ -292,7 +300,7 @@ class Probe(Operation, ProbeFiles):
         elif self.classes is not None:
             arguments = {"classes": self.classes}
         arguments["name"] = self.name
-        unset = {"link": "none", "pool": NO_POOL, "act": None}
+        unset = {"hidden": None, "link": "none", "pool": NO_POOL, "act": None}
         set_fields = {name: getattr(self, name) for name in unset}
         return arguments | {n: value for n, value in set_fields.items() if value != unset[n]}
 
@@ -305,11 +313,14 @@ class Probe(Operation, ProbeFiles):
     @property
     def rule(self) -> ScoreRule:
         """How its scores are made of the numbers that `instructions` store."""
-        rule = PLAIN
+        rule, rows, bias = PLAIN, (), None
         if self.classes is not None:
-            rule = self.classes.rule()
+            rule, rows, bias = self.classes.rule(), self.classes.weights, self.classes.bias
         elif self.attention_pool is not None:
-            rule = self.attention_pool.rule(self.bias)
+            rule, rows = self.attention_pool.rule(self.bias), self.attention_pool.rows
+        if self.hidden is not None:
+            units = self.hidden.layer(rows, bias)
+            rule = replace(rule, columns=units.units, units=units)
         return replace(rule, link=self.link, pool=self.pool)
 
     def with_info(self, info: ProbeInfo | None) -> Probe:
@@ -348,6 +359,9 @@ class Probe(Operation, ProbeFiles):
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         assert self.attention is None, "attention is not read by instructions"
+        if self.hidden is not None:
+            with at("hidden"):
+                return self.hidden.instructions(width)
         if self.classes is not None:
             with at("classes"):
                 return self.classes.instructions(width)
@@ -383,8 +397,17 @@ def _check_readings(**readings: object) -> None:
 
 
 def _check_outputs(probe: Probe) -> None:
-    """Check that the bias, the link and the act fit the number of outputs."""
+    """Check that the hidden layer, the bias, the link and the act fit the outputs."""
     act, classes = probe.act, probe.classes
+    if probe.hidden is not None:
+        if classes is None and probe.attention_pool is None:
+            raise SpecError("hidden", "give it beside `classes` or `attention_pool`, or use `mlp`")
+        if classes is not None:
+            with at("classes.weights"):
+                probe.hidden.check_rows(classes.weights)
+        if probe.attention_pool is not None:
+            with at("attention_pool.value"):
+                probe.hidden.check_rows(probe.attention_pool.value)
     if classes is not None and probe.bias:
         raise SpecError("bias", "each class has its own: give them in `classes`, omit `bias`")
     if classes is None and probe.link == "softmax":

@@ -201,8 +201,9 @@ class ResolvedProbe:
     @property
     def act_rule(self) -> ScoreRule:
         """How the scores are made that its act reads: one number for each token."""
-        assert self.act is not None
-        return replace(self.rule, output=self.act.output)
+        output = None if self.act is None else self.act.output
+        assert not isinstance(output, str), "names are resolved"
+        return replace(self.rule, output=output)
 
     @property
     def slots(self) -> range:

@@ -192,7 +192,7 @@ def describe(rows: Activations) -> dict[str, Any]:
 
 
 def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[str, Any]:
-    new_scores = {}
+    new_scores: dict[str, dict[str, Any]] = {}
     for name in probes:
         sent = context.scores_sent.get((choice, name), 0)
         scores, positions, tokens = probes.rows_from(name, sent)
@@ -203,7 +203,8 @@ def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[st
                 "positions": positions,
                 "token_ids": tokens,
             }
-            if outputs := probes.outputs_of(name):
+            outputs = probes.outputs_of(name)
+            if outputs and not sent:
                 new_scores[name]["outputs"] = outputs
     return new_scores
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -18,10 +19,12 @@ from midstream import Capture, Probe, Replace, Steer
 from midstream.client import AsyncClient, Client, ServerError
 from midstream.client.outputs import Reader
 from midstream.errors import ConfigError, SpecError
+from midstream.plan import Classes
 from midstream.plan.vectors.vector import Vector
 from midstream.results.activations import with_heads
 from midstream.results.arrays import Heads
 from midstream.results.plan_update import PlanUpdate
+from midstream.results.receipt import Receipt
 
 V = [1.0, 2.0, 2.0]
 PROBE = Probe(V, 1, name="p")
@@ -172,6 +175,41 @@ def test_a_stream_adds_up_to_the_whole(both):
     assert torch.equal(last.activations["resid_post", 1], whole.activations["resid_post", 1])
     early = torch.cat([each["resid_post", 1] for each in last.outputs[0].rows])
     assert torch.equal(early, whole.activations["resid_post", 1][:4])
+
+
+def test_the_scores_of_classes_come_back_with_their_names(both):
+    classes = Classes([V, V], names=["no", "yes"])
+    asked = {"probes": [PROBE, Probe(classes=classes, layer=1, name="q", link="softmax")]}
+    whole = both.call("complete", "abc", **asked)
+    expected = torch.tensor([[nth, nth / 8] for nth in range(5)])
+    assert torch.equal(whole.probes["q"], expected)
+    assert whole.probes["q"].dtype == torch.float32
+    assert whole.probes.outputs_of("q") == ("no", "yes")
+    assert whole.probes.outputs_of("p") == ()
+    row = whole.to_dict()
+    assert (row["probe.q.yes.max"], row["probe.q.no.mean"]) == (0.5, 2.0)
+    seen = both.stream(lambda output: output.probes["q"], "abc", **asked)
+    assert [len(scores) for scores in seen] == [3, 4, 5]
+    assert torch.equal(seen[-1], expected)
+
+
+def test_numbers_of_classes_that_json_has_not_come_back(both, site):
+    def script(prompt, params, request_id):
+        found = serving_fake.scores(["q"], 1, {"q": ("no", "yes")})
+        found["q"][0] = torch.tensor([float("nan"), -float("inf")])
+        receipt = Receipt(request_id, 1, 1, (), None)
+        return [
+            SimpleNamespace(
+                request_id=request_id,
+                finished=True,
+                outputs=[serving_fake.completion(probes=found, receipt=receipt)],
+            )
+        ]
+
+    site.engine.script = script
+    probe = Probe(classes=Classes([V, V]), layer=1, name="q")
+    scores = both.call("complete", "abc", probes=probe).probes["q"].tolist()
+    assert str(scores) == "[[nan, -inf]]"
 
 
 def test_a_refusal_is_an_error_with_status_and_field(both, site):

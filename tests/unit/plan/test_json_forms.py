@@ -34,13 +34,18 @@ from midstream import (
 )
 from midstream.errors import SpecError
 from midstream.plan import (
+    AttentionPool,
     CapturedRows,
+    Classes,
     Entropy,
+    Flag,
+    Hidden,
     Mass,
     ModelShape,
     Plan,
     Positions,
     Reading,
+    Stop,
     TopKeys,
 )
 from midstream.plan.operations import parse_edit
@@ -116,9 +121,22 @@ EDITS = [
     Gate(Steer(V, 1), V, sharpness=2.0, smooth=0.25),
     Gate(Scale(0, 1, site="z", head=1), Reading(V, layer=0, site="z", head=2)),
 ]
+CLASSES = Classes([V, W, V], [1, 2, 3], ["a", "b", "c d"])
 PROBES = [
     Probe([V, W], [1, 3], bias=0.5, name="a"),
     Probe(V, 1, site="z", head=2),
+    Probe(V, 1, link="sigmoid", pool="ema:0.9", act=Flag(above=0.5)),
+    Probe(classes=CLASSES, layer=1, link="softmax", pool="mean:8"),
+    Probe(classes=CLASSES, layer=1, act=Stop(above=0.9, output="b")),
+    Probe(classes=Classes([V, W], [1, 2]), layer=1, act=Flag(above=0.9, output=1)),
+    Probe(attention_pool=AttentionPool(query=[V, W], value=[W, V]), layer=-1, bias=0.5),
+    Probe(attention_pool=AttentionPool(query=V, value=W, window=10), layer=0, pool="max"),
+    Probe(
+        hidden=Hidden([V, W, V, W], V, "gelu"),
+        layer=0,
+        attention_pool=AttentionPool(query=V, value=W),
+    ),
+    Probe(attention_pool=AttentionPool(value=[V, W], kind="max"), layer=0, link="sigmoid"),
     *(
         Probe(attention=reduce, layer=-1, head=head, name="m", phase="generated")
         for reduce in (Mass(1), Mass(Text("x"), exclude=0), Entropy())
@@ -178,3 +196,6 @@ def test_a_resolved_plan_is_its_bytes():
     for value in READOUTS:
         resolved = finished_plan(Plan.make(value), SHAPE)
         assert from_bytes(to_bytes(resolved)) == resolved, value
+    for probe in [probe for probe in PROBES if probe.classes or probe.attention_pool]:
+        resolved = finished_plan(Plan.make(probes=probe), SHAPE)
+        assert from_bytes(to_bytes(resolved)) == resolved, probe

@@ -9,6 +9,7 @@ import pytest
 import torch
 from unit.viz.pages import Page
 
+from midstream.errors import SpecError
 from midstream.results.probe_scores import Probes
 
 
@@ -102,3 +103,36 @@ def test_the_picture_is_the_text_between_the_scored_tokens_coloured_by_score(pro
     assert Page(probes.picture(TOKENIZER, "a").body).all("span", cls="c") == []
     with pytest.raises(KeyError, match="there is no probe 'c'"):
         probes.picture(name="c")
+
+
+def several(names=("no", "yes")):
+    scores = {"two": torch.tensor([[0.25, 0.75], [1.0, 0.0]]), "one": torch.tensor([2.0])}
+    positions = {"two": torch.tensor([1, 3]), "one": torch.tensor([0])}
+    return Probes(scores, positions, [10, 11, 12, 13], {"two": names} if names else {})
+
+
+def test_the_scores_of_classes_have_a_column_for_each():
+    probes = several()
+    assert probes.outputs_of("two") == ("no", "yes")
+    assert several(()).outputs_of("two") == ("0", "1")
+    assert probes.outputs_of("one") == ()
+    assert probes.rows_from("two", 1) == ([[1.0, 0.0]], [3], [13])
+    assert repr(probes) == "Probes(two: 2 scores of 2 classes, 0 to 1, one: 2)"
+    again = pickle.loads(pickle.dumps(probes))
+    assert again.outputs_of("two") == ("no", "yes")
+
+
+def test_a_picture_is_of_one_class_and_a_plot_has_a_line_for_each():
+    probes = several()
+    for output in ("yes", 1):
+        assert "0.75" in str(probes.picture(name="two", output=output))
+    axes = probes.plot()
+    assert [line.get_label() for line in axes.lines][:3] == ["two: no", "two: yes", "one"]
+    for name, output, words in (
+        ("two", None, "no class None; it has `no`, `yes`"),
+        ("two", "maybe", "no class 'maybe'"),
+        ("two", 2, "no class 2"),
+        ("one", "yes", "no class 'yes'; it has one score for each token"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            probes.picture(name=name, output=output)

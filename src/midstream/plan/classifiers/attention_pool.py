@@ -111,8 +111,12 @@ class AttentionPool(FrozenFields):
 
     def rule(self, bias: float) -> ScoreRule:
         """Return how its scores are made of the products with its rows, queries first."""
-        columns = len(self.query) + len(self.value)
-        return ScoreRule(columns, self.kind, self.window or 0, bias)
+        return ScoreRule(len(self.rows), self.kind, self.window or 0, bias)
+
+    @property
+    def rows(self) -> tuple[Vector, ...]:
+        """What is multiplied, in the order of the columns."""
+        return self.query + self.value
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         """Return the products with its rows, for vectors of one size."""

@@ -25,7 +25,19 @@ CLASSIFIERS = (
 _SCALER, _PIPELINE = "StandardScaler", "Pipeline"
 
 
-def read_linear(
+def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
+    """Return float64 [width] and intercept of a fitted binary classifier; see `read_outputs`."""
+    weights, biases, _ = read_outputs(classifier)
+    if len(weights) > 1:
+        raise SpecError(
+            "",
+            f"expected two classes, got {len(weights)}; fit one classifier for each class against "
+            "the others",
+        )
+    return weights[0], float(biases[0])
+
+
+def read_outputs(
     classifier: object,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[str] | None]:
     """Return float64 [n, width] and [n] of a fitted classifier, with a `Pipeline`'s scalers folded
@@ -57,9 +69,14 @@ def read_linear(
         )
     biases = np.broadcast_to(np.asarray(model.intercept_, np.float64).reshape(-1), rows)
     weights, biases = unscaled(scalers, weights, biases)
-    names = [str(label) for label in model.classes_]
-    usable = all(0 < len(label) <= MOST_CHARACTERS and label.isprintable() for label in names)
-    return weights, biases, names if usable and len({*names}) == count else None
+    return weights, biases, names_of(model.classes_)
+
+
+def names_of(labels: Any) -> list[str] | None:
+    """Return labels as names of classes; None: they cannot be names."""
+    names = [str(label) for label in labels]
+    usable = all(0 < len(name) <= MOST_CHARACTERS and name.isprintable() for name in names)
+    return names if usable and len({*names}) == len(names) else None
 
 
 def unscaled(

@@ -6,7 +6,7 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.plan.classifiers.classes import Classes
-from midstream.plan.classifiers.linear_classifier import read_linear
+from midstream.plan.classifiers.linear_classifier import read_outputs
 from midstream.plan.classifiers.trained_mlp import (
     is_linear,
     is_network,
@@ -20,9 +20,8 @@ from midstream.plan.selection import Layers
 def of_sklearn(classifier: object, layer: Any) -> dict[str, Any]:
     """Return the arguments, but for the location, that make a probe a fitted classifier."""
     if is_network(classifier):
-        mlp, bias = read_network(classifier)
-        return {"mlp": mlp, "bias": bias}
-    weights, biases, names = read_linear(classifier)
+        return read_network(classifier)
+    weights, biases, names = read_outputs(classifier)
     if len(weights) > 1:
         return {"classes": Classes(weights, biases, names)}
     layers = Layers("all") if layer is None else Layers.parse(layer)
@@ -40,5 +39,4 @@ def of_torch(module: object) -> dict[str, Any]:
         if len(weights) > 1:
             return {"classes": Classes(weights, biases)}
         return {"direction": weights[0], "bias": float(biases[0])}
-    mlp, bias = read_module(module)
-    return {"mlp": mlp, "bias": bias}
+    return read_module(module)

@@ -249,7 +249,7 @@ class Progress(NamedTuple):
 
     run: int = 0
     pool: PoolState = NOTHING_POOLED
-    tokens: RuleState = NO_TOKENS
+    state: RuleState = NO_TOKENS
 
 
 class Met(NamedTuple):
@@ -268,10 +268,10 @@ def follow(
     for index, value in enumerate(values):
         run = run + 1 if _beyond(condition, value) else 0
         if run == condition.for_:
-            return Progress(run, pool, progress.tokens), Met(index, value)
+            return Progress(run, pool, progress.state), Met(index, value)
     if run == progress.run and pool is progress.pool:
         return progress, None
-    return Progress(run, pool, progress.tokens), None
+    return Progress(run, pool, progress.state), None
 
 
 def _beyond(condition: Condition, value: float) -> bool:

@@ -166,7 +166,8 @@ class _Resolver:
             raise SpecError("name", f"a probe of the request is named `{probe.name}` as well")
         *parts, last = self._resolve_probe(probe)
         self._probes += [replace(part, source=source, part_of=probe.name) for part in parts]
-        act, outputs = probe.act, ()
+        act = probe.act
+        outputs: tuple[str, ...] = ()
         if probe.classes is not None:
             outputs = probe.classes.names
             if act is not None:

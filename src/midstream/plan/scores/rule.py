@@ -12,6 +12,7 @@ from midstream.plan.scores.attention import (
     mean_so_far,
 )
 from midstream.plan.scores.pools import NO_POOL, NOTHING_POOLED, PoolState, pooled
+from midstream.plan.scores.units import UnitLayer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,14 +41,16 @@ class ScoreRule:
     Tokens may come in parts of any size: the scores are the same to the last bit.
 
     Attributes:
-        columns: of a token: of `over` "none" one for each output; of "softmax" the logits of all
-            heads and then their values; of "max" the values.
+        columns: of a token; `terms` are these, or what `units` makes of them. Of `over` "none" they
+            are one for each output; of "softmax" the logits of all heads and then their values; of
+            "max" the values.
         over: what is done over the tokens so far: "none", "softmax" or "max"; then heads are added.
         window: of "softmax", the number of tokens, the last ones; 0: all.
         bias: added to the sum of heads.
         link: of the outputs: "none", "sigmoid" or "softmax".
         pool: of the outputs after their link; see `pooled`.
         output: the only output that is wanted, as a number; None: all.
+        units: what follows a hidden layer, whose sums are the columns; None: there is none.
     """
 
     columns: int = 1
@@ -57,6 +60,7 @@ class ScoreRule:
     link: str = "none"
     pool: str = NO_POOL
     output: int | None = None
+    units: UnitLayer | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -66,8 +70,12 @@ class ScoreRule:
     @property
     def outputs(self) -> int:
         """Number of outputs of a score [rows, outputs]; 0: it is a number, [rows]."""
-        has_several = self.columns > 1 and self.over == EACH and self.output is None
-        return self.columns if has_several else 0
+        has_several = self.terms > 1 and self.over == EACH and self.output is None
+        return self.terms if has_several else 0
+
+    @property
+    def terms(self) -> int:
+        return self.columns if self.units is None else self.units.outputs
 
     def follow(
         self, state: RuleState, numbers: NDArray[np.float32]
@@ -91,6 +99,8 @@ class ScoreRule:
         with np.errstate(all="ignore"):  # what is not finite is a score like others
             for start in range(0, len(rows), _ROWS):
                 part = rows[start : start + _ROWS].astype(np.float64)
+                if self.units is not None:
+                    part = self.units.follow(part)
                 attention, values = self._over_tokens(state.attention, part)
                 pool, values = self._pooled(state.pool, self._linked(values))
                 scores[start : start + _ROWS] = values
@@ -98,29 +108,36 @@ class ScoreRule:
         return state, scores
 
     def _over_tokens(self, state: AttentionState, numbers: Any) -> tuple[AttentionState, Any]:
-        """Return [n, outputs or 1] of numbers [n, columns]. A token whose numbers are not all
+        """Return [n, outputs or 1] of numbers [n, terms]. A token whose numbers are not all
         finite has the score NaN, and does not count for later ones.
         """
         import numpy as np
 
         if self.over == EACH:
             return state, numbers
+        finite = np.isfinite(numbers)
+        if finite.all():
+            return self._heads(state, numbers)
+        rows = finite.all(1)
         sums = np.full((len(numbers), 1), np.nan)
-        finite = np.isfinite(numbers).all(1)
-        if not finite.any():
-            return state, sums
-        numbers = numbers[finite]
+        if rows.any():
+            state, sums[rows] = self._heads(state, numbers[rows])
+        return state, sums
+
+    def _heads(self, state: AttentionState, numbers: Any) -> tuple[AttentionState, Any]:
+        """Return the sums of the heads, [n, 1], of finite numbers."""
+        import numpy as np
+
+        half = self.terms // 2
         if self.over == MAX:
             state, heads = largest_so_far(state, numbers)
+        elif self.window:
+            size = self.window
+            state, heads = mean_in_window(state, numbers[:, :half], numbers[:, half:], size)
         else:
-            logits, values = np.split(numbers, 2, 1)
-            if self.window:
-                state, heads = mean_in_window(state, logits, values, self.window)
-            else:
-                state, heads = mean_so_far(state, logits, values)
+            state, heads = mean_so_far(state, numbers[:, :half], numbers[:, half:])
         # One head after the other: a sum of NumPy's depends on how many there are.
-        sums[finite, 0] = np.add.accumulate(heads, 1)[:, -1] + self.bias
-        return state, sums
+        return state, np.add.accumulate(heads, 1)[:, -1:] + self.bias
 
     def _linked(self, values: Any) -> Any:
         import numpy as np

@@ -293,8 +293,8 @@ def advance(
         if not probe.rule.is_plain:
             slots = range(probe.slot, probe.slot + probe.rule.columns)
             numbers = scores.numbers(index, slots, positions)
-            state, made = probe.rule.follow(progress.tokens, numbers)
-            progress, values = progress._replace(tokens=state), made.tolist()
+            state, made = probe.rule.follow(progress.state, numbers)
+            progress, values = progress._replace(state=state), made.tolist()
         else:
             if (
                 isinstance(positions, range)

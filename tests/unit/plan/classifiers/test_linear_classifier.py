@@ -95,14 +95,41 @@ def test_a_classifier_of_joined_layers_has_one_row_for_each() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
+def test_a_network_of_several_classes_scores_as_the_classifier() -> None:
+    labels = np.array(list("abc"))[np.arange(60) % 3]
+    network = MLPClassifier((7,), "tanh", max_iter=50, random_state=0)
+    classifier = make_pipeline(StandardScaler(), network).fit(ROWS, labels)
+    probe = Probe.from_sklearn(classifier, layer=3, name="several").replace(link="softmax")
+    assert probe.classes.names == ("a", "b", "c")
+    weights = np.stack([row.numpy() for row in probe.hidden.weights]).astype("f8")
+    sums = (ROWS @ weights.T + probe.hidden.bias.numpy()).astype(np.float32)
+    _, shares = probe.rule.follow(NO_TOKENS, sums)
+    np.testing.assert_allclose(shares, classifier.predict_proba(ROWS), atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["ReLU", "GELU", "Tanh", "SiLU"])
+def test_a_module_of_several_outputs_scores_as_it(activation) -> None:
+    import torch
+    from torch import nn
+
+    module = nn.Sequential(nn.Linear(4, 6), getattr(nn, activation)(), nn.Linear(6, 3))
+    probe = Probe.from_torch(module, layer=1)
+    rows = torch.randn(8, 4)
+    weights = torch.from_numpy(np.stack([row.numpy() for row in probe.hidden.weights]))
+    sums = rows @ weights.T + torch.from_numpy(probe.hidden.bias.numpy())
+    _, scores = probe.rule.follow(NO_TOKENS, sums.numpy())
+    np.testing.assert_allclose(scores, module(rows).detach(), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
 def test_a_network_that_is_no_small_binary_one_is_rejected() -> None:
-    three = np.arange(60) % 3
+    labels = np.stack([np.arange(60) % 2, np.arange(60) % 3 > 1], 1)
     logistic = MLPClassifier((4,), "logistic", max_iter=2).fit(ROWS, LABELS)
     refused(
         lambda classifier: Probe.from_sklearn(classifier, layer=1),
         (MLPClassifier((4,)), "classifier: `MLPClassifier` is not fitted"),
         (MLPClassifier((4, 4), max_iter=2).fit(ROWS, LABELS), "expected one hidden layer, got 2"),
-        (MLPClassifier((4,), max_iter=2).fit(ROWS, three), "expected two classes, got 3"),
+        (MLPClassifier((4,), max_iter=2).fit(ROWS, labels), "one class for each row, got several"),
         (logistic, "classifier: expected activation .*'logistic'"),
     )
 
@@ -120,7 +147,6 @@ def test_a_module_that_is_no_small_network_is_rejected() -> None:
         (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), "got `Sequential` of"),
         (nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 1)), "'Sigmoid'"),
         (nn.Sequential(nn.Linear(4, 3), nn.GELU("tanh"), nn.Linear(3, 1)), "by tanh"),
-        (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), "one output, got 2"),
         (Own(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), "got `Own`"),
     )
     linear = nn.Sequential(nn.Dropout(), nn.Linear(4, 3))

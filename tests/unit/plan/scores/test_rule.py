@@ -10,6 +10,7 @@ from support.nightly import rounds
 from support.score_rules import attended, scores_by_definition
 
 from midstream.plan.scores.rule import NO_TOKENS, ScoreRule
+from midstream.plan.scores.units import UnitLayer
 
 POOLS = ["none", "max", "mean:1", "mean:3", "mean:8", "ema:0.9"]
 
@@ -23,7 +24,16 @@ def rules(draw) -> ScoreRule:
     window = draw(st.sampled_from([0, 2, 3, 10])) if over == "softmax" else 0
     bias = draw(st.sampled_from([0.0, -1.5])) if over != "none" else 0.0
     pool, link = draw(st.sampled_from(POOLS)), draw(st.sampled_from([*links, "sigmoid"]))
-    return ScoreRule(columns, over, window, bias, link, pool)
+    rule = ScoreRule(columns, over, window, bias, link, pool)
+    if columns == 1 or not draw(st.booleans()):
+        return rule
+    units = draw(st.integers(1, 5))
+    weights = np.random.default_rng(units).standard_normal((columns, units)).astype("<f4")
+    biases = draw(st.sampled_from([b"", weights[:, 0].tobytes()]))
+    activation = draw(st.sampled_from(["relu", "tanh", "silu", "gelu"]))
+    return replace(
+        rule, columns=units, units=UnitLayer(activation, units, weights.tobytes(), biases)
+    )
 
 
 def numbers_of(rule: ScoreRule, count: int, seed: int, scale: float) -> np.ndarray:
@@ -70,7 +80,7 @@ def test_a_number_that_is_not_finite_counts_at_its_own_token_alone(rule, seed, c
     scores = in_parts(rule, spoiled, cuts)
     np.testing.assert_array_equal(scores, in_parts(rule, spoiled, []))
     good = np.setdiff1d(np.arange(30), bad)
-    if rule.pool.startswith("mean") or rule.over == "none" and rule.link != "none":
+    if rule.pool.startswith("mean") or (rule.over == "none" and rule.link != "none") or rule.units:
         # A mean has it for as long as it is in the window; a link may make it finite.
         return
     np.testing.assert_array_equal(scores[good], in_parts(rule, numbers[good], []))

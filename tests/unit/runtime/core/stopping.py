@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from support.conditions import first_met
 from support.fake_steps import TAPS, WIDTH, FakeEngine, applies, covers, view_of
 from support.plans import Vector
+from support.score_rules import scores_by_definition
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
@@ -29,6 +31,7 @@ from midstream.plan import (
     Where,
 )
 from midstream.plan.resolve.wire import to_bytes
+from midstream.plan.scores.rule import PLAIN, ScoreRule
 from midstream.runtime.core.probe_stops import update_from_output
 from midstream.runtime.protocol.acting_probes import acting_probes
 from midstream.runtime.protocol.cache_keys import cache_keys
@@ -46,6 +49,22 @@ def score(token: int, position: int, slot: int) -> float:
     """What a probe reads, in eighths."""
     mixed = (token * 7919 + position * 104729 + slot * 1299709 + 17) * 2654435761 % 2**32
     return ((mixed >> 9) % 33 - 16) / 8
+
+
+# What is over all tokens so far, and several classes.
+RULES = (
+    ScoreRule(2, "softmax"),
+    ScoreRule(2, "softmax", 3, pool="max"),
+    ScoreRule(2, "max", bias=0.5),
+    ScoreRule(2, link="softmax", pool="ema:0.5"),
+    ScoreRule(pool="mean:3"),
+)
+
+
+def _reads(slot: int, is_last: bool) -> Instruction:
+    read = Vector.parse([float(place == slot) for place in range(WIDTH)])
+    flags = Flags.FRESH | (Flags.COUNTED if is_last else Flags.NONE)
+    return Instruction(Op.PROBE, read=read, flags=flags, slot=slot)
 
 
 @dataclass(eq=False)
@@ -175,11 +194,14 @@ class StoppingRun:
     def _request(self, name: str) -> Asked:
         draw = self.draw
         size = draw.randint(3, 20)
-        probes = []
-        for slot in range(draw.randint(1, 3)):
-            read = Vector.parse([float(place == slot) for place in range(WIDTH)])
-            flags = Flags.FRESH | Flags.COUNTED
-            steps = Steps((Instruction(Op.PROBE, read=read, flags=flags, slot=slot),))
+        probes: list[ResolvedProbe] = []
+        for _ in range(draw.randint(1, 3)):
+            rule = draw.choice([PLAIN, PLAIN, *RULES])
+            first = probes[-1].slot + 1 if probes else 0
+            slots = range(first, first + rule.columns)
+            if slots.stop > WIDTH:
+                break
+            steps = Steps(tuple(_reads(slot, slot == slots[-1]) for slot in slots))
             where = draw.choice([
                 Where(((0, None),)), Where(((size, None),)), Where(((0, size),)),
                 Where(((1, 3), (size + 1, size + 9))),
@@ -190,8 +212,11 @@ class StoppingRun:
                 for_=draw.choice([1, 1, 2, 3]),
                 pool=draw.choice(["none", "none", "max", "mean:3", "ema:0.5"]),
             )
+            if rule.outputs:
+                fields["output"] = draw.randrange(rule.outputs)
             act = Switch([], **fields) if draw.random() < 0.5 else Stop(**fields)
-            probes.append(ResolvedProbe(f"p{slot}", *TAP, steps, where, act=act))
+            probe = ResolvedProbe(f"p{first}", *TAP, steps, where, act=act, rule=rule)
+            probes.append(probe)
         prompt = draw.choices(range(WORDS), k=size)
         return Asked(name, prompt, ResolvedPlan(size, (), (), tuple(probes)), draw.randint(1, 16))
 
@@ -396,7 +421,9 @@ class StoppingRun:
 
     def _met(self, probe: ResolvedProbe, tokens: list[int]) -> int | None:
         places = [place for place, token in enumerate(tokens) if applies(probe.where, place, token)]
-        scores = [score(tokens[place], place, probe.slot) for place in places]
+        numbers = [[score(tokens[place], place, s) for s in probe.slots] for place in places]
+        scores = scores_by_definition(probe.rule, numbers).astype(np.float32)
+        scores = scores if probe.act.output is None else scores[:, probe.act.output]
         fields = {"above": probe.act.above, "below": probe.act.below}
-        nth = first_met(scores, **fields, for_=probe.act.for_, pool=probe.act.pool)
+        nth = first_met(scores.tolist(), **fields, for_=probe.act.for_, pool=probe.act.pool)
         return None if nth is None else places[nth]

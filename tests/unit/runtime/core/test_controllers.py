@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
+from support.score_rules import scores_by_definition
 
 from midstream.config.controllers import DeclaredController
 from midstream.errors import ConfigError
 from midstream.plan import Match, Where
+from midstream.plan.scores.rule import ScoreRule
 from midstream.runtime.core import controller_calls
 from midstream.runtime.core.controller_calls import DeclaredCalls
 from midstream.runtime.core.controllers import Decision, RunningController, controlled, decide
@@ -88,6 +91,26 @@ def test_a_position_is_given_once_and_a_rejected_draft_never():
     assert not take(one, 0, [1, 2, 3, 4, 5, 6, 7], 8)
     assert take(one, 6, [7, 8], 8)
     assert one.observed().scores["p"].tolist() == [8]
+
+
+@pytest.mark.parametrize(
+    "rule", [ScoreRule(2, link="softmax"), ScoreRule(2, "softmax"), ScoreRule(2, "max", pool="max")]
+)
+def test_scores_are_given_as_their_rule_makes_them(rule):
+    one = request(
+        replace(control(declared="d", law={}), probes=(ReadProbe("p", 0, EVERYWHERE, rule),)),
+        declared(int),
+    )
+    seen = one.observed().scores["p"]
+    assert seen.shape == ((0, 2) if rule.outputs else (0,))
+    numbers = [[0.0, score] for score in (1.0, -2.0, 3.0, 0.5)]
+    expected = scores_by_definition(rule, [[-9.0, number] for _, number in numbers])
+    for first, stop in ((0, 3), (1, 4)):  # two of them are computed again
+        assert take(one, first, [score for _, score in numbers[first:stop]], stop)
+        observed = one.observed().scores["p"].numpy()
+        np.testing.assert_allclose(observed, expected[3 * (first > 0) : stop], rtol=1e-6)
+        one.unseen.clear()
+    assert one.slot is None
 
 
 def test_only_selected_tokens_are_given():

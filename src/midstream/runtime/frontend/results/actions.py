@@ -90,8 +90,8 @@ def actions_of(
         if isinstance(probe.act, Switch) and start is None:
             continue
         positions = probes.positions_of(probe.name).tolist()
-        every = probes[probe.name]
-        scores = (every if probe.act.output is None else every[:, probe.act.output]).tolist()
+        every, output = probes[probe.name], probe.act_rule.output
+        scores = (every if output is None else every[:, output]).tolist()
         _, met = follow(probe.act, Progress(), scores)
         if probe is stopped and positions and (met is None or positions[met.nth] != num_rows - 1):
             # Scores that were computed again, after a preemption, may differ in the last bits.

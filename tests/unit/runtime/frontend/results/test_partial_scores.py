@@ -1,5 +1,6 @@
 """What is known of a completion that goes on is a beginning of what is known at its end."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
@@ -8,8 +9,10 @@ from hypothesis import example, given
 from support import plans
 from support.stored import worker_info
 
+from midstream.plan import Steps
 from midstream.plan.positions.automaton import Marks, automaton_of
 from midstream.plan.positions.position_set import Match, Where
+from midstream.plan.scores.rule import NO_TOKENS, ScoreRule
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.protocol.scores import ScoreBlock
 
@@ -96,3 +99,45 @@ def test_nobody_is_asked_where_no_probe_selects_anything():
     nothing.record(SimpleNamespace(token_ids=[1]), False)
     assert nothing.next_span() is None
     assert nothing.probes() is None
+
+
+RULES = st.sampled_from(
+    [
+        ScoreRule(4, "softmax", bias=0.5),
+        ScoreRule(4, "softmax", 3, pool="max"),
+        ScoreRule(3, "max", link="sigmoid"),
+        ScoreRule(3, link="softmax", pool="mean:4"),
+        ScoreRule(pool="ema:0.5"),
+    ]
+)
+
+
+@given(
+    rule=RULES,
+    where=WHERES,
+    pieces=st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=12),
+)
+def test_scores_of_a_rule_so_far_are_those_of_all_rows_so_far(rule, where, pieces):
+    plan = plan_of([where])
+    (probe,) = [probe for probe in plan.probes if probe.name]
+    steps = tuple(replace(probe.steps.instructions[-1], slot=slot) for slot in range(rule.columns))
+    probe = replace(probe, steps=Steps(steps), rule=rule, outputs=("a", "b", "c"))
+    streamed = StreamState(replace(plan, probes=(probe,)), [7] * PROMPT_LEN)
+    numbers = np.random.default_rng(0).standard_normal((99, rule.columns)).astype(np.float32)
+    generated = []
+    for piece in pieces:
+        generated += piece
+        streamed.record(SimpleNamespace(token_ids=piece), is_delta=True)
+        span = streamed.next_span()
+        if span is not None:
+            positions = np.arange(*span)
+            streamed.add([ScoreBlock(WORKER, positions, numbers[positions])])
+        known = PROMPT_LEN + len(generated) - 1
+        tokens = [7] * PROMPT_LEN + generated
+        selected = Where(where.ranges, where.matches).final(known, tokens)
+        places = [place for start, stop in selected for place in range(start, stop)]
+        _, expected = rule.follow(NO_TOKENS, numbers[places])
+        found = streamed.probes()
+        assert found.positions_of(probe.name).tolist() == places
+        np.testing.assert_array_equal(found[probe.name].numpy(), expected)
+        assert found.outputs_of(probe.name) == (("a", "b", "c") if rule.outputs else ())
