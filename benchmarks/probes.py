@@ -38,7 +38,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear, last token": ("linear", {"positions": "last_prompt"}),
     "logistic, last token": ("logistic", {"positions": "last_prompt"}),
     "MLP, last token": ("mlp", {"positions": "last_prompt"}),
-    "logistic, mean of the tokens": ("logistic", {"positions": "all but the first", "reduce": "mean"}),
+    "logistic, mean of the tokens": (
+        "logistic",
+        {"positions": "all but the first", "reduce": "mean"},
+    ),
     "linear, every token, mean": ("linear", {"positions": "all but the first", "pool": "mean"}),
     "linear, every token, max": ("linear", {"positions": "all but the first", "pool": "max"}),
     "attention, every token": ("attention", {"positions": "all but the first"}),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.lab.fit.folds import Indices, number
-from midstream.lab.fit.probes.row_scores import reduced
+from midstream.lab.fit.probes.row_scores import reduce_rows
 from midstream.lab.fit.prompts import CapturedClass
 from midstream.lab.fit.samples import StoredSamples
 from midstream.plan.probe_files.info import model_name
@@ -212,7 +212,7 @@ def stored_rows(
     Args:
         labels: "tag", a dict by request, or a function of a request's id.
         groups: a function of a request's id; None: each request is a group.
-        reduce: see `reduced`.
+        reduce: see `reduce_rows`.
     """
     from midstream.store.selection import as_selection
 
@@ -224,7 +224,7 @@ def stored_rows(
         np.concatenate([block.astype(np.float32) for block in samples.blocks(layer)])[order]
         for layer in samples.layers
     ]
-    kept, texts = reduced(np.concatenate(blocks, axis=1), owners[order], reduce)
+    kept, texts = reduce_rows(np.concatenate(blocks, axis=1), owners[order], reduce)
     of_request = _label_of(samples, labels)
     known = Labels.read([of_request(request) for request in numbers], positive)
     if groups is not None and not callable(groups):

@@ -21,7 +21,7 @@ from midstream.lab.fit.probes.labelled_rows import (
     joined,
     read_groups,
 )
-from midstream.lab.fit.probes.row_scores import POOLS, REDUCTIONS, reduced
+from midstream.lab.fit.probes.row_scores import POOLS, REDUCTIONS, reduce_rows
 from midstream.lab.fit.prompts import naming_fields, read_prompts, rows_of_outputs, run_prompts
 from midstream.lab.fit.samples import read_layers
 from midstream.plan.positions.positions import Positions
@@ -115,7 +115,7 @@ class Recipe:
         return self.reduced(captured_rows(llm, outputs, captured, labels, keys))
 
     def reduced(self, data: LabelledRows) -> LabelledRows:
-        rows, owners = reduced(data.rows, data.owners, self.reduce)
+        rows, owners = reduce_rows(data.rows, data.owners, self.reduce)
         return replace(data, rows=rows, owners=owners, site=self.site)
 
     def read_rows(self, llm: Any, texts: Any, width: int) -> tuple[NDArray[Any], Indices]:
@@ -140,7 +140,7 @@ class Recipe:
                 shape = list(array.shape)
                 raise SpecError(f"texts[{index}]", f"expected rows of {width} numbers, got {shape}")
         owners = np.repeat(range(len(arrays)), [len(array) for array in arrays])
-        return reduced(np.concatenate(arrays), owners, self.reduce)
+        return reduce_rows(np.concatenate(arrays), owners, self.reduce)
 
     def placed(self, probe: Probe, data: LabelledRows) -> Probe:
         """Return a fitted probe with name, positions, and the pool by which its score at the last

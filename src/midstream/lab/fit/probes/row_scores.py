@@ -84,7 +84,7 @@ def pooled(scores: Floats, owners: Indices, pool: str) -> Floats:
     return means
 
 
-def reduced(rows: NDArray[Any], owners: Indices, reduce: str) -> tuple[NDArray[Any], Indices]:
+def reduce_rows(rows: NDArray[Any], owners: Indices, reduce: str) -> tuple[NDArray[Any], Indices]:
     """Return a row for each text, and its text: the "mean", or the "last"; "" all rows."""
     if not reduce or not len(owners):
         return rows, owners
