@@ -52,7 +52,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": lambda x: np.where(x > 0, x, 0.0),
     "tanh": np.tanh,
     "silu": lambda x: x * sigmoid(x),
-    "gelu": lambda x: x * np.vectorize(lambda one: (1 + math.erf(one / math.sqrt(2))) / 2)(x),
+    "gelu": lambda x: x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))) / 2,
 }
 
 

@@ -41,6 +41,7 @@ from midstream.plan import (
     AttentionPool,
     Classes,
     Entropy,
+    Hidden,
     Mass,
     Reading,
     Stop,
@@ -353,6 +354,13 @@ def test_scores_of_split_vectors_are_the_sums_of_the_parts_of_the_ranks(alone, s
             name="classes",
         ),
         Probe(attention_pool=heads(2), layer=1, site="z", name="attention"),
+        Probe(
+            hidden=Hidden([vector(HIDDEN) for _ in range(3)], [2.0, -1.0, 0.5]),
+            classes=Classes([vector(3), vector(3)]),
+            layer=1,
+            site="z",
+            name="units",
+        ),
     ]
     capture = Capture(1, "resid_post", positions="last_prompt")
     found = run(several, capture, EDITS[:2], probes=[probes] * 5)

@@ -51,11 +51,12 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
             hidden bytes on the device.
         programs: maximum number of distinct combinations of edits (and of captures) in use.
         max_edits: maximum number of instructions in use, counted once per distinct program. An edit
-            is one or more instructions, a probe is one, or one for each class, query and value.
+            is one or more instructions, a probe is one, or one for each class, query, value and
+            hidden unit.
         edits_per_site: maximum number of instructions for one token at one site.
         probes: maximum number of scores for one token: those of probes, with one for each class,
-            query and value, and of gates that read an earlier site. Each takes 4 bytes on the
-            device per token of a step.
+            query, value and hidden unit, and of gates that read an earlier site. Each takes 4 bytes
+            on the device per token of a step.
         doses: number of edits of a request, one for each layer, whose dose is measured: how long
             the change of a token's vector is, relative to the vector before it; see `Dose`. Each
             takes 4 bytes on the device per token of a step. On a GPU, steps of 256 sequences with

@@ -313,7 +313,8 @@ class Probe(Operation, ProbeFiles):
     @property
     def rule(self) -> ScoreRule:
         """How its scores are made of the numbers that `instructions` store."""
-        rule, rows, bias = PLAIN, (), None
+        rule, bias = PLAIN, None
+        rows: tuple[Vector, ...] = ()
         if self.classes is not None:
             rule, rows, bias = self.classes.rule(), self.classes.weights, self.classes.bias
         elif self.attention_pool is not None:

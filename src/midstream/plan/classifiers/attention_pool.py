@@ -36,8 +36,8 @@ class AttentionPool(FrozenFields):
     With the kind "max", MultiMax of Kramár et al.: the sum over heads of max_s ⟨value, h_s⟩.
 
     Each differs from the papers in this: the score is that of every prefix, the last one that of
-    the whole text; h is read as it is, without an MLP before the heads; the first windows are
-    shorter; rolling means are added over the heads before their maximum is taken.
+    the whole text; h is read as it is, but for a `Hidden` layer; the first windows are shorter;
+    rolling means are added over the heads before their maximum is taken.
 
     Sums are kept in float64, so a prompt of any length loses nothing. Each query and each value is
     one of the scores of a token; see the settings `probes` and `edits_per_site`.

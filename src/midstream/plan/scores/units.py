@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,8 @@ class UnitLayer:
         for start in range(0, len(units), many):
             products = np.multiply(active[start : start + many, None], weights, order="C")
             out[start : start + many] = products.sum(2)
-        return out + biases
+        out += biases
+        return out
 
 
 @functools.lru_cache(maxsize=64)
@@ -67,9 +69,10 @@ def _activated(activation: str, values: Array) -> Array:
     if activation == "tanh":
         return np.tanh(values)
     if activation == "silu":
-        return values / (1 + np.exp(-values))
+        silu: Array = values / (1 + np.exp(-values))
+        return silu
     assert activation == "gelu"
-    import torch  # NumPy has no error function
-
-    normal = 0.5 * (1 + torch.erf(torch.from_numpy(values) / 2**0.5)).numpy()
-    return values * normal
+    # NumPy has no error function.
+    errors: Any = np.frompyfunc(math.erf, 1, 1)(values / math.sqrt(2))
+    gelu: Array = values * (0.5 * (1 + errors.astype(np.float64)))
+    return gelu

@@ -144,9 +144,9 @@ def need_of(
     if plan.slots > room.probes:
         raise SpecError(
             "probes",
-            f"the request reads {plan.slots} scores (probes, one for each class, query and value, "
-            f"and probes of gates at other sites), and a token has room for {room.probes}; raise "
-            "midstream's setting probes",
+            f"the request reads {plan.slots} scores (probes, one for each class, query, value or "
+            f"hidden unit, and probes of gates at other sites), and a token has room for "
+            f"{room.probes}; raise midstream's setting probes",
         )
     return need
 
@@ -244,8 +244,8 @@ def _check_sites(piece: PlanSegment, taps: list[Tap], limit: int) -> None:
             raise SpecError(
                 "edits",
                 f"{count} instructions for one token at {site} of layer {layer} (an edit takes one "
-                "or more, a probe one, or one for each class, query and value), and the limit is "
-                f"{limit}; raise midstream's setting edits_per_site",
+                "or more, a probe one, or one for each class, query, value or unit), and the limit "
+                f"is {limit}; raise midstream's setting edits_per_site",
             )
 
 
