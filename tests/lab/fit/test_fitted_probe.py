@@ -113,14 +113,14 @@ def test_layers_are_joined_and_a_classifier_of_ones_own_is_fitted_as_it_is():
     assert found.calibrate().fitted.predict_proba(rows).shape == (TEXTS, 2)
 
 
-def test_a_network_of_each_activation_is_scored_as_torch_does():
-    rows = torch.randn(9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for activation in (torch.nn.ReLU(), torch.nn.GELU(), torch.nn.Tanh(), torch.nn.SiLU()):
-        torch.manual_seed(1)
-        module = torch.nn.Sequential(torch.nn.Linear(5, 6), activation, torch.nn.Linear(6, 1))
-        scores = score_rows(Probe.from_torch(module, layer=1), rows.numpy())
-        wanted = module.double()(rows).detach().numpy()[:, 0]
-        np.testing.assert_allclose(scores, wanted, rtol=1e-6, atol=1e-7)
+def test_a_network_of_ones_own_is_scored_by_its_log_odds():
+    rows, labels = planted()
+    network = MLPClassifier((5,), activation="tanh", solver="lbfgs", alpha=3.0, random_state=1)
+    model = make_pipeline(StandardScaler(), network)
+    found = FittedProbe.from_rows(rows, labels, model, layer=0, held_out=2)
+    wanted = decisions(clone(model).fit(rows, labels), rows)
+    np.testing.assert_allclose(found.decision_function(rows), wanted, rtol=1e-4, atol=1e-4)
+    assert found.info.recipe["kind"] == "Pipeline"
 
 
 def needles(texts=80, width=10, seed=0, classes=2):

@@ -48,17 +48,10 @@ def score_rows(probe: Probe, rows: NDArray[Any]) -> Floats:
         linked: Floats = shares / shares.sum(1, keepdims=True)
         return linked if probe.link == "softmax" else outputs
     if probe.mlp is not None:
-        from scipy.special import erf
-
         units = wide @ _matrix(probe.mlp.hidden).T + probe.mlp.hidden_bias.numpy()
-        activations: dict[str, Any] = {
-            "relu": lambda x: np.maximum(x, 0),
-            "tanh": np.tanh,
-            "silu": lambda x: x / (1 + np.exp(-x)),
-            "gelu": lambda x: x * (1 + erf(x / np.sqrt(2))) / 2,
-        }
-        activated = activations[probe.mlp.activation](units)
-        scores: Floats = activated @ probe.mlp.output.numpy().astype(np.float64) + probe.bias
+        # Those of scikit-learn's networks.
+        active = np.tanh(units) if probe.mlp.activation == "tanh" else np.maximum(units, 0)
+        scores: Floats = active @ probe.mlp.output.numpy().astype(np.float64) + probe.bias
         return scores
     vectors: Any = probe.direction if isinstance(probe.direction, tuple) else (probe.direction,)
     linear: Floats = wide @ _matrix(vectors).reshape(-1) + probe.bias
