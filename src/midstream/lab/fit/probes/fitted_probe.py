@@ -92,6 +92,7 @@ class FittedProbe(HeldOutScores):
             held_out: a number of folds, at most one per text or group of a class; or the share of
                 the texts, below 1, that are held out of the fit.
             groups: a key per text: those of one key, such as a topic, are held out together.
+                Confidence intervals take texts as independent: with groups they are too narrow.
             positive: the class that scores higher; None: the last one when sorted, as 1 and True.
             name: of the probe.
             seed: of the splits and of the network.
