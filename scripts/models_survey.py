@@ -87,6 +87,8 @@ def main() -> int:
             # A model of transformers that vLLM does not support.
             found["models"].pop(candidate.name, None)
             continue
+        if "killed by SIGSEGV" in said["reason"] and candidate.name in survey_settings.CRASHES:
+            said["reason"] += f": {survey_settings.CRASHES[candidate.name]}"
         found["models"][candidate.name] = survey_file.entry(candidate, said)
         survey_file.write(options.out, found)
         sys.stdout.write(

@@ -149,6 +149,14 @@ SAME_AS: dict[str, str] = {
     "TeleChat3ForCausalLM": "llama",
 }
 
+# Why vLLM's process is killed, by a debugger.
+CRASHES = {
+    "JetMoeForCausalLM": (
+        "vLLM's Transformers backend gives its attention keys for every query head, and writes "
+        "them beyond a KV cache that has room for the key heads alone"
+    ),
+}
+
 # Architectures that vLLM once had its own model of, and now runs with the Transformers backend.
 LEFT_TO_THE_BACKEND = (
     "BambaForCausalLM",

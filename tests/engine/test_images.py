@@ -173,18 +173,25 @@ def test_the_frames_of_a_video_are_selected_without_the_times_between_them(serve
         "total_num_frames": 4,
         "frames_indices": [0, 1, 2, 3],
         "video_backend": "opencv",
-        "do_sample_frames": False,
     }
+    given = (frames, {**about, "do_sample_frames": False})
     mark = served.mark.replace("image", "video")
     prompt = {
         "prompt": f"{served.mark} and {mark} in the hat",
-        "multi_modal_data": {"image": [vision.picture(1)], "video": [(frames, about)]},
+        "multi_modal_data": {"image": [vision.picture(1)], "video": [given]},
     }
     wheres = {"video": Media(0, "video"), "image": Image(0), "both": [Image(0), {"video": -1}]}
     probes = [Probe(VECTOR, layer=2, name=name, positions=where) for name, where in wheres.items()]
     output = served.llm.generate(
-        [prompt], greedy(1), probes=[probes], capture=[Capture([1])], use_tqdm=False
+        [prompt], greedy(1), probes=[probes], capture=[EVERY], use_tqdm=False
     )[0]
+    inputs = served.oracle.with_video(
+        prompt["prompt"], prompt["multi_modal_data"]["image"], frames, about
+    )
+    assert inputs["input_ids"][0].tolist() == output.prompt_token_ids
+    rows, _ = served.oracle.run(inputs)
+    for tap, row in rows.items():
+        assert far(output.activations[tap], row) < TOLERANCE, tap
     found = {name: output.probes.positions_of(name).tolist() for name in wheres}
     ids = output.prompt_token_ids
     image, video = served.llm.get_tokenizer().convert_tokens_to_ids(

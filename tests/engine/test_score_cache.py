@@ -6,17 +6,18 @@ tokens the cache served is asserted to the token. A block is 32 tokens.
 """
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import tiny
 from support.cached_pair import SIZE, WHOLE, Pair, fresh
-from support.engines import generated, greedy
+from support.engines import engine, generated, greedy
 from support.updating import Stepped
 
 from midstream import Capture, Gate, Probe, Steer
-from midstream.plan import Stop, Switch
+from midstream.plan import AttentionPool, Classes, Stop, Switch
 
 
 @pytest.fixture
@@ -36,6 +37,15 @@ def vector(seed: int, size: float = 3.0) -> torch.Tensor:
 
 def probe(seed: int = 3, layer: int = 1, **where: Any) -> Probe:
     return Probe(vector(seed), layer, **where)
+
+
+def over_tokens(**where: Any) -> list[Probe]:
+    heads = AttentionPool(query=vector(5, 0.05), value=vector(6))
+    return [
+        Probe(vector(4), 1, name="largest", pool="max", **where),
+        Probe(attention_pool=heads, layer=1, name="attention", **where),
+        Probe(classes=Classes([vector(7), vector(8)]), layer=1, name="classes", **where),
+    ]
 
 
 def scores(output: Any, name: str | None = None) -> torch.Tensor:
@@ -189,6 +199,47 @@ def test_scores_of_one_step_are_served_to_another_request_in_the_same_step(
         torch.testing.assert_close(found.probes[name], expected.probes[name], rtol=1e-4, atol=1e-4)
         assert found.receipt.status == "ok"
     assert sum(found.num_cached_tokens for found in outputs[0]) in (0, 3 * WHOLE)
+
+
+def test_with_unscored_tokens_skipped_a_new_probe_costs_no_cache_hit(
+    tiny_llama: Path, uncached: Any, prompt: Any
+) -> None:
+    longer = [*prompt[:70], *fresh(60)]
+    settings = {"midstream": {"unscored_tokens": "skip"}, "block_size": 32}
+    stop = probe(name="guard", act=Stop(above=-1e9))
+    with engine(tiny_llama, **settings, enable_prefix_caching=True) as skipping:
+
+        def ask(some: Any, ids: list[int], **asked: Any) -> Any:
+            request = {"prompt_token_ids": ids}
+            return some.generate(request, greedy(3, detokenize=False), use_tqdm=False, **asked)[0]
+
+        ask(skipping, prompt)
+        first, *again = (ask(skipping, ids, probes=probe()) for ids in (prompt, longer, longer))
+        stopped = ask(skipping, prompt, probes=stop)
+        pooled = ask(skipping, prompt, probes=over_tokens())
+    for one, wanted in zip(
+        pooled.receipt.probed, over_tokens(positions=slice(WHOLE, None)), strict=True
+    ):
+        # What is over the tokens so far is over those that have a score.
+        values = pooled.probes[one.name]
+        assert values[:WHOLE].isnan().all()
+        expected = ask(uncached, prompt, probes=wanted).probes[one.name]
+        torch.testing.assert_close(values[WHOLE:], expected, rtol=1e-4, atol=1e-4)
+        assert one.unscored == WHOLE
+    assert first.num_cached_tokens == WHOLE
+    assert first.receipt.probed[0].unscored == WHOLE
+    assert first.receipt.status == "partial"
+    expected = ask(uncached, longer, probes=probe()).probes["probe"]
+    for output, hit in zip(again, (64, 128), strict=True):
+        assert output.num_cached_tokens == hit
+        assert output.outputs[0].token_ids == ask(uncached, longer).outputs[0].token_ids
+        values = output.probes["probe"]
+        assert values[:64].isnan().all()
+        torch.testing.assert_close(values[64:], expected[64:], rtol=1e-4, atol=1e-4)
+        assert output.receipt.probed[0].unscored == 64
+        assert "64 of them NaN" in str(output.receipt)
+    # A token without a score meets no condition: the first that has one does.
+    assert [action.position for action in stopped.receipt.actions] == [WHOLE]
 
 
 def test_a_preempted_request_has_its_scores_and_keeps_them_where_its_new_blocks_are(

@@ -107,6 +107,8 @@ def _qwen3vl() -> Parts:
     )
     sizes = {"size": {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}}
     sizes |= {"patch_size": 16, "merge_size": 2}
+    # As in published ones. vLLM normalises videos with the mean and deviation of images.
+    sizes |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     images, videos = hf.Qwen2VLImageProcessor(**sizes), hf.Qwen3VLVideoProcessor(**sizes)
     processor = hf.Qwen3VLProcessor(images, tokenizer, videos)
     return Parts("Qwen3VLForConditionalGeneration", config, processor)
@@ -212,7 +214,28 @@ class VisionOracle:
 
     def inputs(self, text: str, media: Sequence[Any], more: Sequence[int] = ()) -> dict[str, Any]:
         """Return the inputs for a text with media, and more tokens behind it."""
-        inputs = self.processed(text, media)
+        return self.continued(self.processed(text, media), more)
+
+    def with_video(
+        self, text: str, media: Sequence[Any], frames: Any, about: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the inputs for a text with images and a video, all of whose frames are read."""
+        return self.continued(
+            dict(
+                self._processor(
+                    text=[text],
+                    images=[list(media)],
+                    videos=[frames],
+                    video_metadata=[dict(about)],
+                    do_sample_frames=False,
+                    return_tensors="pt",
+                )
+            ),
+            (),
+        )
+
+    def continued(self, inputs: dict[str, Any], more: Sequence[int]) -> dict[str, Any]:
+        """Return what the processor made, with more tokens behind it."""
         tail = torch.tensor([list(more)], dtype=torch.long)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], tail], 1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

@@ -205,6 +205,10 @@ _TRANSFORMERS = {
     "eos_token_id": "stop_token_ids=[…]",
     **dict.fromkeys(("max_length", "max_new_tokens"), "max_tokens=…"),
 }
+_IN_A_CALL = {
+    **{name: f"SamplingParams({name}=…)" for name in SamplingArguments.__annotations__},
+    **_INSTEAD,
+}
 _SAMPLING = {**_INSTEAD, **_TRANSFORMERS, "num_beams": "LLM.beam_search(…)"}
 # Fields of requests to a server that are no sampling parameters; and how alike a name must be to
 # one of these to be taken for it.
@@ -234,8 +238,7 @@ def check_names(function: str, others: Iterable[str], *known: Callable[..., Any]
 
     Others that resemble nothing are left to vLLM, which may know more.
     """
-    params = {name: f"SamplingParams({name}=…)" for name in SamplingArguments.__annotations__}
-    _check_names(function, others, known, {**params, **_INSTEAD}, OWN)
+    _check_names(function, others, known, _IN_A_CALL, OWN)
 
 
 def check_sampling_names(others: Iterable[str], known: Callable[..., Any]) -> None:
@@ -269,18 +272,19 @@ def _check_names(
     instead: Mapping[str, str],
     own: Iterable[str],
 ) -> None:
+    parameters = _parameters(*known)
     for name in others:
-        if any(name in _parameters(callee) for callee in known):
+        if name in parameters:
             continue
-        close = closest(name, frozenset(own).union(*map(_parameters, known)))
+        close = closest(name, parameters.union(own))
         if name in instead or close:
             shown = instead.get(name, f"{close}=…")
             raise SpecError(name, f"{function}() has no such argument; did you mean {shown}?")
 
 
 @functools.cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def _parameters(*functions: Callable[..., Any]) -> frozenset[str]:
+    return frozenset().union(*(inspect.signature(function).parameters for function in functions))
 
 
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -164,6 +165,7 @@ def check_params(value: Any) -> None:
             raise SpecError("sampling_params", f"expected SamplingParams(…), got {kind(params)}")
 
 
+@functools.cache  # vLLM looks its names up in modules, which takes microseconds
 def _vllm() -> type[VllmSamplingParams]:
     import vllm
 

@@ -57,6 +57,11 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
         probes: maximum number of scores for one token: those of probes, with one for each class,
             query, value and hidden unit, and of gates that read an earlier site. Each takes 4 bytes
             on the device per token of a step.
+        unscored_tokens: what happens to tokens of a prompt that the prefix cache has without their
+            score, as no earlier request had the probe. "compute": they are computed once more.
+            "skip": the cache serves them, and they are scored from the next computed token on. The
+            score of each is then NaN, which meets no condition, and the receipt, with status
+            `partial`, counts them.
         doses: number of edits of a request, one for each layer, whose dose is measured: how long
             the change of a token's vector is, relative to the vector before it; see `Dose`. Each
             takes 4 bytes on the device per token of a step. On a GPU, steps of 256 sequences with
@@ -153,6 +158,7 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
     max_edits: Count = 65536
     edits_per_site: Count = 64
     probes: Count = 16
+    unscored_tokens: Literal["compute", "skip"] = "compute"
     doses: Amount = 0
     warn_dose: Dose | None = 2.0
     max_dose: Dose | None = None

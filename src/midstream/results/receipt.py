@@ -76,13 +76,19 @@ class Edited:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Counts of one probe's scores: `expected` by the plan, and `actual`."""
+    """Counts of one probe's scores: `expected` by the plan, and `actual`.
+
+    Attributes:
+        unscored: how many of them are NaN, as the prefix cache had their tokens without a score;
+            see the setting `unscored_tokens`.
+    """
 
     name: str
     site: str
     layer: int
     expected: int
     actual: int
+    unscored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,12 +295,13 @@ class Receipt:
 
     @property
     def status(self) -> str:
-        """`ok`; `partial` if captured vectors were dropped or values are not finite, as the
-        settings allow; `error` if there are problems.
+        """`ok`; `partial` if captured vectors were dropped, values are not finite or cached tokens
+        have no score, as the settings allow; `error` if there are problems.
         """
         if self.problems:
             return "error"
-        return "partial" if self.dropped or self.nonfinite else "ok"
+        is_partial = self.dropped or self.nonfinite or any(probe.unscored for probe in self.probed)
+        return "partial" if is_partial else "ok"
 
     def check(self) -> None:
         """Check that there are no problems.
@@ -353,7 +360,17 @@ class Receipt:
             "edited": None
             if self.edited is None
             else {**_plain(self.edited), "doses": [_plain(dose) for dose in self.edited.doses]},
-            "probed": [_plain(probed) for probed in self.probed],
+            "probed": [
+                {
+                    "name": probed.name,
+                    "site": probed.site,
+                    "layer": probed.layer,
+                    "expected": probed.expected,
+                    "actual": probed.actual,
+                    **({"unscored": probed.unscored} if probed.unscored else {}),
+                }
+                for probed in self.probed
+            ],
             "selected": [
                 {
                     "what": selected.what,
@@ -423,6 +440,7 @@ class Receipt:
             lines += [f"  {dose}" for dose in _strongest(edited.doses)]
         lines += [
             f"  probe {probed.name}: {probed.actual} of {probed.expected} scores"
+            + (f", {probed.unscored} of them NaN: cached unscored" if probed.unscored else "")
             for probed in self.probed
         ]
         lines += [

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,12 +24,13 @@ from midstream.server.peers import CAPTURES, PEER
 from midstream.server.request_field import MidstreamField, take_field
 from midstream.server.response_writer import ResponseWriter
 from midstream.server.server import PATHS, SWEEP, Server
-from midstream.validation import encoded, read_json_members
+from midstream.validation import encoded, read_json, read_json_members
 
 _MARK = f'"{KEY}"'.encode()
 _KEY_OF = re.compile(rb"%b\s*:" % _MARK)
 _ESCAPE = b"\\u00"
 _WIDE = b"\0"  # occurs in UTF-16 and UTF-32, which JSON parsers accept as well
+_SHORT = 1 << 16  # bytes of a body that is parsed in about a millisecond
 _DIGITS = 18  # most digits of a plausible content length
 _OWN = ("/v1/midstream", "/v1/steering", "/midstream")
 _METRICS = "/metrics"
@@ -276,11 +276,14 @@ def _parse_if_asked(
     body: bytes, fields: frozenset[str] | None
 ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], bytes]] | None:
     """Return a body that concerns midstream, and its writer; None: it does not, or is no JSON."""
-    write: Callable[[dict[str, Any]], bytes] = _written
+    write: Callable[[dict[str, Any]], bytes] = _dumped
     try:
-        value, text, places = read_json_members(body)
-        if isinstance(value, dict):
-            write = partial(_written, before=dict(value), text=text, places=places)
+        if len(body) <= _SHORT:
+            value = read_json(body)
+        else:
+            value, text, places = read_json_members(body)
+            if isinstance(value, dict):
+                write = partial(_written, before=dict(value), text=text, places=places)
     except SpecError:
         try:
             value = json.loads(
@@ -295,11 +298,15 @@ def _parse_if_asked(
     return (value, write) if fields is not None or _has_field(value) else None
 
 
+def _dumped(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode()
+
+
 def _written(
     value: dict[str, Any],
-    before: Mapping[str, Any] = MappingProxyType({}),
-    text: str = "",
-    places: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    before: Mapping[str, Any],
+    text: str,
+    places: Mapping[str, tuple[int, int]],
 ) -> bytes:
     """Return a body as JSON. Unchanged members keep their text: long ones take time to write."""
     parts: list[bytes] = []

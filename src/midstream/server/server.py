@@ -164,10 +164,10 @@ class Server:
         layers = self.llm.info.shape.num_layers  # raises 503 until the engine is ready
         client = self.client_of(scope)
         plan = request_field.plan
-        if plan is not None:
+        if plan is not None and (count := _num_prompts(body)) > 1:
             with at("prompt"):
                 parts = (*plan.captures, *plan.edits, *plan.probes)
-                check_called(_num_prompts(body), size_of(parts, layers))
+                check_called(count, size_of(parts, layers))
         context = RequestContext(request_field, client)
         if plan is not None and plan.captures and request_field.activations == "handle":
             context.reservation = self.captures.reserve(client, completions_of(body))

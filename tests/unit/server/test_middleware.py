@@ -302,7 +302,7 @@ async def test_a_long_body_is_parsed_in_a_thread(monkeypatch):
     ],
     ids=["escapes", "numbers", "long"],
 )
-def test_members_of_a_body_that_did_not_change_keep_their_text(member, monkeypatch):
+def test_members_of_a_long_body_that_did_not_change_keep_their_text(member, monkeypatch):
     written, dumps = [], json.dumps
 
     def noted(value, **options):
@@ -311,6 +311,7 @@ def test_members_of_a_body_that_did_not_change_keep_their_text(member, monkeypat
 
     monkeypatch.setattr(json, "dumps", noted)
     field = '{"capture": {"layers": [1]}}'
+    member = f'"pad": "{" " * (1 << 16)}", {member}'
     body = f' {{ {member} ,"midstream":{field}, "vllm_xargs": {{"k": 1}}, "n" : 2}} '.encode()
     parsed = middleware._parse("/v1/completions", frozenset(), body)
     monkeypatch.undo()
@@ -319,6 +320,14 @@ def test_members_of_a_body_that_did_not_change_keep_their_text(member, monkeypat
     assert json.loads(parsed.body) == parsed.value
     longest = max(len(dumps(one)) for one in written)
     assert longest < 100, "nothing else runs in the process while a long value is written"
+
+
+def test_a_short_body_is_written_with_the_same_values():
+    sent = {"text": "café ☕ \n", "a": [1.5, {"b": 1e300}], "n": 2, "vllm_xargs": {"k": 1}}
+    body = json.dumps({**sent, "midstream": {"capture": {"layers": [1]}}}).encode()
+    parsed = middleware._parse("/v1/completions", frozenset(), body)
+    sent["vllm_xargs"]["midstream"] = parsed.id
+    assert json.loads(parsed.body) == parsed.value == sent
 
 
 async def test_a_client_that_leaves_while_it_sends_leaves_nothing():

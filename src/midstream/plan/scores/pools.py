@@ -71,7 +71,7 @@ def _next(decay: float, last: float | None, score: float) -> tuple[float, float 
     elif decay:
         value = decay * last + (1 - decay) * score
     else:
-        value = score if score > last else last
+        value = last if score <= last else score  # NaN is itself
     return value, value if math.isfinite(value) else last
 
 
@@ -81,8 +81,6 @@ def _next_row(decay: float, last: Any, score: Any) -> tuple[Any, Any]:
 
     last = np.full(score.shape, np.nan) if last is None else last
     value = decay * last + (1 - decay) * score if decay else np.maximum(score, last)
-    if not decay:
-        value = np.where(np.isnan(score), last, value)
     value = np.where(np.isnan(last), score, value)
     return value, np.where(np.isfinite(value), value, last)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from midstream.config.config import Config, from_additional_config
 from midstream.runtime.protocol.cache_keys import KeptScore
 from midstream.runtime.protocol.request_payload import payload_of
-from midstream.runtime.protocol.rpc import RPC, DropScores, arguments_of
+from midstream.runtime.protocol.rpc import RPC, BlankScores, DropScores, RpcRequest, arguments_of
 from midstream.runtime.vllm.attributes import SCORE_NUMBERS, SCORED_BLOCKS
 from midstream.runtime.vllm.kv_cache import KvBlocks, full_attention_blocks
 
@@ -30,11 +31,19 @@ class ScoredBlocks:
     dropped; the same score gets another one afterwards, as the workers start with it anew.
     """
 
-    def __init__(self, blocks: KvBlocks, drop: Callable[[list[str]], object]) -> None:
-        """Create it; `drop` tells the workers which scores, by key, they need not keep."""
+    def __init__(
+        self,
+        blocks: KvBlocks,
+        tell: Callable[[RpcRequest[Any]], object],
+        unscored: Literal["compute", "skip"] = "compute",
+    ) -> None:
+        """Create it; `tell` sends a message to the workers, and for `unscored` see the setting
+        `unscored_tokens`.
+        """
         self.group, self.size = blocks.group, blocks.size
         self._most = most_scores(blocks.tokens)
-        self._drop = drop
+        self._tell = tell
+        self._skips = unscored == "skip"
         self._numbers: OrderedDict[str, int] = OrderedDict()  # by key, the last used at the end
         self._next = 1
         self._kept: set[int] = set()  # those in `_numbers`
@@ -59,7 +68,7 @@ class ScoredBlocks:
                 self._kept.discard(number)
                 dropped.append(key)
             if dropped:
-                self._drop(dropped)
+                self._tell(DropScores(dropped))
         return numbers
 
     def _use(self, key: str) -> int:
@@ -75,16 +84,20 @@ class ScoredBlocks:
         self, request: Any, scores: Sequence[KeptScore], pool: Any, hit: list[Any], length: int
     ) -> int:
         """Return up to where the blocks of a hit of `length` tokens have a request's scores. One
-        that lacks any is replaced, in the list, by one of the same content that has them.
+        that lacks any is replaced, in the list, by one of the same content that has them; if there
+        is none, and unscored tokens are skipped, these have NaN from now on.
         """
-        wanted = _Wanted(scores, self.numbers_of(request, scores), self.size, self._kept)
+        numbers = self.numbers_of(request, scores)
+        wanted = _Wanted(scores, numbers, self.size, self._kept)
+        blank: dict[tuple[int, int], list[int]] = {}  # ids of blocks, by number and bits
         last: tuple[Coverage, Coverage] | None = None
         for index, block in enumerate(hit):
             if index * self.size >= length:
                 break
             needs = wanted.of_block(index)
             if needs is None:
-                return index * self.size  # a score of it was dropped
+                length = index * self.size  # a score of it was dropped
+                break
             if not needs:
                 continue
             coverage = self._coverage.get(block.block_id, ())
@@ -92,12 +105,29 @@ class ScoredBlocks:
                 continue
             if not _has(coverage, needs):
                 duplicate = self._duplicate(block, pool, needs)
-                if duplicate is None:
-                    return index * self.size
-                hit[index] = duplicate
+                if duplicate is not None:
+                    hit[index] = duplicate
+                elif not self._skips:
+                    length = index * self.size
+                    break
+                else:
+                    self._blank(block, needs, blank)
                 continue
             last = coverage, needs
+        key_of = dict(zip(numbers, (score.key for score in scores), strict=True))
+        for (number, bits), ids in blank.items():
+            tokens = [token for token in range(self.size) if bits >> token & 1]
+            self._tell(BlankScores(key_of[number], ids, tokens))
         return length
+
+    def _blank(self, block: Any, needs: Coverage, blank: dict[tuple[int, int], list[int]]) -> None:
+        """Add a block's unscored tokens to `blank`, and count them as scored."""
+        coverage = dict(self._coverage.get(block.block_id, ()))
+        for number, bits in needs:
+            if missing := bits & ~coverage.get(number, 0):
+                blank.setdefault((number, missing), []).append(block.block_id)
+                coverage[number] = coverage.get(number, 0) | bits
+        self._coverage[block.block_id] = tuple(sorted(coverage.items()))
 
     def _duplicate(self, block: Any, pool: Any, needs: Coverage) -> Any | None:
         for number in self._duplicates.get(block.block_hash, ()):
@@ -198,11 +228,13 @@ def prepare(engine: Any) -> None:
     if blocks is None or not _is_simple(manager, blocks):
         return
 
-    def drop(keys: list[str]) -> None:
-        message = arguments_of(DropScores(keys))
-        engine.model_executor.collective_rpc(RPC, args=message, non_block=True)
+    def tell(message: RpcRequest[Any]) -> None:
+        arguments = arguments_of(message)
+        engine.model_executor.collective_rpc(RPC, args=arguments, non_block=True)
 
-    SCORED_BLOCKS.set(manager.block_pool, ScoredBlocks(blocks, drop))
+    settings = from_additional_config(engine.vllm_config.additional_config) or Config()
+    scored = ScoredBlocks(blocks, tell, settings.unscored_tokens)
+    SCORED_BLOCKS.set(manager.block_pool, scored)
 
 
 def _is_simple(manager: Any, blocks: KvBlocks) -> bool:

@@ -122,6 +122,14 @@ class DropScores(RpcRequest[Acknowledged], frozen=True):
     keys: list[str]
 
 
+class BlankScores(RpcRequest[Acknowledged], frozen=True):
+    """Keep NaN as the score of tokens of cached blocks; from the engine core."""
+
+    key: str
+    blocks: list[Natural]
+    tokens: list[Natural]  # of each block, from 0
+
+
 class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
     """Change running requests' plans from the next unscheduled position. The core answers."""
 

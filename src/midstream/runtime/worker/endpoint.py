@@ -53,6 +53,8 @@ class WorkerEndpoint:
                 self._session.requests.resets = request.resets
             case rpc.DropScores():
                 self._session.drop_scores(request.keys)
+            case rpc.BlankScores():
+                self._session.blank_scores(request.key, request.blocks, request.tokens)
             case rpc.ChangePlans():
                 self._session.requests.change(request.changes)
             case rpc.CollectResults():

@@ -168,6 +168,12 @@ class WorkerSession:
             self._recorder.settle_until(self.counts.steps)
             self._recorder.kept.drop(keys)
 
+    def blank_scores(self, key: str, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+        """Keep NaN as a score of some tokens of each of some blocks."""
+        if self._recorder.kept is not None:
+            self._recorder.settle_until(self.counts.steps)
+            self._recorder.kept.blank(key, blocks, tokens)
+
     def check_integrity(self) -> None:
         """Check invariants that hold between steps; cheap."""
         self._recorder.check_integrity()

@@ -79,6 +79,9 @@ def test_a_number_that_is_not_finite_counts_at_its_own_token_alone(rule, seed, c
     spoiled[bad] = draw.choice([np.nan, np.inf, -np.inf], (len(bad), rule.columns))
     scores = in_parts(rule, spoiled, cuts)
     np.testing.assert_array_equal(scores, in_parts(rule, spoiled, []))
+    if rule.over != "none" or (rule.columns == 1 and not rule.units and rule.pool[:4] != "mean"):
+        is_nan = np.isnan(spoiled).any(1)
+        assert np.isnan(scores[is_nan]).all()
     good = np.setdiff1d(np.arange(30), bad)
     if rule.pool.startswith("mean") or (rule.over == "none" and rule.link != "none") or rule.units:
         # A mean has it for as long as it is in the window; a link may make it finite.

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from midstream.runtime.core.scored_blocks import ScoredBlocks, most_scores
 from midstream.runtime.protocol.cache_keys import CacheKeys, KeptScore
 from midstream.runtime.protocol.request_payload import RequestPayload
+from midstream.runtime.protocol.rpc import BlankScores
 from midstream.runtime.vllm.kv_cache import KvBlocks
 from midstream.runtime.worker.step.score_cache import ScoreCache
 
@@ -48,20 +49,27 @@ class Pool:
 class Engine:
     """An engine core and a worker that run one request after the other."""
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int | None = None, unscored: Any = "compute") -> None:
         self.pool = Pool()
         self.pool.served = []
         self.cache = ScoreCache(lambda: BLOCKS, COLUMNS, SIZE * (COUNT - 1))
-        self.scored = ScoredBlocks(BLOCKS, self.drop)
+        self.scored = ScoredBlocks(BLOCKS, self.tell, unscored)
         if most is not None:
             self.scored._most = most
         self.step = 0
         self.dropped: list[str] = []
+        # (block, key, token) of what was computed and not forgotten since.
+        self.computed: set[tuple[int, str, int]] = set()
+        self.unscored = 0
 
-    def drop(self, keys: list[str]) -> None:
+    def tell(self, message: Any) -> None:
         self.cache.carry_out(self.step)
-        self.cache.drop(keys)
-        self.dropped += keys
+        if isinstance(message, BlankScores):
+            self.cache.blank(message.key, message.blocks, message.tokens)
+            return
+        self.cache.drop(message.keys)
+        self.dropped += message.keys
+        self.computed = {part for part in self.computed if part[1] not in message.keys}
 
     def run(self, tokens: list[int], scores: tuple[KeptScore, ...], chunk: int) -> int:
         """Run a request; check the scores of what the cache serves it, and return how much."""
@@ -88,6 +96,8 @@ class Engine:
             if block in self.pool.served:
                 self.pool.served.remove(block)
         self.scored.forget(new)
+        forgotten = {block.block_id for block in new}
+        self.computed = {part for part in self.computed if part[0] not in forgotten}
         blocks += new
         if scores:
             self.cache.place(0, scores, ([block.block_id for block in blocks],), length)
@@ -102,7 +112,13 @@ class Engine:
             self.compute(tokens, scores, start, end)
             if start == length:
                 for cached in self.cache.take_new():
-                    self.check(tokens, scores, cached.scores().numpy())
+                    self.check(tokens, scores, cached.scores().numpy(), blocks)
+            self.computed |= {
+                (blocks[position // SIZE].block_id, score.key, position % SIZE)
+                for score in scores
+                for position in range(start, end)
+                if selects(score, position)
+            }
         self.cache.carry_out(self.step)
         self.cache.release([0])
         self.pool.free += reversed(blocks)
@@ -128,11 +144,20 @@ class Engine:
         shipment = Fake(scores=lambda: torch.from_numpy(values))
         self.cache.record(prepared if scores else None, shipment, self.step)  # type: ignore[arg-type]
 
-    def check(self, tokens: list[int], scores: tuple[KeptScore, ...], rows: Any) -> None:
+    def check(
+        self, tokens: list[int], scores: tuple[KeptScore, ...], rows: Any, blocks: list[Any]
+    ) -> None:
         for score in scores:
             for position in range(len(rows)):
-                if selects(score, position):
+                if not selects(score, position):
+                    continue
+                place = blocks[position // SIZE].block_id, score.key, position % SIZE
+                if place in self.computed:
                     assert rows[position, score.slot] == true_score(tokens, position, score.key)
+                else:
+                    assert self.scored._skips
+                    assert np.isnan(rows[position, score.slot])
+                    self.unscored += 1
 
 
 def selects(score: KeptScore, position: int) -> bool:
@@ -150,10 +175,11 @@ def random_scores(draw: random.Random) -> tuple[KeptScore, ...]:
     )
 
 
-@given(st.integers(0, 10**9))
-def test_scores_that_the_cache_serves_are_those_of_the_tokens(seed: int) -> None:
+@pytest.mark.parametrize("unscored", ["compute", "skip"])
+@given(seed=st.integers(0, 10**9))
+def test_scores_that_the_cache_serves_are_those_of_the_tokens(unscored: str, seed: int) -> None:
     draw = random.Random(seed)
-    engine = Engine(draw.choice([None, None, 2]))
+    engine = Engine(draw.choice([None, None, 2]), unscored)
     trunks = [[draw.randrange(9) for _ in range(30)] for _ in range(3)]
     served = []
     for _ in range(25):
@@ -177,6 +203,21 @@ def test_a_request_that_comes_again_is_served_whole_blocks_with_its_scores() -> 
     assert engine.run(tokens, (score("a"),), 18) == 16
     assert engine.run(tokens, (score("b"),), 18) == 16
     assert engine.run(tokens, (), 18) == 16
+
+
+def test_with_unscored_tokens_skipped_a_hit_is_as_long_as_without_a_probe() -> None:
+    engine, tokens = Engine(unscored="skip"), list(range(18))
+    engine.run(tokens, (), 18)
+    assert engine.run(tokens, (score("a"),), 18) == 16
+    assert engine.unscored == 16
+    # What was computed with the score has it, also beside what was not.
+    longer = [*tokens[:12], *range(50, 60)]
+    engine.unscored = 0
+    assert engine.run(longer, (score("a"), score("b", 1, ((9, None),))), 22) == 12
+    assert engine.unscored == 12 + 3
+    engine.unscored = 0
+    assert engine.run(longer, (score("a"), score("b", 1, ((9, None),))), 22) == 20
+    assert engine.unscored == 12 + 3
 
 
 def test_a_score_that_was_dropped_is_kept_anew_by_later_requests_alone() -> None:

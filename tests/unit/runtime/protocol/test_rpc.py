@@ -60,6 +60,7 @@ CALLS = [
     (rpc.ReadData("u", 16, 32), rpc.ResultData(b"\x00\xff")),
     (rpc.DiscardData("u"), rpc.Acknowledged()),
     (rpc.DropScores(["00ff"]), rpc.Acknowledged()),
+    (rpc.BlankScores("00ff", [3, 1], [0, 7]), rpc.Acknowledged()),
     (rpc.ReleaseRequests([]), rpc.Acknowledged()),
     (rpc.ReadParameter("x", 0, 2), rpc.ParameterRows([], [2, 1], "float16", 0, b"abcd")),
     (rpc.ReadDirections(7, [LensMap(64, -1, True)]), rpc.TokenDirections(b"abcd", "")),

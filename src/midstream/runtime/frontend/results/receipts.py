@@ -99,7 +99,8 @@ def make_receipt(
         if probe.name:
             expected = _count(probe.where.final(length, tokens))
             actual = 0 if probes is None else len(probes[probe.name])
-            probed.append(Probed(probe.name, probe.site, probe.layer, expected, actual))
+            unscored = 0 if probes is None else _unscored(probe.name, probes, parts)
+            probed.append(Probed(probe.name, probe.site, probe.layer, expected, actual, unscored))
             if actual != expected:
                 problems.append(f"probe {probe.name}: {actual} scores came, expected {expected}")
     held, wrong = held_plans(plan, later, parts, length)
@@ -129,6 +130,24 @@ def make_receipt(
         versions=versions,
         actions=actions_of(plan, completion, length, probes, held),
     )
+
+
+def _unscored(name: str, probes: Probes, parts: list[WorkerResult]) -> int:
+    """Return how many scores are NaN of tokens that the cache served."""
+    hit = max((_num_cached(part.states) for part in parts), default=0)
+    if not hit:
+        return 0
+    positions = probes.positions_of(name).numpy()
+    is_nan = np.isnan(probes[name].numpy()[: np.searchsorted(positions, hit)])
+    return int((is_nan if is_nan.ndim == 1 else is_nan.any(1)).sum())
+
+
+def _num_cached(states: Ints) -> int:
+    """Return the number of first positions that the cache served."""
+    if not states.size or states[0] != CACHED:
+        return 0
+    computed = np.flatnonzero(states != CACHED)
+    return int(computed[0]) if computed.size else int(states.size)
 
 
 def _nonfinite(parts: list[WorkerResult], length: int) -> Nonfinite | None:

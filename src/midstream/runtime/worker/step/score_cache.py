@@ -104,13 +104,12 @@ class ScoreCache:
         """Note a request that is about to run, maybe again: its blocks by group, of which the cache
         served `cached` tokens. Its earlier steps are settled.
         """
-        if self._blocks is None:
-            self._blocks = self._find_blocks()
-            if self._blocks is None:
-                return
+        known = self._kv_blocks()
+        if known is None:
+            return
         if slot >= self._layout.size:
             size = max(64, 2 * slot)
-            width = -(-self._max_model_len // self._blocks.size) + 1
+            width = -(-self._max_model_len // known.size) + 1
             if not self._table.size:
                 self._table = np.zeros((0, width), np.int64)
             self._layout = grow(self._layout, size)
@@ -191,6 +190,19 @@ class ScoreCache:
                 layout.kept[[known == key for known in layout.keys]] = _DROPPED
         # Later requests with these scores are kept anew, in other rows.
         self._numbers.clear()
+
+    def blank(self, key: str, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+        """Keep NaN as a score of some tokens of each of some blocks. Every step is settled."""
+        known = self._kv_blocks()
+        if known is not None:
+            places = np.array(blocks, np.int64)[:, None] * known.size + np.array(tokens, np.int64)
+            row = self._row(key)  # which may make `_values` anew
+            self._values[row, places] = np.nan
+
+    def _kv_blocks(self) -> KvBlocks | None:
+        if self._blocks is None:
+            self._blocks = self._find_blocks()
+        return self._blocks
 
     def record(self, prepared: PreparedStep | None, shipment: Shipment | None, step: int) -> None:
         """Queue a step's scores to be kept, and then those that its new requests have."""
