@@ -324,6 +324,9 @@ class Probe(Operation, ProbeFiles):
             rule = replace(rule, columns=units.units, units=units)
         return replace(rule, link=self.link, pool=self.pool)
 
+    def __dir__(self) -> list[str]:
+        return [*Operation.__dir__(self), "diff", "info", "push_to_hub", "save", "with_info"]
+
     def with_info(self, info: ProbeInfo | None) -> Probe:
         """Return the probe with what is known of it; None: nothing."""
         with at("info"):

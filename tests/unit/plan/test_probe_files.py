@@ -86,6 +86,7 @@ def test_what_is_known_changes_neither_equality_nor_requests_and_stays_with_the_
     bare = PROBE.with_info(None)
     assert (bare, hash(bare), repr(bare)) == (PROBE, hash(PROBE), repr(PROBE))
     assert "info" not in PROBE.to_dict()
+    assert {"direction", "diff", "info", "save", "with_info"} <= set(dir(PROBE))
     packed = [
         to_bytes(resolve(Plan(probes=(probe,)), SHAPE, Prompt(3), 2)) for probe in (bare, PROBE)
     ]
