@@ -30,8 +30,13 @@ def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, st
     return {
         "README.md": {"ratio": ratio(found), "figures": figures(found)},
         "docs/benchmarks.md": {"benchmarks": "\n\n".join(map(render, latest_8b(found).values()))},
+        "docs/probing.md": {"probes": "".join(map(render, _of(found, "probes")[-1:]))},
         "benchmarks/results/README.md": {"benchmarks": "\n\n".join(map(render, found))},
     }
+
+
+def _of(results: list[dict[str, Any]], benchmark: str) -> list[dict[str, Any]]:
+    return [result for result in results if result["benchmark"] == benchmark]
 
 
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -424,6 +429,25 @@ def attribution(result: dict[str, Any]) -> str:
     return "\n\n".join([_where(result), markers.table(head, rows, numbers=True)])
 
 
+def probes(result: dict[str, Any]) -> str:
+    """Render a result of probes.py: what held-out texts say of each kind of probe."""
+
+    def shown(interval: list[float]) -> str:
+        value, low, high = interval
+        return f"{value:.3f} ({low:.3f} to {high:.3f})"
+
+    rows = [
+        [name, *(shown(one[rate]) for rate in ("auc", "tpr", "fpr")), f"{one['brier']:.3f}"]
+        for name, one in result["kinds"].items()
+    ]
+    target = f"{result['fpr']:.0%}"
+    columns = ["AUC", f"TPR at a target of {target} FPR", "FPR of held-out texts", "Brier"]
+    head = [f"{result['model']}, layer {result['layer']}, {result['texts']} texts", *columns]
+    # One round: a fit with a seed gives the same.
+    once = {name: part for name, part in result.items() if name != "rounds"}
+    return "\n\n".join([_where(once), markers.table(head, rows, numbers=True)])
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "against": against,
     "attribution": attribution,
@@ -450,6 +474,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead_tp": overhead,
     "flat_cost": overhead,
     "parity": parity,
+    "probes": probes,
 }
 
 

@@ -58,6 +58,8 @@ MOVED = {
         "midstream.errors",
     ),
 }
+# Methods of the core's classes that the lab has: the module, and the class with that method.
+METHODS = {"Probe.fit": ("midstream.lab.fit", "FittedProbe")}
 # Sub-commands in the order of the help, and the module with the function of that name.
 COMMANDS = {
     "demo": "midstream.lab.cli.demo",
@@ -77,6 +79,8 @@ STORE_COMMANDS = {
     "merge": "midstream.cli.merge",
     "prune": "midstream.cli.prune",
 }
+# The same of the group `probe`.
+PROBE_COMMANDS = {"show": "midstream.cli.show", "diff": "midstream.cli.diff"}
 # Modules of routes that the server adds to its own; each has a `router`.
 ROUTES = ("midstream.lab.server.routes.sweep", "midstream.lab.server.routes.fit")
 
@@ -85,8 +89,13 @@ def public(name: str) -> Any:
     return getattr(import_module({**MOVED, **PUBLIC}[name]), name)
 
 
+def method(name: str) -> Any:
+    module, owner = METHODS[name]
+    return getattr(getattr(import_module(module), owner), name.partition(".")[2])
+
+
 def command(name: str) -> ModuleType:
-    return import_module({**COMMANDS, **STORE_COMMANDS}[name])
+    return import_module({**COMMANDS, **STORE_COMMANDS, **PROBE_COMMANDS}[name])
 
 
 def routers() -> list[Any]:

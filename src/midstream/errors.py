@@ -211,6 +211,7 @@ _EXTRA_OF = {
     "pydantic": "vllm",
     "ray": "ray",
     "s3fs": "cloud",
+    "scipy": "fit",
     "sklearn": "fit",
     "starlette": "vllm",
     "tokenizers": "vllm",

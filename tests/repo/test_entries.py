@@ -40,8 +40,12 @@ def test_the_names_of_the_table_are_public_functions_that_type_checkers_see_ther
     assert set(entries.PUBLIC) <= set(midstream.__all__)
     for name in entries.PUBLIC:
         assert getattr(midstream, name) is entries.public(name), name
-    for name in (*entries.COMMANDS, *entries.STORE_COMMANDS):
+    for name in (*entries.COMMANDS, *entries.STORE_COMMANDS, *entries.PROBE_COMMANDS):
         assert callable(getattr(entries.command(name), name)), name
+    for name in entries.METHODS:
+        owner = getattr(midstream, name.partition(".")[0])
+        assert callable(getattr(owner, name.partition(".")[2])), name
+        assert entries.method(name).__module__.startswith("midstream.lab."), name
     assert dict(imports_for_types()) == entries.PUBLIC
     assert len(entries.routers()) == len(entries.ROUTES)
     assert all(router.routes for router in entries.routers())

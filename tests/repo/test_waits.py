@@ -59,6 +59,7 @@ ON_LOOP_THREADS = {
     "api/registered.py: AsyncLenses.register",
     "api/registered.py: AsyncSaes.register",
     "lab/fit/directions.py: Directions.fit_async",
+    "lab/fit/probes/fitted_probe.py: FittedProbe.fit_async",
     "lab/server/routes/fit.py: fit",
     "runtime/frontend/request/heavy_work.py: in_thread",
     "runtime/frontend/results/async_completion.py: AsyncCompletion._finish",

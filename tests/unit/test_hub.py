@@ -15,6 +15,7 @@ from support.refusals import refused_calls
 from unit.store.making import entry, same, write
 
 from midstream import SAE, JacobianLens, Probe, TunedLens
+from midstream.errors import SpecError
 from midstream.lab.fit import Directions, LayerScore
 from midstream.store import Store, open_store
 
@@ -39,7 +40,7 @@ OBJECTS: list[tuple[Any, set[str], list[str], Any]] = [
     ),
     (
         Probe(V, layer=4, bias=0.5, name="guard"),
-        {"probe.json"},
+        {"probe.safetensors"},
         ["| Layers | 4 |", "Scores on my data: 0.9", '.probes["guard"]'],
         lambda one: one.to_dict(),
     ),
@@ -94,6 +95,15 @@ def test_objects_come_back_with_cards_that_say_what_they_are(hub: StandIn, tmp_p
         folder.mkdir()
         given.to_folder(folder)
         assert content(type(given).from_pretrained(folder)) == content(given)
+
+
+def test_a_probe_of_an_earlier_release_is_read(hub: StandIn) -> None:
+    old = b'{"direction": [1, 2, 3], "layer": 4, "bias": 0.5, "name": "guard"}'
+    hub.repositories["models/me/old"] = {"probe.json": old}
+    assert Probe.from_pretrained("me/old") == Probe(V, layer=4, bias=0.5, name="guard")
+    hub.repositories["models/me/cut"] = {"probe.json": b"{"}
+    with pytest.raises(SpecError, match=r"probe\.json: expected JSON"):
+        Probe.from_pretrained("me/cut")
 
 
 def test_an_sae_is_read_from_a_folder_within_a_repository(hub: StandIn, tmp_path: Path) -> None:

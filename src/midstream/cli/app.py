@@ -32,6 +32,10 @@ def make() -> typer.Typer:
     for name in entries.STORE_COMMANDS:
         _add(store, name)
         _add(command, name, hidden=True)  # its name before there was a group
+    probe = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Look into files of probes.")
+    command.add_typer(probe, name="probe")
+    for name in entries.PROBE_COMMANDS:
+        _add(probe, name)
     return command
 
 

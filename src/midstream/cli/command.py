@@ -23,7 +23,7 @@ _ELSEWHERE = {
         "negative)",
     ),
     **dict.fromkeys(
-        ("probe", "score", "monitor"),
+        ("probes", "score", "monitor"),
         "in Python, LLM(MODEL).generate(PROMPT, probes=Probe(vector, layer=14)); on a server, "
         "`midstream guard put NAME PROBE --above 2.0`",
     ),

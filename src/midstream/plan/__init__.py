@@ -41,6 +41,8 @@ from midstream.plan.positions.positions import (
 )
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.probe import Probe
+from midstream.plan.probe_files.difference import ProbeDiff
+from midstream.plan.probe_files.info import Calibration, ProbeInfo
 from midstream.plan.readouts.attention import Attention, Entropy, Mass, TopKeys
 from midstream.plan.readouts.capture import Capture
 from midstream.plan.readouts.features import Features
@@ -66,6 +68,7 @@ __all__ = [
     "AttentionPool",
     "Between",
     "Bias",
+    "Calibration",
     "Capture",
     "CapturedRows",
     "Clamp",
@@ -95,6 +98,8 @@ __all__ = [
     "Plan",
     "Positions",
     "Probe",
+    "ProbeDiff",
+    "ProbeInfo",
     "Prompt",
     "Reading",
     "Reconstruct",

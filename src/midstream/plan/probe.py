@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+from midstream import entries
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.plan import forms
@@ -23,6 +24,7 @@ from midstream.plan.operation import Operation, by_value, read_scalar, rows_by_v
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
 from midstream.plan.probe_files import ProbeFiles
+from midstream.plan.probe_files.info import ProbeInfo
 from midstream.plan.readouts.attention import Entropy, Mass, read_reduction
 from midstream.plan.scores.pools import NO_POOL, read_pool
 from midstream.plan.scores.rule import LINKS, PLAIN, ScoreRule
@@ -92,6 +94,8 @@ class Probe(Operation, ProbeFiles):
         act: what is done when the scores meet a condition; None: they are returned only.
         layers: one; with `direction` maybe several.
         sites: one; not read with `attention`.
+        info: what is known of it, from a fit or a file; None: nothing. No part of equality, of the
+            JSON form or of a request.
     """
 
     reads_last: ClassVar[bool] = True
@@ -107,6 +111,7 @@ class Probe(Operation, ProbeFiles):
     link: str
     pool: str
     act: Act | None
+    info: ProbeInfo | None = field(compare=False)
 
     @accept_spellings
     def __init__(
@@ -178,6 +183,7 @@ class Probe(Operation, ProbeFiles):
         self._read(partial(read_word, known=LINKS), link=link)
         self._read(read_pool, pool=pool)
         self._read_given(read_act, act=act)
+        self._set(info=None)
         _check_outputs(self)
         if self.attention is not None:
             self._check_alone(site)
@@ -262,6 +268,20 @@ class Probe(Operation, ProbeFiles):
         place: dict[str, Any] = {"layer": layer, "site": site, "name": name}
         return Probe(**arguments, **place, positions=positions, phase=phase, exclude=exclude)
 
+    @staticmethod
+    def fit(
+        llm: Any,
+        texts: Any,
+        labels: Any,
+        kind: Any = "logistic",
+        layer: forms.LayersLike | None = None,
+        **options: Any,
+    ) -> Any:
+        """Fit a probe to labelled texts: `FittedProbe.fit` of `midstream.lab.fit`, which has all
+        arguments, and returns the probe with its scores of held-out texts.
+        """
+        return entries.method("Probe.fit")(llm, texts, labels, kind, layer, **options)
+
     def _check_alone(self, site: forms.SitesLike | None) -> None:
         """Check that a probe of attention has nothing that only a direction has."""
         if site is not None:
@@ -303,6 +323,20 @@ class Probe(Operation, ProbeFiles):
             units = self.hidden.layer(rows, bias)
             rule = replace(rule, columns=units.units, units=units)
         return replace(rule, link=self.link, pool=self.pool)
+
+    def __dir__(self) -> list[str]:
+        return [*Operation.__dir__(self), "diff", "info", "push_to_hub", "save", "with_info"]
+
+    def with_info(self, info: ProbeInfo | None) -> Probe:
+        """Return the probe with what is known of it; None: nothing."""
+        with at("info"):
+            return self._changed(info=None if info is None else ProbeInfo.parse(info))
+
+    def replace(self, **changes: object) -> Probe:
+        # What is known of a probe is of what it computes, not of where.
+        probe = Operation.replace(self, **changes)
+        is_same = changes.keys() <= {"name", "positions", "phase", "exclude", "act"}
+        return probe.with_info(self.info) if is_same else probe
 
     @property
     def selections(self) -> tuple[Positions, ...]:

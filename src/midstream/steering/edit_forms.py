@@ -189,6 +189,8 @@ def bind_tier(
             continue
         with at(part.path) if part.path else nullcontext():
             for probe in part.probe.bind(lookup, shape.num_layers):
+                if probe.info is not None:
+                    probe.info.check("", shape)
                 everywhere = Plan(probes=(probe.replace(positions="all", phase=None),))
                 _resolve("probes[0]", everywhere, Prompt(1), shape)
                 yield probe

@@ -12,7 +12,7 @@ from support.command import CliRunner
 from midstream.cli import serve
 from midstream.cli.app import app
 from midstream.cli.command import model_first, whole
-from midstream.entries import COMMANDS, STORE_COMMANDS
+from midstream.entries import COMMANDS, PROBE_COMMANDS, STORE_COMMANDS
 from midstream.lab.tools.doctor import examine
 from midstream.lab.tools.doctor.report import (
     LACKING,
@@ -62,18 +62,25 @@ def run(monkeypatch: pytest.MonkeyPatch):
 def test_each_sub_command_has_help_with_an_example_and_no_type_of_flags():
     outside = CliRunner().invoke(app, ["--help"]).output
     inside = CliRunner().invoke(app, ["store", "--help"]).output
+    of_probes = CliRunner().invoke(app, ["probe", "--help"]).output
     for name, text, others in (
         *((name, outside, inside) for name in COMMANDS),
         *((name, inside, outside) for name in STORE_COMMANDS),
+        *((name, of_probes, outside) for name in PROBE_COMMANDS),
     ):
         assert re.search(rf"^│ {name} ", text, re.M), name
         assert not re.search(rf"^│ {name} ", others, re.M), name
-        words = ["store", name] if name in STORE_COMMANDS else [name]
+        groups = {
+            **dict.fromkeys(STORE_COMMANDS, ["store"]),
+            **dict.fromkeys(PROBE_COMMANDS, ["probe"]),
+        }
+        words = [*groups.get(name, []), name]
         shown = CliRunner().invoke(app, [*words, "--help"])
         assert shown.exit_code == 0
         assert f"Example: midstream {' '.join(words)} " in shown.output, name
         assert "bool" not in shown.output, name
-        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0, "as it was before"
+        if name not in PROBE_COMMANDS:
+            assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0, "as it was before"
     assert "bool" not in outside + inside
 
 

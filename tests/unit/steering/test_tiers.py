@@ -2,13 +2,14 @@
 
 from support.refusals import refused
 
-from midstream.plan import Reading, Steer
+from midstream.plan import Probe, ProbeInfo, Reading, Steer
 from midstream.plan.operations import Ablate, Gate
 from midstream.plan.shape import ModelShape
 from midstream.plan.vectors.named_vector import Named
 from midstream.steering.edit_forms import (
     Part,
     bind_part,
+    bind_tier,
     changed,
     read_hooks,
     read_reference,
@@ -120,4 +121,19 @@ def test_rows_that_no_request_can_have_are_refused_when_a_tier_is_set():
         (Steer(rows=[[1e36, 0.0], V], layer=1, positions=slice(0, 2)), "scale", ""),
         (Gate(rows, Reading(V, layer=3)), "probe.layer", ""),
         (rows.replace(layer=7), "layer", ""),
+    )
+
+
+def test_a_probe_of_a_model_of_other_dimensions_is_refused_when_a_tier_is_set():
+    shape = ModelShape(4, 2, [("resid_post", layer) for layer in range(4)])
+    probe = Probe(V, layer=1).with_info(ProbeInfo("org/small", 2, 4))
+
+    def bind(value):
+        return list(bind_tier(read_tier([value], "generated"), lambda name: None, shape))
+
+    (bound,) = bind(probe)
+    assert bound.info == probe.info
+    refused(
+        bind,
+        (probe.with_info(ProbeInfo("org/small", 2, 9)), "[0]", r"small \(width 2, 9 layers"),
     )

@@ -6,6 +6,7 @@ Importing it needs neither torch nor vLLM; scikit-learn and gguf are the extra `
 from midstream.lab.fit.direction import Direction
 from midstream.lab.fit.directions import Directions
 from midstream.lab.fit.guards import MaxKL, MaxPerplexity
+from midstream.lab.fit.probes import FittedProbe
 from midstream.lab.fit.scores import LayerScore
 from midstream.lab.fit.text_scores import TextScore
 from midstream.lab.fit.tune_result import Tuning, TuningCell
@@ -13,6 +14,7 @@ from midstream.lab.fit.tune_result import Tuning, TuningCell
 __all__ = [
     "Direction",
     "Directions",
+    "FittedProbe",
     "LayerScore",
     "MaxKL",
     "MaxPerplexity",

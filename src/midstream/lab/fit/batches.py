@@ -83,21 +83,31 @@ async def capture_rows_async(
 
     Chats are captured as token ids, so positions that select messages are rejected.
     """
-    from vllm import SamplingParams
-
     ids = [
         token_ids
         for path, prompts in (("positive", positive), ("negative", negative))
         for token_ids in encode_prompts(path, prompts, llm.get_tokenizer)
     ]
+    with naming_fields():
+        outputs = await _capture_ids(llm, ids, capture)
+    return split_classes(outputs, len(positive), capture.sites.names[0])
+
+
+async def capture_texts_async(llm: Any, texts: Any, capture: Capture) -> list[Any]:
+    """Capture the argument `texts` on an `AsyncLLM`, and return the outputs."""
+    with naming_fields("layer"):
+        return await _capture_ids(llm, encode_prompts("texts", texts, llm.get_tokenizer), capture)
+
+
+async def _capture_ids(llm: Any, ids: list[list[int]], capture: Capture) -> list[Any]:
+    from vllm import SamplingParams
+
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
 
     def steps() -> Steps[list[Any]]:
         return (yield PromptBatch(ids, [params] * len(ids), capture=capture))
 
-    with naming_fields():
-        outputs = await run_steps_async(llm, steps())
-    return split_classes(outputs, len(positive), capture.sites.names[0])
+    return await run_steps_async(llm, steps())
 
 
 async def _last(

@@ -41,20 +41,22 @@ def read_capture(layers: Any, site: Any, positions: Any, reduce: str) -> Capture
 
 
 @contextmanager
-def naming_fields() -> Iterator[None]:
+def naming_fields(layers: str = "layers") -> Iterator[None]:
     """Have errors name the arguments of a fit, of which its `Capture` is made."""
     try:
         yield
     except SpecError as error:
         field = error.path.removeprefix("capture.")
-        raise type(error)({"sites": "site"}.get(field, field), error.problem) from None
+        raise type(error)(
+            {"sites": "site", "layers": layers}.get(field, field), error.problem
+        ) from None
 
 
 def split_classes(
     outputs: Sequence[Any], positives: int, site: str
 ) -> tuple[CapturedClass, CapturedClass]:
     """Return the rows of both classes from the outputs, those of the positives first."""
-    return _class(outputs[:positives], site), _class(outputs[positives:], site)
+    return rows_of_outputs(outputs[:positives], site), rows_of_outputs(outputs[positives:], site)
 
 
 def read_classes(llm: Any, positive: Any, negative: Any) -> tuple[Any, Any]:
@@ -97,8 +99,12 @@ def is_chat(prompt: object) -> bool:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and is_message(prompt[0])
 
 
-def run_prompts(llm: Any, prompts: list[Any], capture: Capture) -> list[Any]:
-    """Run the prompts for one token each, in one batch, and return the outputs."""
+def run_prompts(
+    llm: Any, prompts: list[Any], capture: Capture, path: str = "positive"
+) -> list[Any]:
+    """Run the prompts for one token each, in one batch, and return the outputs; `path` is the
+    argument that they are.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
@@ -111,11 +117,11 @@ def run_prompts(llm: Any, prompts: list[Any], capture: Capture) -> list[Any]:
         outputs: list[Any] = llm.generate(inputs, params, capture=capture, use_tqdm=False)
         return outputs
     if not all(chats):
-        raise SpecError("positive", "expected either chats alone, or texts and token ids alone")
+        raise SpecError(path, "expected either chats alone, or texts and token ids alone")
     ends = {prompt[-1]["role"] == "assistant" for prompt in prompts}
     if len(ends) > 1:
         raise SpecError(
-            "positive", "expected that all chats end with the assistant's turn, or that none does"
+            path, "expected that all chats end with the assistant's turn, or that none does"
         )
     goes_on = ends == {True}
     answers: list[Any] = llm.chat(
@@ -129,7 +135,8 @@ def run_prompts(llm: Any, prompts: list[Any], capture: Capture) -> list[Any]:
     return answers
 
 
-def _class(outputs: Sequence[Any], site: str) -> CapturedClass:
+def rows_of_outputs(outputs: Sequence[Any], site: str) -> CapturedClass:
+    """Return the rows of prompts by layer; `site` is the one that was captured."""
     layers = outputs[0].activations.layers
     if not layers:
         raise SpecError("site", f"{site} has no layers; fit a site that has, such as resid_post")

@@ -23,6 +23,7 @@ from midstream.plan import (
 from midstream.plan.plan import ServerWide, asks_engine
 from midstream.plan.positions.decoded_text import text_map
 from midstream.plan.positions.items import CONTENT
+from midstream.plan.probe_files.info import check_models
 from midstream.plan.readouts import ReadOut
 from midstream.plan.readouts.capture import SHARDED
 from midstream.plan.readouts.reduced import check_codec, num_sums, with_split_rows
@@ -154,6 +155,7 @@ class PlanResolver:
         known = self.known(own, before, also, request)
         if known is not None:
             return known
+        self._check_models(own)
         plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
         if read_prompts(before, also) or (plan is not None and plan.needs_prompt):
             prompt = self._prompt(request, call_plan)
@@ -189,8 +191,15 @@ class PlanResolver:
     ) -> PreparedPlan:
         """Prepare a streaming session's plan: all tokens but the first count as generated."""
         check_growing(plan, before, also)
+        self._check_models(plan)
         own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
         return self._finish(own, before, also, Prompt(1, (first,), token_id=self._token_id), None)
+
+    def _check_models(self, plan: Plan | None) -> None:
+        # Equal plans share what was prepared, and differ in what is known of their probes.
+        if plan is not None and any(probe.info is not None for probe in plan.probes):
+            model = str(self._engine.vllm_config.model_config.model)
+            check_models(plan.probes, model, self._info.shape)
 
     def check_captures(self, also: tuple[Capture, ...]) -> None:
         """Check that requests can have these server-wide captures together."""

@@ -8,7 +8,8 @@ import pytest
 from support.stored import worker_info
 
 from midstream.errors import SpecError
-from midstream.plan import Capture, Plan, Steer
+from midstream.plan import Capture, Plan, Probe, Steer
+from midstream.plan.probe_files.info import ProbeInfo
 from midstream.runtime.frontend.engine_info import EngineInfo, describe
 from midstream.runtime.frontend.request import plan_resolver
 from midstream.runtime.frontend.request.call_plan import CallPlan
@@ -36,7 +37,8 @@ def resolver(monkeypatch) -> Any:
     monkeypatch.setattr(
         plan_resolver, "resolve", lambda *given: (made.append(given), resolve(*given))[1]
     )
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64), additional_config={})
+    model = SimpleNamespace(max_model_len=64, model="org/Small")
+    config = SimpleNamespace(model_config=model, additional_config={})
     found = PlanResolver(info(), SimpleNamespace(vllm_config=config))
     return SimpleNamespace(resolver=found, made=made)
 
@@ -81,6 +83,20 @@ def test_a_prompt_of_another_length_has_positions_of_its_own(resolver):
         assert found.plan.prompt_len == length
         assert found.plan.captures[0].where.ranges == ((length - 1, length),)
     assert len(resolver.made) == 2
+
+
+def test_a_probe_that_says_that_it_is_of_another_model_is_refused_by_its_first_request(resolver):
+    bare = Probe([1.0] * HIDDEN, layer=1)
+    prepared = prepare(resolver, Plan.make(probes=[bare]))
+    for model in ("org/Small", "me/small"):
+        plan = Plan.make(probes=[bare.with_info(ProbeInfo(model, HIDDEN, 3))])
+        assert prepare(resolver, plan) is prepared
+    assert len(resolver.made) == 1
+    for known in (ProbeInfo("org/Large"), ProbeInfo("org/Small", 2), ProbeInfo("org/Small", 4, 9)):
+        other = [bare, bare.replace(name="other").with_info(known)]
+        for _ in range(2):
+            with pytest.raises(SpecError, match=r"probes\[1\]: .*fitted on org/.* runs org/Small"):
+                prepare(resolver, Plan.make(probes=other))
 
 
 def test_steering_and_captures_of_every_request_and_max_tokens_make_a_difference(resolver):
