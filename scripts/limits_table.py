@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from midstream import validation as spec_fields
 from midstream.config.config import Config
+from midstream.config.event_sinks import KINDS, EventSettings
 from midstream.config.http import HttpSettings
 from midstream.plan.positions import items
 from midstream.plan.positions import select as selecting
@@ -39,6 +40,7 @@ def site_tables() -> dict[str, str]:
         "sizes": sizes(),
         "settings": settings(Config),
         "http settings": settings(HttpSettings),
+        "event settings": event_settings(),
         "metrics": metrics(),
     }
 
@@ -84,12 +86,24 @@ def metrics() -> str:
 
 def settings(cls: type[Struct]) -> str:
     """Return the table of settings, their defaults, and their meanings from the docstring."""
+    return markers.table(["setting", "default", "meaning"], _settings(cls))
+
+
+def event_settings() -> str:
+    """Return the table of settings of sinks of events; those of all sinks first."""
+    kinds = {"all": EventSettings, **KINDS}
+    rows = [[name, *row] for name, cls in kinds.items() for row in _settings(cls)]
+    return markers.table(["sink", "setting", "default", "meaning"], rows)
+
+
+def _settings(cls: type[Struct]) -> list[list[str]]:
+    """Return name, default and meaning of the settings that a class adds to those of its base."""
     text = (inspect.getdoc(cls) or "").partition("Attributes:")[2]
     found = re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
     said = {name: " ".join(words.split()) for names, words in found for name in names.split(", ")}
-    defaults = {name: getattr(cls(), name) for name in cls.__struct_fields__}
-    rows = [[f"`{name}`", f"`{_show(value)}`", said[name]] for name, value in defaults.items()]
-    return markers.table(["setting", "default", "meaning"], rows)
+    own = [name for name in cls.__struct_fields__ if name not in cls.__base__.__struct_fields__]
+    defaults = {name: getattr(cls(), name) for name in own}
+    return [[f"`{name}`", f"`{_show(value)}`", said[name]] for name, value in defaults.items()]
 
 
 def _show(value: object) -> str:

@@ -198,6 +198,7 @@ class ModelError(MidstreamError, RuntimeError):
 # The extra that brings a package that a plain install lacks.
 _EXTRA_OF = {
     "adlfs": "cloud",
+    "confluent_kafka": "kafka",
     "fastapi": "vllm",
     "gcsfs": "cloud",
     "gguf": "fit",

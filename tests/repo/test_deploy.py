@@ -17,6 +17,7 @@ from midstream.server.routes.status import router
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
+DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 INSTRUCTIONS = {
     "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "RUN", "USER",
     "WORKDIR",
@@ -199,20 +200,127 @@ def test_the_compose_file_names_files_that_there_are_and_settings_that_are_known
     assert target == "server:8000"
 
 
-def test_every_metric_of_the_dashboard_is_exported_to_the_data_source_that_is_provisioned():
-    dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
+def labels_of():
+    """The labels of each metric, by the name under which it is registered."""
+    metrics = (*COUNTERS, *GAUGES, *HISTOGRAMS)
+    return {f"midstream:{name}": set(labels) for name, _, labels in metrics}
+
+
+def series_of(expression):
+    """The series of midstream's in an expression, with the labels that its selectors name."""
+    found = re.findall(r"(midstream:[a-z_]+)(?:\{([^}]*)\})?", expression)
+    return [(name, set(re.findall(r"(\w+)\s*[=!]", selector))) for name, selector in found]
+
+
+def check_expression(expression):
+    """Check that the server exports what an expression reads, with its labels."""
+    grouped = {
+        label
+        for labels in re.findall(r"by \(([a-z_, ]+)\)", expression)
+        for label in labels.split(", ")
+    }
+    known = {"le", "instance"}
+    for name, selected in series_of(expression):
+        assert name in exported(), name
+        metric = re.sub(r"_(total|bucket|sum|count)$", "", name)
+        # Prometheus adds the server's address.
+        assert selected <= labels_of()[metric] | {"instance"}, expression
+        known |= labels_of()[metric]
+    assert grouped <= known, expression
+
+
+@pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
+def test_every_metric_of_a_dashboard_is_exported_to_the_data_source_that_is_provisioned(file):
+    dashboard = json.loads(file.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    named = {name for query in queries for name in re.findall(r"midstream:[a-z_]+", query)}
-    assert len(named) > 20
-    assert named <= exported()
-    labels = {label for query in queries for label in re.findall(r"by \(([a-z_, ]+)\)", query)}
-    assert labels <= {"status", "le"}
-    file = DEPLOY / "grafana/provisioning/datasources/prometheus.yaml"
-    [source] = yaml.safe_load(file.read_text())["datasources"]
-    dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
-    assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"]}
+    for query in queries:
+        check_expression(query)
+    variables = dashboard.get("templating", {}).get("list", [])
+    for variable in variables:
+        metric, label = re.findall(r"label_values\((\S+), (\w+)\)", variable["query"]["query"])[0]
+        assert label in labels_of()[metric.removesuffix("_total")]
+    used = {name for query in queries for name in re.findall(r"\$(\w+)", query)}
+    assert used == {"__rate_interval", *(variable["name"] for variable in variables)}
+    provisioned = DEPLOY / "grafana/provisioning/datasources/prometheus.yaml"
+    [source] = yaml.safe_load(provisioned.read_text())["datasources"]
+    shown = (*dashboard["panels"], *variables)
+    assert {panel["datasource"]["uid"] for panel in shown} == {source["uid"]}
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
+    mounts = compose()["services"]["grafana"]["volumes"]
+    assert any(mount.startswith(f"./grafana/{file.name}:") for mount in mounts)
+
+
+def test_the_dashboards_have_names_of_their_own_and_show_the_server_and_its_guards():
+    shown = [json.loads(file.read_text()) for file in DASHBOARDS]
+    assert len({dashboard["uid"] for dashboard in shown}) == len(shown) == 2
+    text = "".join(file.read_text() for file in DASHBOARDS)
+    assert len(set(re.findall(r"midstream:[a-z_]+", text))) > 25
+    guards = {name for name in labels_of() if name.startswith("midstream:guard_")}
+    assert {name for name in guards if name not in text} == set()
+
+
+def alerts():
+    groups = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_an_alert_reads_what_there_is_and_says_how_bad_it_is_and_where_to_look():
+    page = (ROOT / "docs" / "runbook.md").read_text()
+    sections = [
+        heading.lower() for heading in re.findall(r"^### (Midstream\w+)$", page, re.MULTILINE)
+    ]
+    names = [rule["alert"] for rule in alerts()]
+    assert sections == [name.lower() for name in names], "sections are in the order of the alerts"
+    others = set()
+    for rule in alerts():
+        check_expression(rule["expr"])
+        others |= set(re.findall(r"\b(?:up|http_\w+|vllm:\w+)\b", rule["expr"]))
+        assert rule["labels"]["severity"] in ("warning", "critical"), rule["alert"]
+        assert set(rule["annotations"]) == {"summary", "description", "runbook"}
+        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
+    assert others == {"up", "http_requests_total", "vllm:request_success_total"}
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
+    assert scraped["rule_files"] == ["alerts.yaml"]
+    assert "midstream" in scraped["scrape_configs"][0]["job_name"]
+
+
+def test_each_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not():
+    tests = yaml.safe_load((DEPLOY / "alerts_test.yaml").read_text())["tests"]
+    cases = [case for test in tests for case in test["alert_rule_test"]]
+    for fires in (True, False):
+        tried = {case["alertname"] for case in cases if bool(case["exp_alerts"]) is fires}
+        assert tried == {rule["alert"] for rule in alerts()}, fires
+    for test in tests:
+        for series in test["input_series"]:
+            check_expression(series["series"])
+
+
+def promtool(*words):
+    if shutil.which("promtool") is None:
+        pytest.skip("there is no promtool: apt-get install prometheus")
+    done = subprocess.run(
+        ["promtool", *words], cwd=DEPLOY, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_alerts_fire_as_their_tests_say():
+    promtool("test", "rules", "alerts_test.yaml")
+
+
+def test_prometheus_accepts_its_configuration_and_every_query_of_the_dashboards(tmp_path):
+    promtool("check", "config", "prometheus.yaml")
+    rules = [
+        {"record": f"{file.stem}:{panel['id']}:{target['refId']}",
+         "expr": target["expr"].replace("$__rate_interval", "5m").replace("$guard", ".*")}
+        for file in DASHBOARDS
+        for panel in json.loads(file.read_text())["panels"]
+        for target in panel["targets"]
+    ]  # fmt: skip
+    queries = tmp_path / "queries.yaml"
+    queries.write_text(yaml.safe_dump({"groups": [{"name": "dashboards", "rules": rules}]}))
+    promtool("check", "rules", str(queries))
 
 
 def has_docker():

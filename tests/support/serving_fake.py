@@ -280,6 +280,7 @@ async def make(
     has_key: bool = False,
     origins: Any = ("*",),
     engine: Any = None,
+    events: Any = None,
     **http: Any,
 ) -> Site:
     """An app whose engine is there."""
@@ -290,7 +291,7 @@ async def make(
         uds=None,
         allowed_origins=[*origins],
         worker_cls="auto",
-        additional_config={"midstream": {"http": http or True}},
+        additional_config={"midstream": {"http": http or True, "events": events or {}}},
     )
     site = Site(app, engine)
     add_endpoints(site)

@@ -74,6 +74,10 @@ def put(
         bool, typer.Option("--visible", help="Clients that ask see that it acted.")
     ] = False,
     text: Annotated[bool, typer.Option("--text", help="Its events have generated text.")] = False,
+    training: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help='Scores of the training: {"edges": […], "counts": […]}.'),
+    ] = None,
     url: Url = _URL,
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
@@ -93,6 +97,7 @@ def put(
         "scope": {name: value for name, value in scope.items() if value} or None,
         "edits": None if edits is None else read_json_option("--edits", edits),
         "when": None if when is None else read_json_option("--when", when),
+        "training": None if training is None else read_json_option("--training", training),
     }  # fmt: skip
 
     def change(client: Client) -> Any:

@@ -13,6 +13,7 @@ import typer
 
 from midstream.cli.output import read_json_option, read_names, refuse
 from midstream.config.config import KEY, Config
+from midstream.config.event_sinks import read_events
 from midstream.config.sinks import plain_sinks
 from midstream.errors import ConfigError, MissingExtraError
 from midstream.validation import closest
@@ -113,13 +114,18 @@ def server_command(
     try:
         if sinks:
             settings["sinks"] = {**plain_sinks(settings.get("sinks", {})), **plain_sinks(sinks)}
-        configured = Config.parse(settings).sinks
-        if configured:
+        configured = Config.parse(settings)
+        if configured.sinks:
             # Else a wrong name is found when the engine has started.
             from midstream.runtime.vllm.additional_config import check_sinks
 
-            check_sinks({name: sink for name, sink in configured.items() if "class" not in sink})
-    except ConfigError as error:
+            own = configured.sinks.items()
+            check_sinks({name: sink for name, sink in own if "class" not in sink})
+        if configured.events:
+            from midstream.sinks.events import EventLog
+
+            EventLog(read_events(configured.events)).close()
+    except (ConfigError, MissingExtraError) as error:
         raise refuse(str(error), as_json=False) from None
     words += [ADDITIONAL, json.dumps({**additional, KEY: settings})]
     given = [*words, *(f"--{name}" for name in in_file)]

@@ -99,7 +99,7 @@ class ServedGuards:
             probe: a Probe, its dict, or the name of vectors that the server has; None: only a guard
                 with `when` has none.
             **fields: `above` or `below`, `for_`, `pool`, `output`, `action`, `edits`, `webhook`,
-                `scope`, `when`, `message`, `visible`, `text`; see the page on guards.
+                `scope`, `when`, `message`, `visible`, `text`, `training`; see the page on guards.
 
         Raises:
             ServerError: 400, a field is malformed; 401 or 403, this client may not change guards;

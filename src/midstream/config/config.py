@@ -13,6 +13,7 @@ from msgspec import Meta, Struct, field, to_builtins
 
 from midstream import sites
 from midstream.config.controllers import plain_controllers
+from midstream.config.event_sinks import plain_events
 from midstream.config.http import Count, plain_http, read_http
 from midstream.config.sinks import plain_sinks
 from midstream.config.steering import WEIGHTS, plain_steering, plain_vectors, plain_weights
@@ -147,6 +148,9 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
             `{"layer-12": "saes/layer-12"}`. Their memory is `readout_bytes`.
         steering: server-wide edits from the start, by tier (`base`, `prompt`, `generated`), in the
             forms of `llm.steering.set`, such as `{"base": ["happy", 2.0]}`.
+        events: where a server sends the events of its guards, besides the log: settings by sink,
+            such as `{"jsonl": {"path": "/var/log/guards.jsonl"}}`; see
+            `midstream.config.event_sinks`.
         http: settings of `vllm serve` for HTTP clients, see `midstream.config.http`; False:
             midstream is disabled over HTTP.
     """
@@ -187,6 +191,7 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
     lenses: Mapping[str, str] = field(default_factory=dict)
     saes: Mapping[str, str] = field(default_factory=dict)
     steering: Mapping[str, Any] = field(default_factory=dict)
+    events: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     http: bool | Mapping[str, Any] = True
 
     @staticmethod
@@ -352,5 +357,6 @@ _PLAIN: dict[str, Callable[[Any], object]] = {
     "vectors": plain_vectors,
     **{name: partial(plain_weights, name) for name in WEIGHTS},
     "steering": plain_steering,
+    "events": plain_events,
     "http": _http,
 }

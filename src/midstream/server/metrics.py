@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from midstream.drift import DriftMonitor
 from midstream.runtime.protocol.worker_info import place_of
 from midstream.steering.guards import ActiveGuard
 
@@ -38,7 +40,7 @@ COUNTERS = (
     ("spills", "Arena segments spilled to disk because memory was full.", _WORKER),
     ("guard_requests", "Completions, by whether a guard scored them.", (*_GUARD, "scored")),
     ("guard_actions", "Completions on which a guard acted, by action.", (*_GUARD, "action")),
-    ("guard_events_dropped", "Events of guards that a webhook did not get.", ()),
+    ("guard_events_dropped", "Events of guards that a sink or a webhook did not get.", ()),
 )  # fmt: skip
 GAUGES = (
     ("requests_running", "Unfinished calls with a plan, including waiting ones.", ()),
@@ -57,6 +59,11 @@ GAUGES = (
     ("vectors", "Registered names of vectors.", ()),
     ("workers_age_seconds", "Age of the workers' values; 0 if they answered this query.", ()),
     ("steering_epoch", "Number of changes of server-wide steering.", ()),
+    (
+        "guard_drift_psi",
+        "Population stability index of a guard's latest scores against its training.",
+        _GUARD,
+    ),
 )
 # Gauges that each API server process has for itself; the others are the same in all.
 _OF_PROCESS = (
@@ -102,6 +109,8 @@ class Metrics:
             for name, text, labels in HISTOGRAMS
         }
         self._totals: dict[tuple[str, ...], float] = {}
+        self.drift = DriftMonitor()
+        self._drifts: set[tuple[str, int]] = set()  # guards and versions with an index
         self._lock = asyncio.Lock()
         self._refreshed_at = -_EVERY_SECONDS
 
@@ -125,6 +134,8 @@ class Metrics:
 
     def observe_score(self, guard: ActiveGuard, score: float) -> None:
         self._histograms["guard_score"].labels(guard.name, str(guard.version)).observe(score)
+        if guard.definition.training is not None:
+            self.drift.add(guard.name, guard.version, guard.definition.training, score)
 
     def observe_guards(self, seconds: float) -> None:
         self._histograms["guard_seconds"].observe(seconds)
@@ -161,6 +172,14 @@ class Metrics:
         self._set("held_bytes", state["held"]["bytes"])
         self._set("vectors", state["vectors"])
         self._set("steering_epoch", state["steering"]["epoch"])
+        indices = self.drift.indices()
+        for guard, version in self._drifts - indices.keys():
+            self._set("guard_drift_psi", math.nan, guard, str(version))
+        for (guard, version), index in indices.items():
+            self._set("guard_drift_psi", index, guard, str(version))
+        self._drifts = set(indices)
+        lost = sum(sink["dropped"] + sink["dead_letters"] for sink in state["events"].values())
+        self._total("guard_events_dropped", lost)
         if state["workers_age_seconds"] is not None:
             self._set("workers_age_seconds", state["workers_age_seconds"])
         for worker in state["workers"]:

@@ -44,6 +44,7 @@ from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder
 from midstream.server.running_requests import RunningCall, RunningRequests
 from midstream.server.sweep_pace import SweepPace
+from midstream.sinks.events import EventLog
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import SteeringState
@@ -73,11 +74,13 @@ class Server:
         admin: bool,  # whether vectors and steering can be changed over HTTP
         has_key: bool,  # whether vLLM checks an API key before
         check_host: Callable[[Mapping[str, str]], None],  # raises HttpError
+        events: EventLog | None = None,  # where events of guards go; None: to the log alone
     ) -> None:
         self.settings = settings
         self.has_key = has_key
         self.check_host = check_host
         self.metrics = metrics.process_metrics()
+        self.events = EventLog({}) if events is None else events
         self._admin = admin
         self.captures = CaptureCache(settings)
         self.parameter_lock = asyncio.Lock()  # held by the client that is sent a parameter
@@ -92,6 +95,7 @@ class Server:
         self.running = RunningRequests()
         self.sweeps = SweepPace(settings.running_sweeps, settings.sweep_wait_seconds)
         self.guards = GuardedCalls.of(self.metrics)
+        self.guards.listeners.append(lambda event: self.events.put(event.to_dict()))
 
     async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
         """Connect the engine; `template`: arguments of chat templates from the settings."""
@@ -204,6 +208,7 @@ class Server:
             "lens_names": list(llm.lenses.names),
             "sae_names": list(llm.saes.names),
             "held": {"captures": len(self.captures), "bytes": self.captures.nbytes},
+            "events": {name: asdict(counts) for name, counts in self.events.counts.items()},
             "limits": structs.asdict(self.settings),
             **await llm.usage(_USAGE_SECONDS),
         }
@@ -211,6 +216,7 @@ class Server:
     async def refresh_metrics(self, scope: Scope) -> None:
         """Update the metrics, if the engine is ready; in other processes too."""
         if self._llm is not None and not self._llm.errored:
+            self.metrics.drift.keep(guard.name for guard in self._llm.guards.active())
             await self.metrics.refresh(self.state)
         if self.peers is not None:
             await self.peers.refresh_metrics(scope)
@@ -228,12 +234,13 @@ class Server:
         )
 
     def close(self) -> None:
-        """Free all cached captures. The engine closes its sinks itself."""
+        """Free all cached captures, and send the events that wait. The engine closes its sinks."""
         audit_log.log_event("closing", held_captures=len(self.captures))
         if self._expiry is not None:
             self._expiry.cancel()
         self.captures.close()
         self.guards.webhooks.close()
+        self.events.close()
         if self.peers is not None:
             self.peers.close()
             remove_if_left()

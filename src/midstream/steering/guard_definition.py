@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from midstream.drift import Training
 from midstream.errors import SpecError
 from midstream.plan.argument_names import parameters_of
 from midstream.plan.control.act import Condition, Flag, Stop, Switch, read_act, read_later_edits
@@ -109,6 +110,8 @@ class GuardDefinition:
         message: is added to the text of an answer that it stops.
         visible: whether clients that ask see that it acted, and its name in a `stop_reason`.
         text: whether its log events have the end of the generated text.
+        training: how many completions of the probe's training had which pooled score, for the
+            metric of drift; None: there is none.
     """
 
     probe: Probe | None
@@ -121,6 +124,7 @@ class GuardDefinition:
     message: str = MESSAGE
     visible: bool = False
     text: bool = False
+    training: Training | None = None
 
     def to_dict(self, full: bool = True) -> dict[str, object]:
         """Return the JSON form, which `read_definition` reads; unless `full` without vectors."""
@@ -146,6 +150,8 @@ class GuardDefinition:
             form["when"] = self.when.to_dict()
         if self.message != MESSAGE:
             form["message"] = self.message
+        if self.training is not None:
+            form["training"] = self.training.to_dict()
         shown = {"visible": self.visible, "text": self.text}
         return form | {name: True for name, value in shown.items() if value}
 
@@ -220,7 +226,7 @@ def read_guard_name(value: object) -> str:
 _ARGUMENTS = {name.rstrip("_"): name for name in sum(parameters_of(Condition), ())}
 _FIELDS = (
     "probe", *_ARGUMENTS, "action", "edits", "webhook", "scope", "when", "message", "visible",
-    "text",
+    "text", "training",
 )  # fmt: skip
 
 
@@ -277,6 +283,7 @@ def read_definition(value: object) -> GuardDefinition:
     return GuardDefinition(
         probe, condition, action, edits, webhook, _read_scope(fields.get("scope", {})), when,
         message, _read_flag(fields, "visible"), _read_flag(fields, "text"),
+        _read_training(fields.get("training"), probe),
     )  # fmt: skip
 
 
@@ -301,6 +308,15 @@ def _read_probe(fields: Mapping[str, Any]) -> tuple[Probe | None, Condition | No
     condition = Flag(**{_ARGUMENTS[name]: value for name, value in threshold.items()})
     # A guard that only flags may be promoted: a probe that cannot act is rejected now.
     return probe.replace(act=condition).replace(act=None), condition
+
+
+def _read_training(value: object, probe: Probe | None) -> Training | None:
+    if value is None:
+        return None
+    with at("training"):
+        if probe is None:
+            raise SpecError("", "only a guard with a probe has scores; omit it")
+        return Training.parse(value)
 
 
 def _read_scope(value: object) -> Scope:

@@ -200,6 +200,7 @@ def test_with_replicas_one_server_is_started_unless_another_number_is_asked_for(
         (["--settings", "[1]"], "--settings"),
         (["--settings", '{"sitess": []}'], "sitess"),
         (["--settings", '{"sinks": {"stoer": {}}}'], "stoer"),
+        (["--settings", '{"events": {"jsonl": {"path": "/no/such/file"}}}'], "/no/such/file"),
         (["--layers", "a"], "--layers"),
         (["--additional-config", '{"midstream": {}}'], "--additional-config"),
         (["--additional-config"], "--additional-config"),

@@ -117,6 +117,10 @@ ROUTES: dict[str, dict[str, dict[str, Make]]] = {
         },
         "edits": {"edits": edits, "everywhere": everywhere},
         "scope": {"models": lambda n: {"models": texts(n)}, "keys": lambda n: {"keys": texts(n)}},
+        "training": {
+            "edges": lambda n: {"edges": list(range(n)), "counts": [1] * (n + 1)},
+            "counts": lambda n: {"edges": [0], "counts": [1] * n},
+        },
         "action": NONE, "above": NONE, "below": NONE, "for": NONE, "pool": NONE, "message": NONE,
         "output": NONE, "text": NONE, "visible": NONE, "webhook": NONE, "when": NONE,
     },

@@ -2,11 +2,13 @@
 
 import asyncio
 import copy
+import math
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from midstream.drift import DriftMonitor, ScoreBins, Training
 from midstream.server.metrics import COUNTERS, GAUGES, Metrics
 from midstream.steering.guard_definition import GuardDefinition
 from midstream.steering.guards import ActiveGuard
@@ -23,6 +25,7 @@ STEPS = {"active": 20, "planner_ns": 2_500_000_000, "ring_last": 7, "ring_most":
 STATE: dict[str, Any] = {
     "requests": 3, "waiting": 1, "vectors": 4, "workers_age_seconds": 1.5, "totals": TOTALS,
     "sinks": {"store": 70}, "held": {"captures": 2, "bytes": 300},
+    "events": {"a": {"dropped": 0, "dead_letters": 0}, "b": {"dropped": 5, "dead_letters": 7}},
     "steering": {"epoch": 11, "digest": "d"}, "process": {"number": 0, "count": 1},
     "workers": [
         {"replica": 3, "stage": stage, "tensor_rank": 0, "ring_rows": 640,
@@ -63,10 +66,13 @@ def test_every_metric_is_told_by_a_status(metrics, registry):
     metrics.update(STATE)
     metrics.count_refusal(429)
     metrics.count_sweep("ok", 16)
-    guard = ActiveGuard("toxic", 3, GuardDefinition(None, None), None, None)
+    metrics.drift = DriftMonitor(least=1)
+    definition = GuardDefinition(None, None, training=Training(ScoreBins((0.0,), (1, 1))))
+    guard = ActiveGuard("toxic", 3, definition, None, None)
     metrics.count_guarded(guard, True)
     metrics.count_action(guard, "flag")
     metrics.observe_score(guard, 2.5)
+    metrics.update(STATE)
     labels = {"guard": "toxic", "version": "3"}
     assert value(registry, "guard_requests_total", scored="true", **labels) == 1
     assert value(registry, "guard_actions_total", action="flag", **labels) == 1
@@ -91,6 +97,7 @@ def test_counters_and_gauges_are_what_the_status_says(metrics, registry):
     assert value(registry, "sink_unwritten_bytes", sink="store") == 70
     assert value(registry, "requests_running") == 3
     assert value(registry, "held_bytes") == 300
+    assert value(registry, "guard_events_dropped_total") == 12
 
 
 def test_of_several_processes_one_counts_the_steps_of_the_engine(metrics, registry):
@@ -133,3 +140,22 @@ def test_however_often_they_are_read_the_engine_is_asked_once_a_second(metrics):
 
     asyncio.run(main())
     assert asked == [100.0, pytest.approx(101.1)]
+
+
+def test_the_drift_of_a_guard_is_that_of_its_scores_and_none_once_they_are_old(metrics, registry):
+    now = 0.0
+    metrics.drift = DriftMonitor(least=3, clock=lambda: now)
+    training = Training(ScoreBins((0.0,), (30, 10)), seconds=60.0)
+    drifting = ActiveGuard("g", 2, GuardDefinition(None, None, training=training), None, None)
+    for score in (1.0, 2.0, -1.0):
+        metrics.observe_score(drifting, score)
+        metrics.observe_score(ActiveGuard("plain", 1, GuardDefinition(None, None), None, None), 5.0)
+    metrics.update(STATE)
+    # Shares with half a score more in each bin: 30.5 and 10.5 of 41; 1.5 and 2.5 of 4.
+    a, e = 1.5 / 4, 30.5 / 41
+    wanted = (a - e) * math.log(a / e) + (e - a) * math.log((1 - a) / (1 - e))
+    assert value(registry, "guard_drift_psi", guard="g", version="2") == pytest.approx(wanted)
+    assert value(registry, "guard_drift_psi", guard="plain", version="1") is None
+    now = 100.0
+    metrics.update(STATE)
+    assert math.isnan(value(registry, "guard_drift_psi", guard="g", version="2"))

@@ -49,7 +49,7 @@ def with_midstream(
 
 
 # Settings that do not change what is compiled.
-_UNHASHED = ("controllers", "lenses", "saes", "sinks", "steering", "vectors")
+_UNHASHED = ("controllers", "events", "lenses", "saes", "sinks", "steering", "vectors")
 
 
 class Settings(dict[str, Any]):
@@ -62,6 +62,7 @@ class Settings(dict[str, Any]):
         super().__init__({name: value for name, value in plain.items() if name not in _UNHASHED})
         self.controllers: Mapping[str, Mapping[str, Any]] = plain["controllers"]
         self.sinks: Mapping[str, Mapping[str, Any]] = plain["sinks"]
+        self.events: Mapping[str, Mapping[str, Any]] = plain["events"]
         self.vectors: Mapping[str, str] = plain["vectors"]
         self.lenses: Mapping[str, str] = plain["lenses"]
         self.saes: Mapping[str, str] = plain["saes"]

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from midstream import entries
+from midstream.config.event_sinks import read_events
 from midstream.config.http import admin_key, divided, read_http
 from midstream.runtime.vllm.additional_config import key_of_environment, settings_of
 from midstream.server.app import fingerprint
@@ -28,6 +29,7 @@ from midstream.server.routes import (
     vectors,
 )
 from midstream.server.server import Server
+from midstream.sinks.events import EventLog
 
 _ROUTES = (
     activations, captures, vectors, steering, guards, parameters, status, compat_steering, tokens,
@@ -50,7 +52,7 @@ class Endpoints:
         args = app.state.args
         own = settings_of(args)
         settings = None if own is None else read_http(own.http)
-        if settings is None:
+        if own is None or settings is None:
             return
         fingerprint.install()
         has_key = _has_key(args)
@@ -70,6 +72,7 @@ class Endpoints:
             admin=guard.is_open,
             has_key=has_key,
             check_host=guard.check_host,
+            events=EventLog(read_events(own.events)),
         )
         for router in (*(module.router for module in _ROUTES), *entries.routers()):
             app.include_router(router)

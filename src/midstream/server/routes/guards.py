@@ -75,6 +75,11 @@ class GuardBody(BaseModel):
     message: Any = Field(default=None, description="Is added to an answer that it stops.")
     visible: Any = Field(default=None, description="Whether clients that ask see that it acted.")
     text: Any = Field(default=None, description="Whether its events have generated text.")
+    training: Any = Field(
+        default=None,
+        description="How many completions of its probe's training had which score, for the metric "
+        'of drift: `{"edges": […], "counts": […], "seconds": 3600}`, one more count than edges.',
+    )
 
 
 class RollbackBody(BaseModel):

@@ -34,6 +34,7 @@ _STATUS = {
     "lens_names": [],
     "sae_names": [],
     "held": {"captures": 0, "bytes": 0},
+    "events": {"jsonl": {"delivered": 12, "dropped": 0, "dead_letters": 0, "waiting": 0}},
     "requests": 0,
     "waiting": 0,
     "workers_age_seconds": 0.0,

@@ -1,0 +1,114 @@
+"""Events of a process go to every sink, with the text only where it is asked for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.event_receiver import Receiver
+
+from midstream.config.event_sinks import read_events
+from midstream.errors import ConfigError
+from midstream.sinks.events import EventLog
+
+CHILD = """
+import sys, time
+from midstream.config.event_sinks import read_events
+from midstream.sinks.events import EventLog
+log = EventLog(read_events({"jsonl": {"path": sys.argv[1], "linger_seconds": 0.01}}))
+for number in range(10**7):
+    log.put({"number": number})
+    if number == 2000:
+        print("on its way", flush=True)
+    time.sleep(0.0002)
+"""
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_sink_gets_every_event_and_the_text_only_where_it_is_asked_for(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with Receiver() as receiver:
+        log = EventLog(
+            read_events({
+                "jsonl": {"path": str(path), "text": True},
+                "webhook": {"url": receiver.url},
+            })
+        )  # fmt: skip
+        assert log.wants_text
+        log.put({"guard": "g", "text": "a secret", "score": float("nan")})
+        log.put({"guard": "g", "time": "then"})
+        log.close()
+        [(_, _, body)] = receiver.posts
+    first, second = lines(path)
+    assert first["text"] == "a secret"
+    assert first["score"] is None
+    assert second["time"] == "then"
+    assert b"secret" not in body
+    sent = json.loads(body)["events"]
+    assert [event["id"] for event in sent] == [first["id"], second["id"]]
+    assert {name: counts.delivered for name, counts in log.counts.items()} == {
+        "jsonl": 2, "webhook": 2,
+    }  # fmt: skip
+
+
+def test_without_sinks_events_are_discarded():
+    log = EventLog({})
+    log.put({"guard": object()})
+    log.close()
+    assert (log.undelivered, log.wants_text, log.counts) == (0, False, {})
+
+
+@pytest.mark.parametrize("event", [{"x": object()}, {"x": "\ud800"}, {"x": 2**70}])
+def test_what_is_no_json_is_counted_and_raises_nothing(tmp_path, event, caplog):
+    log = EventLog(read_events({"jsonl": {"path": str(tmp_path / "x")}}))
+    log.put(event)
+    log.put({"guard": "g"})
+    log.close()
+    kept = lines(tmp_path / "x")
+    assert log.undelivered + len(kept) == 2
+    if log.undelivered:
+        assert "an event is no JSON, and lost" in caplog.text
+
+
+def test_after_a_kill_the_ids_of_the_file_have_no_gap(tmp_path):
+    path = tmp_path / "events.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    process.stdout.close()
+    numbers = [int(json.loads(line)["id"].split("-")[1]) for line in path.read_text().splitlines()]
+    assert len(numbers) > 500
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_a_sink_that_cannot_be_opened_is_an_error_of_its_setting(tmp_path):
+    settings = {"jsonl": {"path": str(tmp_path / "missing" / "x")}}
+    with pytest.raises(ConfigError, match=r"midstream\.events\.jsonl: the file cannot be opened"):
+        EventLog(read_events(settings))
+    os.mkfifo(tmp_path / "pipe")
+    settings = {"jsonl": {"path": str(tmp_path / "x"), "dead_letters": str(tmp_path / "pipe")}}
+    with pytest.raises(ConfigError, match="not a regular file"):
+        EventLog(read_events(settings))
+
+
+def test_a_full_disk_is_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    log = EventLog(read_events({"jsonl": {"path": str(path)}}))
+    real, failures = os.write, iter(range(2))
+
+    def write(handle, data):
+        if next(failures, None) is not None:
+            raise OSError(28, "No space left on device")
+        return real(handle, data)
+
+    monkeypatch.setattr("midstream.sinks.events.json_lines.os.write", write)
+    log.put({"number": 1})
+    log.close()
+    assert [event["number"] for event in lines(path)] == [1]
+    assert log.undelivered == 0
