@@ -262,7 +262,7 @@ def test_a_sampled_share_is_the_one_that_the_ids_determine(both, server, expecte
 
 def test_swaps_under_load_drop_no_request_and_each_answer_is_of_one_version(both, server, expected):
     """The message of an answer is that of the version in its event, from first token to last."""
-    changes = rounds(suite=16, nightly=400)
+    changes, clients = rounds(suite=16, nightly=1000), rounds(suite=4, nightly=64)
     made = {1: put(both.clients[0], "live", above=expected.threshold, action="stop", message=" 1")}
     done = threading.Event()
     answers: dict[str, tuple[str, bool]] = {}
@@ -280,8 +280,8 @@ def test_swaps_under_load_drop_no_request_and_each_answer_is_of_one_version(both
                     *_, last = client.stream(PROMPT, **SAMPLED)
                     answers[last.request_id] = (last.text, True)
 
-    with ThreadPoolExecutor(4) as threads:
-        loads = [threads.submit(load, number) for number in range(4)]
+    with ThreadPoolExecutor(clients) as threads:
+        loads = [threads.submit(load, number) for number in range(clients)]
         try:
             for version in range(2, 2 + changes):
                 client = both.clients[version % 2]

@@ -16,6 +16,7 @@ from midstream.runtime.vllm.additional_config import Settings
 
 APART = {
     "controllers": {"a": "package.module:Name"},
+    "events": {"jsonl": {"path": "/events.jsonl"}},
     "lenses": {"a": "folder"},
     "saes": {"a": "a"},
     "sinks": {"log": {"level": "debug"}},
@@ -34,7 +35,7 @@ def test_the_sinks_are_there_and_in_no_text_of_the_settings(monkeypatch, copied)
     found = copied(Settings(PLAIN))
     assert json.loads(json.dumps(found)) == {k: v for k, v in PLAIN.items() if k not in APART}
     assert (found.vectors, found.steering) == (APART["vectors"], APART["steering"])
-    assert found.controllers == PLAIN["controllers"]
+    assert (found.controllers, found.events) == (PLAIN["controllers"], PLAIN["events"])
     assert (found.lenses, found.saes) == (APART["lenses"], APART["saes"])
     config = SimpleNamespace(additional_config={"midstream": found})
     sinks = open_sinks(config, None)
