@@ -138,9 +138,8 @@ def test_the_roc_curve_is_scikit_learns_and_is_drawn():
     panel = drawn(roc)
     assert panel.titles == ("false positive rate", "true positive rate")
     line = panel.lines["probe"]
-    assert len(line) == len(np.unique(roc.fpr))
-    for rate, at in zip(line, np.unique(roc.fpr), strict=True):
-        assert rate == roc.tpr[roc.fpr == at].max()
+    for rate, at in zip(line, np.linspace(0, 1, len(line)), strict=True):
+        assert rate == roc.tpr[roc.fpr <= at].max()
 
 
 def of_scores(values, labels, method):

@@ -12,6 +12,8 @@ from midstream.steering.listing import text_table
 from midstream.viz import Chart, curve
 from midstream.viz.chart import Charted
 
+_PLACES = 401  # of the steps that are drawn
+
 
 @dataclass(frozen=True, eq=False)
 class Roc(Charted):
@@ -34,8 +36,8 @@ class Roc(Charted):
 
     def picture(self) -> Chart:
         """Return the true positive rate over the false positive rate."""
-        x, last = np.unique(self.fpr[::-1], return_index=True)
-        rates = self.tpr[::-1][last]  # the highest of each
+        x = np.linspace(0, 1, _PLACES)
+        rates = self.tpr[np.searchsorted(self.fpr, x, side="right") - 1]  # the highest of each
         return curve(
             x,
             {"probe": rates, "guessing": x},
