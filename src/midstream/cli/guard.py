@@ -87,7 +87,7 @@ def put(
 
     A request that is under way keeps the version that it began with.
 
-    Example: midstream guard put toxic probe.json --above 2.0
+    Example: midstream guard put toxic probe.safetensors --above 2.0
     """
     scope = {"models": model, "keys": key, "share": share}
     fields: dict[str, Any] = {
@@ -239,7 +239,10 @@ def _read_probe(value: str | None) -> Any:
     if path.is_dir():
         return Probe.from_folder(path)
     with at(value):
-        check_suffix(path, ".json")
+        name = check_suffix(path, ".safetensors", ".json")
+    if not name.lower().endswith(".json"):
+        return Probe.load(path)
+    with at(value):
         check_regular(path)
         return Probe.parse(read_json_text(path.read_text("utf-8")))
 

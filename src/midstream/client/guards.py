@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
-from midstream.client.protocol import Exchange, call
+from midstream.client.protocol import SITES, STATUS, Exchange, call
 from midstream.plan.probe import Probe
+from midstream.plan.shape import ModelShape
+from midstream.validation import at
 
 GUARDS = "/v1/midstream/guards"
 
@@ -17,6 +19,7 @@ Versions = list[dict[str, Any]]
 
 def put(name: str, probe: Any, fields: Mapping[str, Any]) -> Exchange[dict[str, Any]]:
     """Define a guard; return its new version."""
+    yield from _check_model(probe)
     body = {field: _plain(value) for field, value in fields.items() if value is not None}
     if "for_" in body:
         body["for"] = body.pop("for_")
@@ -65,6 +68,16 @@ def _query(path: str, full: bool) -> str:
     return f"{path}?full=true" if full else path
 
 
+def _check_model(probe: Any) -> Exchange[None]:
+    """Check a probe's `info`, which no request has, against the model of the server."""
+    if not isinstance(probe, Probe) or probe.info is None:
+        return
+    model = (yield from call("GET", STATUS))["model"]
+    table = yield from call("GET", SITES)
+    with at("probe"):
+        probe.info.check(model, ModelShape(table["num_layers"], table["hidden_size"], ()))
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Probe):
         return {name: part for name, part in value.to_dict().items() if name != "op"}
@@ -102,6 +115,7 @@ class ServedGuards:
                 `scope`, `when`, `message`, `visible`, `text`, `training`; see the page on guards.
 
         Raises:
+            SpecError: the `info` of the Probe names another model than the server's.
             ServerError: 400, a field is malformed; 401 or 403, this client may not change guards;
                 507, there is no room.
         """

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from unit.client.both import KINDS, Both
 
 from midstream import Probe, client
 from midstream.cli.app import app
-from midstream.errors import ServerError
+from midstream.errors import ServerError, SpecError
+from midstream.plan import ProbeInfo
 
 PROBE = Probe([1.0] * WIDTH, layer=1)
 
@@ -60,6 +62,42 @@ def test_a_guard_is_put_promoted_rolled_back_and_deleted_by_the_command(site, tm
     PROBE.to_folder(tmp_path)
     words = "--action", "stop", "--message", "No.", "--visible"
     assert "version 5: stop" in run("put", "toxic", str(tmp_path), "--above", "2", *words)
+
+
+def test_a_guard_is_put_from_the_file_of_a_probe(site, tmp_path):
+    file = tmp_path / "probe.safetensors"
+    PROBE.with_info(ProbeInfo(model="org/fake", width=WIDTH, num_layers=4)).save(file)
+    assert "version 1: shadow above 2" in run("put", "toxic", str(file), "--above", "2")
+    (guard,) = site.engine.guards.active()
+    assert guard.probe.replace(name="probe", act=None) == PROBE
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        (ProbeInfo(model="org/other"), "was fitted on org/other .* engine runs fake"),
+        (
+            ProbeInfo(model="org/fake", width=WIDTH + 1),
+            r"width 4, unknown layers.*width 3, 4 la",
+        ),
+        (ProbeInfo(num_layers=5), r"unknown, 5 layers.*\(width 3, 4 layers"),
+    ],
+)
+def test_a_probe_of_another_model_becomes_no_guard(site, tmp_path, info, said):
+    file = tmp_path / "probe.safetensors"
+    PROBE.with_info(info).save(file)
+    found = CliRunner().invoke(app, ["guard", "put", "toxic", str(file), "--above", "2"])
+    assert found.exit_code == 2
+    assert re.search(said, " ".join(found.output.split()))
+    assert run("list") == "no guards\n"
+
+
+def test_a_probe_s_file_of_another_format_is_refused(site, tmp_path):
+    file = tmp_path / "probe.npz"
+    file.write_bytes(b"")
+    found = CliRunner().invoke(app, ["guard", "put", "toxic", str(file), "--above", "2"])
+    assert found.exit_code == 2
+    assert ".safetensors or .json" in " ".join(found.output.split())
 
 
 def test_a_guard_by_the_name_of_vectors_and_one_with_a_first_stage(site):
@@ -117,6 +155,9 @@ def test_both_clients_have_guards(kind):
         assert both.call("guards.show", "toxic", full=True)["probe"] == PROBE.to_dict()
         assert [one["name"] for one in both.call("guards.list")] == ["toxic"]
         assert len(both.call("guards.history", "toxic")) == 4
+        other = PROBE.with_info(ProbeInfo(model="other"))
+        with pytest.raises(SpecError, match="^probe: the probe was fitted on other"):
+            both.call("guards.put", "toxic", other, above=1.0)
         both.call("guards.remove", "toxic")
         with pytest.raises(ServerError) as caught:
             both.call("guards.show", "toxic")
