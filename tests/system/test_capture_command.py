@@ -13,12 +13,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import transformers
 from support import engines, own_process
 from support.forging import forged
 from support.nightly import NIGHTLY, rounds
 
 from midstream import Capture, Role, SamplingParams, Text, open_store
-from midstream.lab.jobs import Job, Summary, capture_dataset
+from midstream.lab.jobs import Job, PromptParts, Summary, capture_dataset
 from midstream.lab.jobs.engine import VllmEngine
 from midstream.lab.jobs.estimate import estimate_job
 from midstream.plan import Positions
@@ -166,6 +167,63 @@ def test_conversations_are_written_out_by_the_models_template(llm, talking_llama
     own = found[1].metadata["midstream"]
     assert own["prompt"].startswith("<|im_start|>user\n" + TEXTS[0])
     assert own["receipt"]["status"] == "ok"
+
+
+def test_packed_conversations_have_the_rows_of_their_tokens_and_masks(llm, talking_llama, tmp_path):
+    """The mask is what transformers says of the same template with `generation` marks."""
+    # Of a character of several tokens that ends a message, transformers marks the first alone.
+    texts = [text.replace("😀", "ä.") for text in TEXTS[:12]]
+    talks = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        for asked, answer in zip(texts[::2], texts[1::2], strict=True)
+    ]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(talking_llama)
+    marked = tokenizer.chat_template.replace(
+        "{{ m.content }}",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}",
+    )
+    ids: list[int] = []
+    mask: list[int] = []
+    origins: list[tuple[int, int]] = []
+    for line, talk in enumerate(talks, 1):
+        encoded = tokenizer.apply_chat_template(
+            talk, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+        )
+        separator = [tokenizer.eos_token_id] * bool(ids)
+        ids += separator + encoded["input_ids"]
+        mask += [0] * len(separator) + encoded["assistant_masks"]
+        origins += [(-1, -1)] * len(separator)
+        origins += [(line, offset) for offset in range(len(encoded["input_ids"]))]
+    fields = {"chat": True, "roles": True, "pack": 100, "exclude": "first"}
+    what = Capture(**CAPTURE, positions="prompt")
+    lines = [{"messages": talk} for talk in talks]
+    model = {"model": str(talking_llama), "dtype": "float32"}
+    summary = run(llm, tmp_path, lines, capture=what, **fields, **model)
+    assert summary.status == 0
+    files = {"data": str(tmp_path / "prompts.jsonl"), "out": str(tmp_path / "acts")}
+    guess = estimate_job(Job(**model, **files, capture=what, **fields))
+    assert (guess.rows, guess.prompts) == (summary.counts.rows, summary.counts.stored)
+    found = stored(tmp_path)
+    prompts = [ids[at : at + 100] for at in range(0, len(ids), 100)]
+    assert set(found) == set(range(1, len(prompts) + 1))
+    outputs = generate(llm, [{"prompt_token_ids": prompt} for prompt in prompts], 1, **CAPTURE)
+    for number, output in enumerate(outputs, 1):
+        start, request = 100 * (number - 1), found[number]
+        wanted = [
+            place for place in range(len(output.prompt_token_ids))
+            if place and origins[start + place][1] > 0
+        ]  # fmt: skip
+        activations, parts = request.activations(), PromptParts.read(request.metadata)
+        assert activations.positions.tolist() == wanted
+        for tap in output.activations:
+            torch.testing.assert_close(
+                activations[tap], output.activations[tap][wanted], rtol=1e-5, atol=1e-5
+            )
+        assert list(zip(*map(list, parts.origin(wanted)), strict=True)) == [
+            origins[start + place] for place in wanted
+        ]
+        assert parts.loss_mask(wanted).tolist() == [bool(mask[start + place]) for place in wanted]
 
 
 def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path):

@@ -14,6 +14,7 @@ from midstream.codecs import parse_codec
 from midstream.errors import SpecError
 from midstream.lab.jobs import Job
 from midstream.lab.jobs.engine import Reply
+from midstream.lab.jobs.prompt_tokens import PromptTokens
 from midstream.lab.jobs.records import Failed, Record
 from midstream.plan import Capture
 from midstream.results.activations import Activations
@@ -59,7 +60,22 @@ def texts(count: int) -> dict[int, str]:
 
 def tokens_of(prompt: Any) -> list[int]:
     """Each byte of a prompt is a token; of a conversation, of its JSON."""
+    if isinstance(prompt, PromptTokens):
+        return list(prompt.token_ids)
     return list((prompt if isinstance(prompt, str) else json.dumps(prompt)).encode())
+
+
+def places_of(prompt: Any) -> list[int]:
+    """The positions that have rows: those that token ids have with them, else the last one."""
+    if isinstance(prompt, PromptTokens) and prompt.positions is not None:
+        return [place for start, stop in prompt.positions for place in range(start, stop)]
+    return [len(tokens_of(prompt)) - 1]
+
+
+def _words(prompt: Any) -> str:
+    if isinstance(prompt, PromptTokens):
+        return ""
+    return json.dumps(prompt)
 
 
 def vector(token: int, position: int, layer: int, width: int = HIDDEN) -> torch.Tensor:
@@ -87,7 +103,7 @@ class FakeEngine:
         self.stops_at = 0
 
     def add(self, record: Record) -> None:
-        text = json.dumps(record.prompt)
+        text = _words(record.prompt)
         if "too long" in text:
             raise SpecError("", "the prompt is too long")
         self.added.append(record.line)
@@ -103,23 +119,25 @@ class FakeEngine:
         return [self._end(record) for record in ended]
 
     def _end(self, record: Record) -> Reply | Failed:
-        text = json.dumps(record.prompt)
+        text = _words(record.prompt)
         if "dies" in text:
             raise RuntimeError("the engine is dead")
         if "breaks" in text:
             return Failed(record.line, "edits were not applied")
         tokens = tokens_of(record.prompt)
-        place = len(tokens) - 1
-        positions = torch.tensor([place])
+        places = places_of(record.prompt)
+        positions = torch.tensor(places)
         rows = {}
         for layer in LAYERS:
             width = self.origin.width(("resid_post", layer))
-            values = vector(tokens[place], place, layer, width)[None]
+            values = torch.stack([vector(tokens[at], at, layer, width) for at in places])
             encoded = self._codec.encode(values)
             rows["resid_post", layer] = Rows(
                 self._codec, width, torch.float32, (encoded[:, None],), (0,)
             )
-        captured = tuple(Captured("resid_post", layer, 1, 1) for layer in LAYERS)
+        captured = tuple(
+            Captured("resid_post", layer, len(places), len(places)) for layer in LAYERS
+        )
         return Reply(
             line=record.line,
             prompt=record.prompt if isinstance(record.prompt, str) else text,

@@ -9,11 +9,14 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from lab.jobs import packing
 from lab.jobs.checking import check_rows, lines_in
-from lab.jobs.fakes import FakeEngine, job, prompts, write_lines
+from lab.jobs.fakes import LAYERS, FakeEngine, job, prompts, write_lines
 
-from midstream.lab.jobs import Counts, capture_dataset
+from midstream.lab.jobs import Counts, Job, capture_dataset
+from midstream.lab.jobs.documents import PromptTokenizer
 from midstream.lab.jobs.records import Failed
+from midstream.plan import Capture
 from midstream.store import verify
 
 LINES = 300
@@ -41,27 +44,34 @@ class Telling:
         raise AssertionError(failed)
 
 
-def run(folder: Path, told: Connection) -> None:
-    """One job, which goes on from where the last one was killed."""
-    asked = job(folder, resume=True, flush_seconds=0.004, keep_prompts=True)
-    seed = random.randrange(1 << 30)
-    capture_dataset(asked, lambda job: Slow(job, seed=seed), Telling(told))
-
-
 class Killed:
-    """A data set captured by jobs that are killed: `texts` by line; so many are `acknowledged`."""
+    """A data set captured by jobs that are killed: lines, each a prompt, one by one."""
+
+    total = LINES
 
     def __init__(self, folder: Path) -> None:
-        self.texts = {number: each["text"] for number, each in enumerate(prompts(LINES), 1)}
         self.acknowledged = 0
-        self._folder = folder
-        self._root = folder / "acts"
-        write_lines(folder, prompts(LINES))
+        self.folder, self.root = folder, folder / "acts"
+        self.write()
+
+    def write(self) -> None:
+        """Writes the data."""
+        self._texts = {number: each["text"] for number, each in enumerate(prompts(LINES), 1)}
+        write_lines(self.folder, prompts(LINES))
+
+    def job(self) -> Job:
+        """One job, which goes on from where the last one was killed."""
+        return job(self.folder, resume=True, flush_seconds=0.004, keep_prompts=True)
+
+    def run(self, told: Connection) -> None:
+        """Works on it, in a process of its own."""
+        seed = random.randrange(1 << 30)
+        capture_dataset(self.job(), lambda job: Slow(job, seed=seed), Telling(told))
 
     def start_and_kill(self, after_s: float) -> bool:
-        """Starts a job, and kills it some time after it began."""
+        """Starts a job, and kills it some time after it began; says whether it had ended."""
         hear, tell = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=run, args=(self._folder, tell))
+        process = _CONTEXT.Process(target=self.run, args=(tell,))
         process.start()
         tell.close()
         before = self.acknowledged
@@ -78,8 +88,49 @@ class Killed:
 
     def check(self) -> None:
         """What must be true whenever the job ended."""
-        found = verify(self._root)
+        found = verify(self.root)
         assert found.ok, str(found)
-        there = lines_in(self._root)
+        there = lines_in(self.root)
         assert len(there) >= self.acknowledged
-        check_rows(self._root, {line: self.texts[line] for line in there})
+        self.check_rows(set(there))
+
+    def check_rows(self, there: set[int]) -> None:
+        """Whether the rows of these prompts are right."""
+        check_rows(self.root, {line: self._texts[line] for line in there})
+
+
+class KilledPacks(Killed):
+    """Conversations that are packed, without the first token of each, with masks."""
+
+    length = 50
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self._model = model
+        # What a job imports for that takes seconds, and the jobs' processes are forked.
+        PromptTokenizer(job(folder, model=model))
+        super().__init__(folder)
+
+    def write(self) -> None:
+        chance = random.Random(4)
+        talks = [
+            [{"role": role, "content": "".join(chance.choices("abcxyz.?", k=chance.randint(1, 40)))}
+             for role in ("user", "assistant") * chance.randint(1, 2)]
+            for _ in range(90)
+        ]  # fmt: skip
+        write_lines(self.folder, [{"messages": talk} for talk in talks])
+        documents = [packing.chat_tokens(line, talk) for line, talk in enumerate(talks, 1)]
+        self._packs = packing.stream(documents, packing.END, self.length)
+        self.total = len(self._packs)
+
+    def job(self) -> Job:
+        return job(
+            self.folder, model=self._model, capture=Capture(LAYERS, positions="prompt"), chat=True,
+            roles=True, pack=self.length, exclude="first", resume=True, flush_seconds=0.004,
+        )  # fmt: skip
+
+    def check_rows(self, there: set[int]) -> None:
+        is_whole = len(there) == len(self._packs)
+        rows = packing.check_packed(self.root, self._packs, is_whole, without_first=True)
+        if is_whole:
+            tokens = [token for pack in self._packs for token in pack[1:] if token.offset]
+            assert rows == len(tokens)

@@ -1,5 +1,6 @@
 """`midstream capture --estimate`: exact numbers from a configuration and a tokenizer alone."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from midstream.cli.app import app
 from midstream.errors import SpecError
 from midstream.lab.jobs import estimate as module
 from midstream.lab.jobs.estimate import estimate_job
-from midstream.plan import Capture
+from midstream.plan import Capture, Role
 
 # Every byte of these is a token.
 TEXTS = ["abcd", "ab", "abcdefg"]
@@ -77,6 +78,37 @@ def test_positions_codecs_and_dtypes_count_as_in_a_job(model, tmp_path, fields, 
     assert (found.rows, found.token_bytes) == (rows, token_bytes)
 
 
+TALK = [{"role": "user", "content": "hey"}, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompts", "tokens", "failed"),
+    [
+        ({"truncate": 3}, 3, 3 + 2 + 3, 0),
+        ({"exclude": "first"}, 3, 3 + 1 + 6, 0),
+        # "abcd", "|", "ab", "|": 8; the first of each document has no row.
+        ({"pack": 8, "separator": 0}, 2, 13, 0),
+        # And the first of the second prompt, in which the third document goes on.
+        ({"pack": 10, "separator": 0, "exclude": "first"}, 2, 3 + 1 + 1 + 4, 0),
+        ({"pack": 8, "separator": 0, "truncate": 2}, 1, 6, 0),
+        ({"pack": 8, "separator": 0, "capture": Capture(0, positions=-3)}, 2, 2, 1),
+    ],
+)
+def test_cut_and_packed_prompts_count_as_in_a_job(model, tmp_path, fields, prompts, tokens, failed):
+    fields = {"capture": Capture(0, positions="prompt"), **fields}
+    found = of(tmp_path, model, **fields)
+    assert (found.lines, found.prompts, found.rows, found.failed) == (3, prompts, tokens, failed)
+
+
+def test_roles_of_packed_conversations_take_space_and_select_rows(model, tmp_path):
+    write_lines(tmp_path, [{"messages": TALK}] * 3)
+    capture = Capture(0, positions=Role("assistant", "all"))
+    found = of(tmp_path, model, capture=capture, chat=True, roles=True, pack=64, separator=0)
+    assert (found.prompts, found.rows, found.failed) == (2, 9, 0)
+    parts = found.stored_bytes - found.nbytes - found.rows * module.TOKEN_BYTES
+    assert parts > 2 * module.LINE_BYTES + 100
+
+
 def test_lines_with_images_are_refused(model, tmp_path):
     part = {"type": "image_url", "image_url": "data:image/png;base64,AAEC"}
     write_lines(tmp_path, [{"messages": "a"}, {"messages": [{"role": "user", "content": [part]}]}])
@@ -108,9 +140,9 @@ def test_lines_without_rows_are_counted_and_those_after_the_sample_count_as_its_
 
 def test_a_stream_longer_than_the_sample_needs_a_limit(model, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SAMPLE", 2)
-    lines = write_lines(tmp_path, ["abcd"] * 6).read_bytes().splitlines(keepends=True)
+    lines = write_lines(tmp_path, ["abcd"] * 6).read_bytes()
     for limit in (None, 5):
-        monkeypatch.setattr(sys, "stdin", type("Input", (), {"buffer": iter(lines)}))
+        monkeypatch.setattr(sys, "stdin", type("Input", (), {"buffer": io.BytesIO(lines)}))
         if limit is None:
             with pytest.raises(SpecError, match="limit: the number of lines of - is unknown"):
                 of(tmp_path, model, data="-")

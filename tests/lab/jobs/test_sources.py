@@ -11,6 +11,7 @@ from lab.jobs.fakes import FakeEngine, job, prompts, write_lines
 from midstream import open_store
 from midstream.errors import SpecError, StoreError, UnsupportedError
 from midstream.lab.jobs import capture_dataset
+from midstream.lab.jobs.prompts import open_prompts
 from midstream.lab.jobs.records import Failed, Record
 from midstream.lab.jobs.sources import open_source
 
@@ -64,20 +65,24 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, first):
     assert found[0][1][-1] == Record(2, "b")
 
 
-def test_no_more_is_counted_than_is_read(tmp_path, monkeypatch):
+def test_no_more_is_counted_and_checked_than_is_read(tmp_path, monkeypatch):
     path = write_lines(tmp_path, prompts(10))
     read = []
 
     class Noting(io.FileIO):
-        def __next__(self):
-            read.append(super().__next__())
+        def readline(self, size=-1, /):
+            read.append(super().readline(size))
             return read[-1]
 
+        def __next__(self):
+            return self.readline()
+
     monkeypatch.setattr("midstream.lab.jobs.sources._open", lambda _: Noting(path))
-    source = open_source(job(tmp_path, limit=3))
-    assert len(read) == 1, "the first line is a prompt"
+    source, check = open_prompts(job(tmp_path, limit=3))
+    assert (check.lines, check.failed, check.is_whole) == (3, 0, True)
+    assert len(read) == 3
     assert source.count() == 3
-    assert len(read) == 4
+    assert len(read) == 6
 
 
 def test_a_parquet_file_is_read_in_batches(table, tmp_path):
@@ -108,10 +113,10 @@ def test_a_file_that_is_not_there_is_no_data_sets_name(tmp_path, monkeypatch, na
         open_source(job(tmp_path, data=name))
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz", "A.ZST"])
+@pytest.mark.parametrize("name", ["a.arrow", "a.jsonl.gz", "A.ZST"])
 def test_a_file_of_another_kind_is_refused_before_each_of_its_lines_fails(tmp_path, name):
     (tmp_path / name).write_bytes(b"text\nhello\n")
-    with pytest.raises(SpecError, match="expected JSON lines or a Parquet file"):
+    with pytest.raises(SpecError, match="expected JSON lines, a JSON array, text, CSV, TSV or Par"):
         open_source(job(tmp_path, data=str(tmp_path / name)))
 
 

@@ -29,6 +29,22 @@ def test_pairs_and_questions_are_read_in_order_and_empty_lines_are_skipped(tmp_p
         read_questions(write(tmp_path, "q.txt", "\n \n"))
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_is_its_elements_and_no_text(tmp_path, mark, indent):
+    pairs = [{"positive": "up", "negative": "down"}, {"positive": "é", "negative": "e"}]
+    text = mark + json.dumps(pairs, indent=indent)
+    assert read_pairs(write(tmp_path, "a.json", text)) == [Pair("up", "down"), Pair("é", "e")]
+    text = mark + json.dumps(["How?", "Why?"], indent=indent)
+    assert read_questions(write(tmp_path, "q.json", text)) == ["How?", "Why?"]
+    with pytest.raises(SpecError, match="q.txt:1: expected text, a prompt on each line, and this"):
+        read_questions(write(tmp_path, "q.txt", text))
+    with pytest.raises(SpecError, match="q.jsonl:2: expected a text, got `int`"):
+        read_questions(write(tmp_path, "q.jsonl", '"How?"\n3\n'))
+    with pytest.raises(SpecError, match="a.json:2: the JSON array: .* the end of the file"):
+        read_pairs(write(tmp_path, "a.json", mark + json.dumps(pairs[:1])[:-1]))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

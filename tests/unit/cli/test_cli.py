@@ -105,9 +105,27 @@ MISTAKES = [
     ),
     (["capture", "./m", "--data", "d.jsonl", "--out", "a", "--position", "x"], "no folder './m'"),
     (["capture", "m", "--data", "none.jsonl", "--out", "a"], "data: none.jsonl: it has no lines"),
-    (["capture", "m", "--data", "t.csv", "--out", "a"], 'to_json("data.jsonl"'),
+    (["capture", "m", "--data", "t.csv", "--out", "a"], "data: t.csv: it has no lines"),
+    (["capture", "m", "--data", "w.csv", "--out", "a", "--text-column", "body"], "has id, text"),
+    (["capture", "m", "--data", "w.csv", "--out", "a", "--column", "txt"], "did you mean `text`"),
+    (["capture", "m", "--data", "w.csv", "--out", "a", "--roles"], "roles: only conversations"),
+    (["capture", "m", "--data", "w.csv", "--out", "a", "--pack", "1"], "at least 2"),
+    (
+        ["capture", "m", "--data", "w.csv", "--out", "a", "--pack", "9", "--max-tokens", "2"],
+        "max_tokens: packed prompts are not answered",
+    ),
+    (["capture", "m", "--data", "w.csv", "--out", "a", "--exclude", "last"], "exclude: "),
+    (
+        ["capture", "m", "--data", "w.csv", "--out", "a", "--chat-template", "x"],
+        "--chat-template requires --chat",
+    ),
+    (
+        ["capture", "m", "--data", "w.csv", "--out", "a", "--chat", "--chat-template", "x"],
+        "--chat-template x: cannot be read: ",
+    ),
+    (["capture", "./m", "--data", "w.csv", "--out", "a", "--pack", "9"], "no folder './m'"),
     (["capture", "m", "--data", "q.jsonl", "--out", "a"], "--prompt-field (`column`) names"),
-    (["capture", "m", "--data", "plain.txt", "--out", "a"], "line 1: expected JSON"),
+    (["capture", "m", "--data", "plain.jsonl", "--out", "a"], "line 1: expected JSON"),
     (["capture", "m", "--data", "d.jsonl", "--out", "a", "--limit", "many"], "such as 2000 or 2e3"),
     (["capture", "m", "--data", "d.jsonl", "--out", "a", "--limit", "1.5"], "such as 2000 or 2e3"),
     (["capture", "m", "--data", "d.jsonl", "--out", "a", "--layre", "1"], "Possible options"),
@@ -127,7 +145,8 @@ MISTAKES = [
 def test_a_mistake_is_answered_before_any_work(typed, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
-    (tmp_path / "plain.txt").write_text("The sky is blue.\nGrass is green.\n")
+    (tmp_path / "w.csv").write_text("id,text\n1,The sky\n")
+    (tmp_path / "plain.jsonl").write_text("The sky is blue.\nGrass is green.\n")
     (tmp_path / "d.jsonl").write_text('{"text": "The sky"}\n')
     (tmp_path / "q.jsonl").write_text('{"prompt": "The sky"}\n')
     for empty in ("none.jsonl", "t.csv"):

@@ -57,8 +57,8 @@ def capture(
         str,
         typer.Option(
             metavar="FILE|NAME|-",
-            help="JSON lines, a Parquet file, a Hugging Face dataset, or - for JSON lines on "
-            "standard input.",
+            help="JSON lines or an array, text, CSV, Parquet, a Hugging Face dataset by name or "
+            "folder, or - for standard input.",
         ),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="The store: a directory, or s3://….")],
@@ -73,7 +73,8 @@ def capture(
         typer.Option(
             "--positions",
             "--position",
-            help="Positions: last_prompt, prompt, generated, all, 0,-1, or JSON.",
+            help="Positions: last_prompt, prompt, generated, all, 0,-1, or JSON; with --pack, of "
+            "each document.",
         ),
     ] = "last_prompt",
     max_tokens: Annotated[
@@ -91,11 +92,66 @@ def capture(
     ] = False,
     tag: Annotated[str, typer.Option(help="Tag by which these rows can be selected.")] = "",
     prompt_field: Annotated[
-        str, typer.Option(help="Field or column of the prompt.", show_default="text; messages")
+        str,
+        typer.Option(
+            "--prompt-field",
+            "--column",
+            "--text-column",
+            help="Field or column of the prompt.",
+            show_default="text; messages",
+        ),
+    ] = "",
+    format: Annotated[
+        str,
+        typer.Option(
+            metavar="jsonl|text|csv|tsv|parquet",
+            help="Format of a file or standard input.",
+            show_default="by the file's name, else jsonl",
+        ),
     ] = "",
     chat: Annotated[
         bool, typer.Option("--chat", help="Prompts are conversations, or user messages.")
     ] = False,
+    chat_template: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="With --chat: the template.", show_default="the tokenizer's own"
+        ),
+    ] = "",
+    roles: Annotated[
+        bool,
+        typer.Option(
+            "--roles", help="With --chat: store which tokens are of each role, for loss masks."
+        ),
+    ] = False,
+    truncate: Annotated[
+        int | None,
+        typer.Option(parser=whole(), metavar="N", help="Cut each line to its first N tokens."),
+    ] = None,
+    pack: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole(2),
+            metavar="LENGTH",
+            help="Join lines to prompts of LENGTH tokens, with a separator between two.",
+        ),
+    ] = None,
+    separator: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole(0),
+            metavar="ID",
+            help="With --pack: id of the token between two lines.",
+            show_default="the end-of-text token",
+        ),
+    ] = None,
+    exclude: Annotated[
+        str,
+        typer.Option(
+            metavar="first",
+            help="Leave out the first token of each prompt, and of each packed line.",
+        ),
+    ] = "",
     subset: Annotated[str, typer.Option(help="Subset of a Hugging Face dataset.")] = "",
     split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")] = "train",
     limit: Annotated[
@@ -179,6 +235,10 @@ def capture(
     arguments = read_json_option("--engine-args", engine_args)
     if not isinstance(arguments, dict):
         raise typer.BadParameter(f"--engine-args: expected a JSON object, got {engine_args}")
+    if chat_template:
+        if not chat or "chat_template" in arguments:
+            raise typer.BadParameter("--chat-template requires --chat, and is given once")
+        arguments["chat_template"] = _read_template(chat_template)
     environment = {**ENVIRONMENT, **({} if verbose else WHEN_QUIET)}
     with defaults(environment), refusals(as_json):
         from midstream.lab.jobs import CaptureRun, Job
@@ -198,6 +258,12 @@ def capture(
             tag=tag,
             prompt_field=prompt_field,
             chat=chat,
+            format=format,
+            roles=roles,
+            truncate=truncate,
+            pack=pack,
+            separator=separator,
+            exclude=exclude,
             subset=subset,
             split=split,
             limit=limit,
@@ -244,6 +310,7 @@ def _estimate(job: Job, write_rate: float | None, as_json: bool, verbose: bool) 
     space = "" if guess.free_bytes is None else f", {_size(guess.free_bytes)} are free"
     lines = [
         f"{guess.lines - guess.failed:,} of {guess.lines:,} lines{by}: at most {guess.rows:,} rows",
+        *([f"packed into {guess.prompts:,} prompts"] if job.pack is not None else []),
         f"{guess.token_bytes:,} bytes per token, {_size(guess.nbytes)} in all",
         f"{job.out}: about {_size(guess.stored_bytes)}{space}",
     ]
@@ -275,6 +342,8 @@ def _work(capturing: CaptureRun, as_json: bool, verbose: bool) -> int:
                 quiet(verbose=verbose, descriptor=2) as console,
                 Display(console, errors_file(job)) as display,
             ):
+                if capturing.check is not None and capturing.check.failed:
+                    display.say(str(capturing.check))
                 display.say(f"starting {capturing.engines} with {job.model}")
                 capturing.work(start_vllm, display, stop)
         except KeyboardInterrupt:
@@ -334,6 +403,13 @@ def check_writable(path: str, option: str = "") -> None:
     target = Path(path).expanduser()
     if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
         raise typer.BadParameter(f"{option}{path}: the file cannot be written; use another path")
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--chat-template {path}: cannot be read: {error}") from None
 
 
 def read_layers(text: str) -> Any:

@@ -4,6 +4,16 @@ From Python: `capture_dataset(Job(model=…, data=…, out=…, capture=Capture(
 """
 
 from midstream.lab.jobs.job import Job
+from midstream.lab.jobs.prompt_tokens import DocumentPart, PromptParts
 from midstream.lab.jobs.run import CaptureRun, Counts, Summary, Watch, capture_dataset
 
-__all__ = ["CaptureRun", "Counts", "Job", "Summary", "Watch", "capture_dataset"]
+__all__ = [
+    "CaptureRun",
+    "Counts",
+    "DocumentPart",
+    "Job",
+    "PromptParts",
+    "Summary",
+    "Watch",
+    "capture_dataset",
+]

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from midstream.config.config import KEY
 from midstream.errors import MidstreamError, SpecError
-from midstream.lab.jobs.job import Job
+from midstream.lab.jobs.job import Job, check_model
+from midstream.lab.jobs.prompt_tokens import PromptParts, PromptTokens
 from midstream.lab.jobs.records import Failed, Record
+from midstream.plan import Capture, Plan
+from midstream.plan.positions.positions import Positions, Span
 from midstream.results.activations import Activations, with_heads
 from midstream.results.receipt import Receipt
 from midstream.runtime.frontend.request.prompt.message_spans import has_media
 from midstream.sinks.base import Origin
-from midstream.validation import show
 
 if TYPE_CHECKING:
     from midstream.api.llm import LLM
@@ -35,6 +36,7 @@ class Reply:
     finish_reason: str | None
     receipt: Receipt
     activations: Activations = field(repr=False)  # [rows, width] at every site
+    parts: PromptParts = field(default_factory=PromptParts)
 
 
 class Engine(Protocol):
@@ -78,12 +80,6 @@ def start_vllm(job: Job) -> VllmEngine:
     return VllmEngine(llm, job)
 
 
-def check_model(job: Job) -> None:
-    """Raise SpecError for a model's folder that does not exist."""
-    if job.model.startswith((".", "/")) and not os.path.exists(job.model):
-        raise SpecError("model", f"there is no folder {show(job.model)}")
-
-
 @contextmanager
 def _unknown_arguments_rejected(job: Job) -> Iterator[None]:
     """Convert vLLM's TypeError for an unknown engine argument to a SpecError of the job's field."""
@@ -94,6 +90,16 @@ def _unknown_arguments_rejected(job: Job) -> Iterator[None]:
         if unknown is None or unknown[1] not in job.engine_args:
             raise
         raise SpecError(f"engine_args.{unknown[1]}", "not an argument of `vllm.LLM`") from error
+
+
+def plan_of(plan: Plan, prompt: PromptTokens) -> Plan:
+    """Return a job's plan with the positions of one prompt, if it has its own."""
+    if prompt.positions is None:
+        return plan
+    (capture,) = plan.captures
+    assert isinstance(capture, Capture)
+    where = Positions([Span(start, stop) for start, stop in prompt.positions])
+    return Plan(captures=(replace(capture, positions=where),))
 
 
 class VllmEngine:
@@ -133,7 +139,9 @@ class VllmEngine:
         number = self._llm.request_counter.counter
         try:
             with named_refusals():
-                if self._chat:
+                if isinstance(record.prompt, PromptTokens):
+                    self._add_tokens(record.prompt)
+                elif self._chat:
                     self._add_chat(record.prompt)
                 else:
                     self._llm.enqueue([{"prompt": record.prompt}], self._params, use_tqdm=False)
@@ -141,7 +149,7 @@ class VllmEngine:
             raise
         except Exception as error:
             # Media are decoded here, by libraries that raise errors of their own.
-            if not has_media(record.prompt):
+            if isinstance(record.prompt, PromptTokens) or not has_media(record.prompt):
                 raise
             raise SpecError("", f"{type(error).__name__}: {error}") from error
         self._lines[str(number)] = record.line
@@ -166,6 +174,14 @@ class VllmEngine:
             template = {"chat_template": getattr(self._llm, "chat_template", None)}
             params = with_plan(params, CallPlan(self._plan, messages, template))
         self._llm.enqueue_chat([messages], params, use_tqdm=False)
+
+    def _add_tokens(self, prompt: PromptTokens) -> None:
+        from midstream.runtime.frontend.request.call_plan import with_plan
+
+        params = self._params
+        if prompt.positions is not None:
+            params = with_plan(params, plan_of(self._plan, prompt))
+        self._llm.enqueue([{"prompt_token_ids": list(prompt.token_ids)}], params, use_tqdm=False)
 
     def _reply(self, output: Any) -> Reply | Failed:
         (completion,) = output.outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from itertools import islice
@@ -12,17 +13,17 @@ import torch
 
 from midstream.codecs import parse_codec
 from midstream.errors import SpecError
-from midstream.lab.jobs.engine import check_model
-from midstream.lab.jobs.job import Job
+from midstream.lab.jobs.documents import PromptTokenizer
+from midstream.lab.jobs.engine import plan_of
+from midstream.lab.jobs.job import Job, check_model
+from midstream.lab.jobs.prompt_tokens import PromptTokens
+from midstream.lab.jobs.prompts import TokenisedLines
 from midstream.lab.jobs.records import Failed, Record
 from midstream.lab.jobs.sources import open_source
-from midstream.plan.positions.decoded_text import text_map
-from midstream.plan.positions.items import CONTENT
-from midstream.plan.positions.prompt import Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.shape import ModelShape
 from midstream.plan.tap_lookup import find_taps
-from midstream.runtime.frontend.request.prompt.message_spans import has_media, message_spans
+from midstream.runtime.frontend.request.prompt.message_spans import has_media
 from midstream.sites import ENDS, INNER, OUTER
 from midstream.store.backends.local import LocalFolder, folder_of
 from midstream.validation import listed
@@ -41,6 +42,7 @@ class JobEstimate:
     lines: int
     failed: int  # of the lines
     problem: str  # why the first of them has no rows
+    prompts: int  # that the engine gets; packed ones have many lines
     rows: int  # of all sites and layers
     token_bytes: int  # of one token, encoded
     nbytes: int  # of all rows, encoded
@@ -49,36 +51,58 @@ class JobEstimate:
 
 
 def estimate_job(job: Job) -> JobEstimate:
-    """Estimate a job by its first `SAMPLE` prompts. No engine is started and nothing is written."""
+    """Estimate a job by its first `SAMPLE` lines. No engine is started and nothing is written."""
     source, model = open_source(job), _Model(job)
     sample = list(islice(iter(source), SAMPLE + 1))
     lines = len(sample) if len(sample) <= SAMPLE else source.count() or job.limit
     if lines is None:
         raise SpecError("limit", f"the number of lines of {job.data} is unknown: give a limit")
     for record in sample:
-        if isinstance(record, Record) and has_media(record.prompt):
+        if isinstance(record, Failed) or isinstance(record.prompt, PromptTokens):
+            continue
+        if has_media(record.prompt):
             problem = "only an engine knows how many tokens media take"
             raise SpecError("data", f"line {record.line}: {problem}")
-    counts, problems = list[int](), list[str]()
-    for record in sample[:SAMPLE]:
+    del sample[SAMPLE:]
+    records = TokenisedLines(job, source).prompts(sample) if job.is_tokenised else sample
+    tokens, entry_bytes, prompts, problems = 0, 0, 0, list[str]()
+    for record in records:
         try:
-            counts.append(model.count_tokens(record))
+            tokens += model.count_tokens(record)
         except SpecError as error:
             problems.append(f"line {record.line}: {error}")
-    share = lines / max(1, len(counts) + len(problems))
-    tokens, failed = round(sum(counts) * share), round(len(problems) * share)
+        else:
+            prompts += 1
+            entry_bytes += LINE_BYTES + _parts_bytes(record)
+    share = lines / max(1, len(sample))
+    tokens, failed = round(tokens * share), round(len(problems) * share)
     nbytes = tokens * model.token_bytes
-    stored_bytes = nbytes + tokens * TOKEN_BYTES + (lines - failed) * LINE_BYTES
-    problem = problems[0] if problems else ""
-    rows, free = tokens * len(model.taps), _free_bytes(job.out)
-    return JobEstimate(lines, failed, problem, rows, model.token_bytes, nbytes, stored_bytes, free)
+    return JobEstimate(
+        lines,
+        failed,
+        problems[0] if problems else "",
+        round(prompts * share),
+        tokens * len(model.taps),
+        model.token_bytes,
+        nbytes,
+        nbytes + tokens * TOKEN_BYTES + round(entry_bytes * share),
+        _free_bytes(job.out),
+    )
+
+
+def _parts_bytes(record: Record | Failed) -> int:
+    """Return the size in the store of which document and role each token of a prompt is of."""
+    if isinstance(record, Failed) or not isinstance(record.prompt, PromptTokens):
+        return 0
+    fields = record.prompt.parts.to_metadata()
+    return len(json.dumps(fields, separators=(",", ":"))) if fields else 0
 
 
 class _Model:
     """The model of a job, by its configuration, and its tokenizer."""
 
     def __init__(self, job: Job) -> None:
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
         check_model(job)
         sites, options = job.capture.sites, job.engine_args
@@ -91,10 +115,9 @@ class _Model:
         if job.dtype not in DTYPES:
             raise SpecError("dtype", f"expected {listed(DTYPES)}, got {job.dtype}")
         trust = {"trust_remote_code": options.get("trust_remote_code", False)}
-        revision, tokenizer = job.revision or None, options.get("tokenizer", job.model)
+        revision = job.revision or None
         config = AutoConfig.from_pretrained(job.model, revision=revision, **trust).get_text_config()
-        revision = options.get("tokenizer_revision", revision)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, revision=revision, **trust)
+        self._tokenizer = PromptTokenizer(job)
         self._job, layers = job, range(config.num_hidden_layers)
         taps = [(site, layer) for site in OUTER for layer in layers]
         taps += [(site, layers[layer]) for site, layer in ENDS.items()]
@@ -111,33 +134,15 @@ class _Model:
         """Return the number of a line's tokens that have rows."""
         if isinstance(record, Failed):
             raise SpecError("", record.reason)
-        tokenizer, job = self._tokenizer, self._job
-        ids = _token_ids(tokenizer, record.prompt)
-        chat: Any = None if isinstance(record.prompt, str) else record.prompt
-
-        def messages(part: str = CONTENT) -> Any:
-            return message_spans(tokenizer, chat, ids, part=part, add_generation_prompt=True)
-
-        prompt = Prompt(
-            len(ids),
-            ids,
-            lambda: text_map(tokenizer, ids),
-            chat and messages,
-        )
-        plan = resolve(job.plan, self._shape, prompt, job.max_tokens)
-        return plan.expected_rows(len(ids) + job.max_tokens - 1, ())[self.taps[0]]
-
-
-def _token_ids(tokenizer: Any, prompt: Any) -> tuple[int, ...]:
-    from jinja2 import TemplateError
-
-    try:
-        if isinstance(prompt, str):
-            return tuple(tokenizer.encode(prompt))
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
-    except (ValueError, TypeError, LookupError, TemplateError) as error:
-        raise SpecError("", f"{type(error).__name__}: {error}") from error
+        tokenizer, job, plan = self._tokenizer, self._job, self._job.plan
+        if isinstance(record.prompt, PromptTokens):
+            ids, plan = record.prompt.token_ids, plan_of(plan, record.prompt)
+            prompt = tokenizer.prompt("", ids, False)
+        else:
+            ids = tokenizer.encode(record.prompt)
+            prompt = tokenizer.prompt(record.prompt, ids, True)
+        resolved = resolve(plan, self._shape, prompt, job.max_tokens)
+        return resolved.expected_rows(len(ids) + job.max_tokens - 1, ())[self.taps[0]]
 
 
 def _free_bytes(out: str) -> int | None:

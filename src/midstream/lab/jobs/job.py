@@ -10,8 +10,9 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.plan import Capture, Plan
+from midstream.plan.positions.positions import Positions
 from midstream.plan.sink_target import MEMORY, read_name
-from midstream.validation import at, kind, read_count
+from midstream.validation import at, kind, read_count, read_int, read_word, show
 
 FLUSH_SECONDS = 30.0
 
@@ -63,10 +64,14 @@ _HARMLESS_ARGUMENTS = frozenset(
 
 # The split of a Hugging Face dataset that is read by default.
 SPLIT = "train"
+FORMATS = ("jsonl", "text", "csv", "tsv", "parquet")
+FIRST = "first"
+# Fields that decide which tokens a prompt has.
+_OF_TOKENS = ("truncate", "pack", "separator", "exclude", "roles")
 _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("model", "data", "out", "tag", "prompt_field", "subset", "split"), str),
-    **dict.fromkeys(("revision", "dtype", "errors"), str),
-    **dict.fromkeys(("chat", "keep_prompts", "resume"), bool),
+    **dict.fromkeys(("revision", "dtype", "errors", "format", "exclude"), str),
+    **dict.fromkeys(("chat", "keep_prompts", "resume", "roles"), bool),
     "capture": Capture,
     "engine_args": Mapping,
     "flush_seconds": numbers.Real,
@@ -80,8 +85,8 @@ class Job:
 
     Attributes:
         model: name or folder of the model.
-        data: a JSON lines or Parquet file, a Hugging Face dataset by name or folder, or `-` for
-            JSON lines on standard input.
+        data: a file; a Hugging Face dataset by name or folder, also one of `save_to_disk`; or `-`
+            for standard input.
         out: directory of the store, or `s3://bucket/prefix`.
         capture: rows to capture. Its sink, tag, request_id, metadata and heads must not be set; the
             job sets them.
@@ -101,6 +106,18 @@ class Job:
         resume: allow a store that has some of the lines already, and skip these.
         errors: file that lists the lines that could not be captured; empty: `errors.jsonl` in the
             store's directory, or none in an object store.
+        format: of a file or standard input, `jsonl` (JSON lines, or one array), `text` (a prompt a
+            line), `csv`, `tsv` or `parquet`; empty: by the file's name, else `jsonl`.
+        truncate: number of tokens that a line is cut to, which are its first; None: it is not cut.
+        pack: number of tokens of the prompts that lines, now called documents, are joined to; a
+            long document goes on in the next prompt. Positions are those of each document. In the
+            model, a token attends to all tokens before it in its prompt, also of other documents.
+            None: each line is a prompt.
+        separator: id of the token between two packed documents; None: the end-of-text token.
+        exclude: `first`: the first token of each prompt, and of each packed document, has no rows.
+        roles: store which tokens are of messages of each role, see `PromptParts.loss_mask`; only
+            with `chat`. With this or `pack`, no generation prompt follows a conversation that ends
+            with the assistant's message.
         flush_seconds: longest time that captured rows wait to be written, in seconds; at most this
             much work is lost if the job is killed.
 
@@ -125,6 +142,12 @@ class Job:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = False
     errors: str = ""
+    format: str = ""
+    truncate: int | None = None
+    pack: int | None = None
+    separator: int | None = None
+    exclude: str = ""
+    roles: bool = False
     flush_seconds: float = FLUSH_SECONDS
 
     def __post_init__(self) -> None:
@@ -151,9 +174,10 @@ class Job:
             raise SpecError("capture.heads", "leave out: a store has whole vectors")
         with at("max_tokens"):
             read_count(self.max_tokens, 1)
-        if self.limit is not None:
-            with at("limit"):
-                read_count(self.limit, 1)
+        for name, least in (("limit", 1), ("truncate", 1), ("pack", 2)):
+            if getattr(self, name) is not None:
+                with at(name):
+                    read_count(getattr(self, name), least)
         with at("tag"):
             read_name(self.tag)
         if not 0 <= self.flush_seconds <= 86400:
@@ -161,6 +185,38 @@ class Job:
         for name in self.engine_args:
             if name in _OWN_ARGUMENTS:
                 raise SpecError(f"engine_args.{name}", "cannot be set for a dataset capture")
+        for name, allowed in (("format", FORMATS), ("exclude", (FIRST,))):
+            if getattr(self, name):
+                with at(name):
+                    read_word(getattr(self, name), allowed)
+        if self.roles and not self.chat:
+            raise SpecError("roles", "only conversations have roles: set `chat`")
+        self._check_pack()
+        with at("exclude" if self.exclude else ""):
+            _ = self.plan
+
+    def _check_pack(self) -> None:
+        if self.separator is not None:
+            with at("separator"):
+                if read_int(self.separator) < 0 or self.pack is None:
+                    raise SpecError("", "expected a token id, from 0, and `pack`")
+        if self.pack is None:
+            return
+        if self.max_tokens != 1:
+            raise SpecError("max_tokens", "packed prompts are not answered: leave it at 1")
+        for name in ("max_rows", "reduce"):
+            if getattr(self.capture, name):
+                raise SpecError(f"capture.{name}", "is of a prompt, and a pack has many: omit it")
+        longest = self.engine_args.get("max_model_len")
+        if isinstance(longest, int) and self.pack >= longest:
+            raise SpecError(
+                "pack", f"expected less than engine_args.max_model_len, {longest}, got {self.pack}"
+            )
+
+    @property
+    def is_tokenised(self) -> bool:
+        """Whether the engine gets token ids, rather than texts and conversations."""
+        return self.truncate is not None or self.pack is not None or self.roles
 
     @property
     def column(self) -> str:
@@ -180,7 +236,11 @@ class Job:
     @property
     def plan(self) -> Plan:
         """Plan of every request."""
-        return Plan(captures=(replace(self.capture, codec=self.codec),))
+        positions = self.capture.positions
+        if self.exclude:
+            without = tuple(dict.fromkeys((*positions.exclude, 0)))
+            positions = Positions(positions.include, positions.phase, without)
+        return Plan(captures=(replace(self.capture, codec=self.codec, positions=positions),))
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -201,4 +261,16 @@ class Job:
                 for name, value in sorted(self.engine_args.items())
                 if name not in _HARMLESS_ARGUMENTS
             },
+            # Left out unless set: stores of earlier releases have none of them.
+            **{
+                name: getattr(self, name)
+                for name in _OF_TOKENS
+                if getattr(self, name) not in (None, "") and getattr(self, name) is not False
+            },
         }
+
+
+def check_model(job: Job) -> None:
+    """Raise SpecError for a model's folder that does not exist."""
+    if job.model.startswith((".", "/")) and not os.path.exists(job.model):
+        raise SpecError("model", f"there is no folder {show(job.model)}")

@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from midstream.errors import SpecError
+from midstream.lab.jobs.prompt_tokens import PromptTokens
 from midstream.validation import at, check_regular, check_text, kind, listed, read_json, show
 
-Prompt = str | list[dict[str, Any]]
+Prompt = str | list[dict[str, Any]] | PromptTokens
 
 _MOST_NAMES = 8
 # Fields of a content's parts with a URL, and those of which a line's JSON has not all data.
@@ -25,9 +26,9 @@ _MOST_BYTES = 256 << 20  # of a file
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A line with a prompt: a text, or messages of a conversation."""
+    """A line with a prompt: a text, messages of a conversation, or token ids."""
 
-    line: int  # number in the data, from 1
+    line: int  # number in the data, from 1; of a packed prompt its number among these
     prompt: Prompt
 
 

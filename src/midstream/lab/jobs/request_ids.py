@@ -11,6 +11,7 @@ import numpy as np
 
 from midstream.errors import StoreError
 from midstream.lab.jobs.job import Job
+from midstream.lab.jobs.prompt_tokens import PromptTokens
 from midstream.lab.jobs.records import Record
 from midstream.lab.jobs.sources import Source
 from midstream.store import Store, StoredRequest
@@ -35,7 +36,11 @@ class Identity:
         """Return a 64-bit hash of a prompt and the job's terms."""
         whole = self._start.copy()
         text = record.prompt
-        if not isinstance(text, str):
+        if isinstance(text, PromptTokens):
+            # Not the text, which may be kept or not.
+            tokens = text.token_ids, text.positions, text.parts.to_metadata()
+            text = json.dumps(tokens, sort_keys=True)
+        elif not isinstance(text, str):
             text = json.dumps(text, sort_keys=True, default=str)
         # The type is included: a text and a conversation with the same JSON are different prompts.
         whole.update(type(record.prompt).__name__.encode() + b"\n" + text.encode())

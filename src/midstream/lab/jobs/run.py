@@ -15,9 +15,10 @@ from midstream.lab.jobs.engine import Engine, start_vllm
 from midstream.lab.jobs.failed_lines import Failures
 from midstream.lab.jobs.job import Job
 from midstream.lab.jobs.local_executor import CapturedLine, Executor, LocalExecutor
+from midstream.lab.jobs.prompt_tokens import PromptTokens
+from midstream.lab.jobs.prompts import open_prompts
 from midstream.lab.jobs.records import Failed, Record
 from midstream.lab.jobs.request_ids import CompletedLines, Identity
-from midstream.lab.jobs.sources import open_source
 
 
 @dataclass(slots=True)
@@ -109,6 +110,7 @@ class CaptureRun:
         job: the job.
         counts: progress.
         has_begun: whether the engine has started.
+        check: what the first lines are; None: they were not read.
         engines: description of the engines, for messages.
     """
 
@@ -127,11 +129,11 @@ class CaptureRun:
         self.has_begun = False
         self.job = job
         self._identity = Identity(job)
-        # Unfinished lines that the executor has received.
-        self._running: set[int] = set()
+        # Unfinished prompts that the executor has received.
+        self._running: dict[int, Record] = {}
         # All data was read.
         self._at_end = False
-        self._source = open_source(job)
+        self._source, self.check = open_prompts(job)
         with ExitStack() as stack:
             self._done = CompletedLines(job, stack.enter_context(taken(job)))
             if self._source.can_be_read_again:
@@ -233,9 +235,9 @@ class CaptureRun:
             try:
                 self._executor.add(self._identity.id(record), record)
             except SpecError as error:
-                self._fail(Failed(record.line, str(error)))
+                self._fail(_failure_of(record, str(error)))
             else:
-                self._running.add(record.line)
+                self._running[record.line] = record
         return bool(self._running) and not self._stop.is_set()
 
     def _missing(self) -> Iterator[Record]:
@@ -254,9 +256,9 @@ class CaptureRun:
 
     def _record(self, finished: Sequence[CapturedLine | Failed]) -> None:
         for outcome in finished:
-            self._running.remove(outcome.line)
+            record = self._running.pop(outcome.line)
             if isinstance(outcome, Failed):
-                self._fail(outcome)
+                self._fail(_failure_of(record, outcome.reason))
             else:
                 self.counts.captured += 1
                 self.counts.rows += outcome.rows
@@ -271,6 +273,15 @@ class CaptureRun:
     def _notify(self) -> None:
         self.counts.stored = self._executor.stored
         self._watch.moved(self.counts)
+
+
+def _failure_of(record: Record, reason: str) -> Failed:
+    """Return the failure of a prompt; of a packed one, with the lines that are in it."""
+    documents = record.prompt.parts.documents if isinstance(record.prompt, PromptTokens) else ()
+    if not documents:
+        return Failed(record.line, reason)
+    first, last = documents[0].line, documents[-1].line
+    return Failed(first, f"packed prompt {record.line}, of lines {first} to {last}: {reason}")
 
 
 def capture_dataset(

@@ -5,24 +5,36 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import filterfalse, islice
+from itertools import islice
 from typing import IO, Any, Protocol
 
 from midstream.errors import SpecError, UnsupportedError
+from midstream.lab.data.text_files import (
+    JSON_SUFFIXES,
+    Item,
+    decoded,
+    json_values,
+    plain_lines,
+    table_rows,
+    text_lines,
+)
 from midstream.lab.jobs.job import SPLIT, Job
-from midstream.lab.jobs.records import Failed, Record, read_text, read_value
-from midstream.validation import BYTE_ORDER_MARK, hint, show
+from midstream.lab.jobs.records import Failed, Record, read_prompt, read_text, read_value
+from midstream.validation import BYTE_ORDER_MARK, hint, listed, show
 
 STDIN = "-"
 _ROWS_AT_ONCE = 1024
-_CHECKED = 100  # lines of a file before the engine starts
 # Name of a Hugging Face dataset.
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_OTHERS = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
-_FILES = (".jsonl", ".json", ".ndjson", ".txt", ".parquet", *_OTHERS)
+_OTHERS = (".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
+_FORMATS = {".txt": "text", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+_FILES = (*JSON_SUFFIXES, *_FORMATS, *_OTHERS)
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+# Files in a folder that `save_to_disk` of `datasets` has written.
+_SAVED = ("state.json", "dataset_dict.json")
 
 
 class Source(Protocol):
@@ -47,23 +59,39 @@ def open_source(job: Job) -> Source:
     name = job.data
     if name == STDIN:
         _check_whole(job)
-        return Limited(Lines(job, None), job.limit)
+        if job.format == "parquet":
+            raise SpecError("format", "a Parquet file cannot be read from standard input")
+        return Limited(TextFile(job, None, job.format or "jsonl"), job.limit)
     path = os.path.expanduser(name)
     if os.path.isdir(path):
+        _check_no_format(job)
         return Limited(HubRows(job, path), job.limit)
     if os.path.exists(path):
-        if path.lower().endswith(_OTHERS):
-            raise SpecError(
-                "data",
-                f"{show(name)}: expected JSON lines or a Parquet file; of a table, pandas writes "
-                'both: read_csv(file).to_json("data.jsonl", orient="records", lines=True)',
-            )
         _check_whole(job)
-        is_table = path.lower().endswith(".parquet")
-        return Limited(ParquetRows(job, path) if is_table else Lines(job, path), job.limit)
+        form = job.format or _format_of(path)
+        rows = ParquetRows(job, path) if form == "parquet" else TextFile(job, path, form)
+        return Limited(rows, job.limit)
     if name.lower().endswith(_FILES) or not _NAME.fullmatch(name):
         raise SpecError("data", f"there is no file {show(name)}")
+    _check_no_format(job)
     return Limited(HubRows(job, name), job.limit)
+
+
+def _format_of(path: str) -> str:
+    """Return the format of a file by its name; JSON lines unless the name says another."""
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in _OTHERS:
+        raise SpecError(
+            "data",
+            f"{show(path)}: expected JSON lines, a JSON array, text, CSV, TSV or Parquet; "
+            "decompress or convert it",
+        )
+    return _FORMATS.get(suffix, "jsonl")
+
+
+def _check_no_format(job: Job) -> None:
+    if job.format:
+        raise SpecError("format", f"{show(job.data)} is no file, and only files have it; omit it")
 
 
 def _check_whole(job: Job) -> None:
@@ -94,37 +122,16 @@ class Limited:
         return islice(iter(self.source), self.limit)
 
 
-class Lines:
-    """JSON lines of a file or of standard input."""
+class TextFile:
+    """Lines, elements or rows of a file of text, or of standard input."""
 
-    def __init__(self, job: Job, path: str | None) -> None:
-        """Check that the file can be read; None: standard input."""
-        self._form = job.column, job.chat, job.media_files
-        self._path = path
-        self._limit = job.limit
+    def __init__(self, job: Job, path: str | None, format: str) -> None:
+        """Check that the file can be opened; None: standard input."""
+        self._job = job
+        self._path, self._format = path, format
+        self._name = "standard input" if path is None else path
         if path is not None:
             _open(path).close()
-        if self.can_be_read_again:
-            self._check_first()
-
-    def _check_first(self) -> None:
-        """Check that one of the first lines is a prompt, before an engine starts. Lines after the
-        first prompt are not read, as they may name large files.
-        """
-        failed: list[Failed] = []
-        for line in islice(self, min(_CHECKED, self._limit or _CHECKED)):
-            if not isinstance(line, Failed):
-                return
-            failed.append(line)
-        if not failed and self._limit != 0:
-            raise SpecError("data", f"{self._path}: it has no lines")
-        if failed:
-            raise SpecError(
-                "data",
-                f"{self._path}: no prompt in the first {len(failed)} lines; line {failed[0].line}: "
-                f'{failed[0].reason}; expected JSON lines, each as {{"{self._form[0]}": …}}; '
-                "--prompt-field (`column`) names another field",
-            )
 
     @property
     def can_be_read_again(self) -> bool:
@@ -137,15 +144,53 @@ class Lines:
         assert self._path is not None
         with _open(self._path) as file:
             # A file may be long, so no more than `limit` lines are read.
-            lines = filterfalse(bytes.isspace, _without_mark(file))
-            return sum(1 for _ in islice(lines, self._limit))
+            return sum(1 for _ in islice(self._numbers(file), self._job.limit))
 
     def __iter__(self) -> Iterator[Record | Failed]:
         path = self._path
         with nullcontext(sys.stdin.buffer) if path is None else _open(path) as file:
-            for number, line in enumerate(_without_mark(file), 1):
-                if not line.isspace():
-                    yield read_text(number, line.rstrip(b"\r\n"), *self._form)
+            if self._format in _DELIMITERS:
+                yield from self._rows(file)
+            else:
+                read = self._text if self._format == "text" else self._json
+                yield from map(read, self._items(file))
+
+    def _items(self, file: IO[bytes]) -> Iterator[Item]:
+        read = plain_lines if self._format == "text" else json_values
+        if self._job.format == "text":
+            read = text_lines
+        return read(file, self._name)
+
+    def _numbers(self, file: IO[bytes]) -> Iterator[int]:
+        if self._format in _DELIMITERS:
+            rows = table_rows(file, self._name, _DELIMITERS[self._format])
+            return (row.number for row in islice(rows, 1, None))
+        return (item.number for item in self._items(file))
+
+    def _json(self, item: Item) -> Record | Failed:
+        if item.problem:
+            return Failed(item.number, item.problem)
+        return read_text(item.number, item.text, *_form(self._job))
+
+    def _text(self, item: Item) -> Record | Failed:
+        try:
+            prompt = read_prompt(decoded(item), self._job.chat, self._job.media_files)
+        except SpecError as error:
+            return Failed(item.number, str(error))
+        return Record(item.number, prompt)
+
+    def _rows(self, file: IO[bytes]) -> Iterator[Record | Failed]:
+        rows = table_rows(file, self._name, _DELIMITERS[self._format])
+        header = next(rows, None)
+        if header is None:
+            return
+        _check_column(self._job, list(header.values))
+        column = header.values.index(self._job.column)
+        for row in rows:
+            if row.problem:
+                yield Failed(row.number, row.problem)
+            else:
+                yield read_value(row.number, row.values[column], *_form(self._job))
 
 
 class ParquetRows:
@@ -154,7 +199,7 @@ class ParquetRows:
     can_be_read_again = True
 
     def __init__(self, job: Job, path: str) -> None:
-        self._form = job.column, job.chat, job.media_files
+        self._form = _form(job)
         self._path = path
         file = self._open()
         with file:
@@ -193,38 +238,74 @@ class HubRows:
 
     def __init__(self, job: Job, name: str) -> None:
         """Open the dataset, by its name or folder, and check its columns."""
-        self._form = job.column, job.chat, job.media_files
+        self._job, self._name = job, name
+        self._is_folder = os.path.isdir(name)
         try:
-            from datasets import load_dataset
-            from datasets.exceptions import DatasetsError
+            import datasets
         except ImportError:
             raise UnsupportedError(
                 f"data: {show(name)} is not a file, and Hugging Face datasets need `datasets`: "
-                "pip install datasets"
+                'pip install "midstream[datasets]"'
             ) from None
-        try:
-            self._rows = load_dataset(name, job.subset or None, split=job.split, streaming=True)
-        except (DatasetsError, ValueError, OSError) as error:
-            raise SpecError("data", f"dataset {show(name)}: {error}") from None
-        if self._rows.column_names is not None:
-            _check_column(job, self._rows.column_names)
-        self._split = job.split
+        with self._named_errors():
+            if any(os.path.isfile(os.path.join(name, mark)) for mark in _SAVED):
+                self._rows: Any = _split_of(datasets.load_from_disk(name), job)
+            else:
+                subset = job.subset or None
+                self._rows = datasets.load_dataset(name, subset, split=job.split, streaming=True)
+            names = self._rows.column_names
+            if names is None:
+                # Of files whose columns are known when one is read.
+                names = next(iter(self._rows), None)
+        if names is not None:
+            _check_column(job, list(names))
 
     def count(self) -> int | None:
-        split_info = (self._rows.info.splits or {}).get(self._split)
+        if hasattr(self._rows, "__len__"):
+            return len(self._rows)
+        split_info = (self._rows.info.splits or {}).get(self._job.split)
         return split_info.num_examples or None if split_info is not None else None
 
     def __iter__(self) -> Iterator[Record | Failed]:
-        for number, row in enumerate(self._rows, 1):
-            yield read_value(number, row.get(self._form[0]), *self._form)
+        rows = enumerate(self._rows, 1)
+        while True:
+            with self._named_errors():
+                number, row = next(rows, (0, None))
+            if row is None:
+                return
+            value = row.get(self._job.column)
+            if self._is_folder and isinstance(value, str):
+                # Its reader of text files leaves the mark in the first line of each.
+                value = value.removeprefix(BYTE_ORDER_MARK)
+            yield read_value(number, value, *_form(self._job))
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        from datasets.exceptions import DatasetsError
+
+        try:
+            yield
+        except SpecError:
+            raise
+        except (DatasetsError, ValueError, OSError) as error:
+            raise SpecError("data", f"dataset {show(self._name)}: {error}") from None
 
 
-def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines, the first one without the byte order mark that it may begin with."""
-    mark = BYTE_ORDER_MARK.encode("utf-8")
-    for line in lines:
-        yield line.removeprefix(mark)
-        mark = b""
+def _split_of(dataset: Any, job: Job) -> Any:
+    """Return the split of a dataset that `save_to_disk` wrote, which may have one alone."""
+    if job.subset:
+        raise SpecError("subset", f"{show(job.data)} has none; omit it")
+    if not isinstance(dataset, dict):
+        if job.split not in (SPLIT, str(dataset.split)):
+            raise SpecError("split", f"{show(job.data)} is the split {dataset.split}; omit it")
+        return dataset
+    if job.split not in dataset:
+        raise SpecError("split", f"expected {listed(dataset)}, got {show(job.split)}")
+    return dataset[job.split]
+
+
+def _form(job: Job) -> tuple[str, bool, str]:
+    return job.column, job.chat, job.media_files
 
 
 def _open(path: str) -> IO[bytes]:
@@ -235,7 +316,10 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _check_column(job: Job, names: list[str]) -> None:
-    if job.column not in names:
+    count = names.count(job.column)
+    if count > 1:
+        raise SpecError("prompt_field", f"{job.data} has {count} columns {show(job.column)}")
+    if not count:
         raise SpecError(
             "prompt_field",
             f"{job.data} has no column {show(job.column)}{hint(job.column, names)}; it has "

@@ -62,8 +62,9 @@ class StoreWriter:
             generated_token_ids=reply.generated_token_ids,
             finish_reason=reply.finish_reason,
         )
+        metadata = {LINE: reply.line, TERMS: self._terms, **reply.parts.to_metadata()}
         delivery = source.delivery(
-            Label(request, self._tag, {LINE: reply.line, TERMS: self._terms}),
+            Label(request, self._tag, metadata),
             self._plan,
             reply.receipt,
             DeliveredRows(rows),

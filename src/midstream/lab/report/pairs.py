@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from midstream.errors import SpecError
-from midstream.validation import BYTE_ORDER_MARK, check_regular, kind, read_fields, read_json
+from midstream.lab.data.text_files import (
+    JSON_SUFFIXES,
+    Item,
+    decoded,
+    json_values,
+    lines,
+    plain_lines,
+)
+from midstream.validation import check_regular, kind, read_fields, read_json
 
 LEAST_PAIRS = 2
 MOST_BYTES = 64 << 20
@@ -21,11 +29,12 @@ class Pair(NamedTuple):
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Read a JSONL file: `{"positive": "…", "negative": "…"}` on each line that is not empty."""
+    """Read JSON lines, or an array: `{"positive": "…", "negative": "…"}` on each line."""
     pairs = []
-    for place, line in _lines(path):
+    for item in _items(path, json_values):
+        place = f"{path}:{item.number}"
         try:
-            fields = read_fields(read_json(line), ("positive", "negative"))
+            fields = read_fields(read_json(decoded(item)), ("positive", "negative"))
         except SpecError as error:
             problem = f"{error.path}: {error.problem}" if error.path else error.problem
             raise SpecError(place, problem) from None
@@ -38,7 +47,7 @@ def read_pairs(path: Path) -> list[Pair]:
 
 def read_two_files(positive: Path, negative: Path) -> list[Pair]:
     """Read two files with one text a line; line n of one and of the other are a pair."""
-    files = [_all_lines(path) for path in (positive, negative)]
+    files = [[_text(path, item) for item in _items(path, lines)] for path in (positive, negative)]
     if len(files[0]) != len(files[1]):
         raise SpecError(
             str(negative),
@@ -53,11 +62,21 @@ def read_two_files(positive: Path, negative: Path) -> list[Pair]:
 
 
 def read_questions(path: Path) -> list[str]:
-    """Read a file with one question a line; empty lines are skipped."""
-    questions = [line.strip() for _, line in _lines(path)]
+    """Read a file with one question a line that is not empty; or texts as JSON (.json, .jsonl)."""
+    if path.suffix.lower() in JSON_SUFFIXES:
+        questions = [_question(path, item) for item in _items(path, json_values)]
+    else:
+        questions = [_text(path, item).strip() for item in _items(path, plain_lines)]
     if not questions:
         raise SpecError(str(path), "expected one question a line, got none")
     return questions
+
+
+def _question(path: Path, item: Item) -> str:
+    text = read_json(_text(path, item))
+    if not isinstance(text, str) or not text.strip():
+        raise SpecError(f"{path}:{item.number}", f"expected a text, got {kind(text)}")
+    return text.strip()
 
 
 def _checked(place: str, pair: Pair) -> Pair:
@@ -77,29 +96,20 @@ def _enough(path: Path, pairs: list[Pair]) -> list[Pair]:
     return pairs
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of each line that is not empty."""
-    for number, line in enumerate(_all_lines(path), 1):
-        if line.strip():
-            yield f"{path}:{number}", line
-
-
-def _all_lines(path: Path) -> Sequence[str]:
-    """Return the lines of a file of UTF-8; only a line feed ends one."""
+def _items(path: Path, read: Callable[[IO[bytes], str], Iterator[Item]]) -> Iterator[Item]:
+    """Read a file's items."""
     try:
         size = check_regular(path).st_size
         if size > MOST_BYTES:
             raise SpecError(str(path), f"{size} bytes, and at most {MOST_BYTES} are read")
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            yield from read(file, str(path))
     except OSError as error:
         raise SpecError(str(path), f"cannot be read: {error.strerror}") from None
-    lines = data.removeprefix(BYTE_ORDER_MARK.encode("utf-8")).split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()
-    texts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            texts.append(line.removesuffix(b"\r").decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise SpecError(f"{path}:{number}", f"expected UTF-8: {error.reason}") from None
-    return texts
+
+
+def _text(path: Path, item: Item) -> str:
+    try:
+        return decoded(item)
+    except SpecError as error:
+        raise SpecError(f"{path}:{item.number}", error.problem) from None

@@ -1,0 +1,1 @@
+"""Readers of prompts in files, the same for each command."""
