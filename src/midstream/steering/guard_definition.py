@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import urlsplit
 
+from midstream.config.event_sinks import check_url
 from midstream.drift import Training
 from midstream.errors import SpecError
 from midstream.plan.argument_names import parameters_of
@@ -370,9 +370,9 @@ def _read_webhook(value: object) -> Webhook:
         )
         url = fields["url"]
         with at("url"):
-            parts = urlsplit(url) if isinstance(url, str) and len(url) <= _MOST_URL else None
-            if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-                raise SpecError("", "expected the URL of an http or https server")
+            if not isinstance(url, str) or len(url) > _MOST_URL:
+                raise SpecError("", f"expected a URL of at most {_MOST_URL} characters")
+            check_url(url, False, show(url))
         with at("seconds"):
             seconds = read_scalar(fields.get("seconds", SECONDS))
             if not 0 < seconds <= MOST_SECONDS:

@@ -25,6 +25,7 @@ class Front:
         self.events: list[Any] = []
         self.steering = SimpleNamespace(epoch=0, plan_edits=lambda: ())
         self.captures = SimpleNamespace(current=())
+        self.before = lambda call_plan: ()
         self.directions = SimpleNamespace(needed=lambda plan: {})
         self.sinks = SinkSet((), ORIGIN)
         self.plain = SimpleNamespace(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from midstream.codecs import Rp8, parse_codec
 from midstream.config.config import Config, from_additional_config
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
@@ -24,7 +23,6 @@ from midstream.plan.plan import ServerWide, asks_engine
 from midstream.plan.positions.decoded_text import text_map
 from midstream.plan.positions.items import CONTENT
 from midstream.plan.probe_files.info import check_models
-from midstream.plan.readouts import ReadOut
 from midstream.plan.readouts.capture import SHARDED
 from midstream.plan.readouts.reduced import check_codec, num_sums, with_split_rows
 from midstream.plan.resolve.resolve import resolve
@@ -45,6 +43,7 @@ from midstream.runtime.frontend.request.prompt.media import media_of
 from midstream.runtime.frontend.request.readouts import (
     EngineReadings,
     bound,
+    check_heads,
     finished,
     readout_rows,
 )
@@ -234,7 +233,7 @@ class PlanResolver:
             returns = [capture.return_ or ranks_default for capture in decisive]
             sharded = _common("return", returns, ranks_default) == SHARDED
             resolved = replace(resolved, codec=codec, sharded=sharded)
-            _check_heads(own, resolved.codec)
+            check_heads(own, resolved.codec)
         weights: tuple[tuple[str, str], ...] = ()
         workers, config = self._info.workers, self._engine.vllm_config
         reconstructs = Op.CODE in resolved.ops
@@ -474,19 +473,6 @@ def _prompt_len(request: Any) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
     return int(request.prompt_embeds.shape[0])
-
-
-def _check_heads(captures: tuple[ReadOut, ...], codec: str) -> None:
-    """Check that heads can be chosen from the rows that a codec encoded."""
-    for index, capture in enumerate(captures):
-        if capture.heads is None or not capture.returns_vectors:
-            continue
-        if isinstance(parse_codec(codec), Rp8):
-            raise SpecError(
-                f"capture[{index}].heads",
-                f"rows of the codec {codec} are sketches of whole vectors, without heads; use "
-                "another codec, or omit `heads`",
-            )
 
 
 def check_biases(plan: ResolvedPlan, vllm_config: Any) -> None:

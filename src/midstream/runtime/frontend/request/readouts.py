@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from midstream.codecs import Rp8, parse_codec
+from midstream.errors import SpecError
 from midstream.plan import Plan, ResolvedPlan
 from midstream.plan.plan import has_token
 from midstream.plan.positions.ranges import count
-from midstream.plan.readouts import KINDS, Capture
+from midstream.plan.readouts import KINDS, Capture, ReadOut
 from midstream.plan.resolved import LensMap, SaeEncoder
 from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.frontend.request.reconstructions import reading
@@ -121,3 +123,16 @@ def readout_rows(
         positions = step_tokens if grows else min(step_tokens, max(prompt, at_once))
         num_rows += positions * layers
     return num_rows
+
+
+def check_heads(captures: tuple[ReadOut, ...], codec: str) -> None:
+    """Check that heads can be chosen from the rows that a codec encoded."""
+    for index, capture in enumerate(captures):
+        if capture.heads is None or not capture.returns_vectors:
+            continue
+        if isinstance(parse_codec(codec), Rp8):
+            raise SpecError(
+                f"capture[{index}].heads",
+                f"rows of the codec {codec} are sketches of whole vectors, without heads; use "
+                "another codec, or omit `heads`",
+            )
