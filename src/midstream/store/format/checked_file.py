@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from midstream.errors import StoreError
 from midstream.store.backends.base import File, Folder
-from midstream.store.format.checksums import JOB, block_sums, in_parallel
+from midstream.store.format.checksums import JOB, block_sums, each_of, in_parallel
 from midstream.store.format.layout import BLOCK, Layout, Place, header_length, read_head
 
 
@@ -76,6 +76,56 @@ class CheckedFile:
             self._check_rows(place.start + rows * width, width)
             return self._open().gather(self.head_bytes + place.start, width, rows)
 
+    def gather_tensors(
+        self,
+        tensors: Sequence[str],
+        rows: Sequence[NDArray[np.int64]],
+        data: NDArray[np.uint8],
+        checked: bool,
+    ) -> None:
+        """Copy row rows[j][i] of tensor j to data[i, j], uint8 [n, tensors, row_bytes].
+
+        All rows have the same number of bytes. `checked`: compare them with their checksums.
+        """
+        places = [self.places[tensor] for tensor in tensors]
+        width = data.shape[2]
+        first = min(place.start for place in places)
+        shifts = [place.start - first for place in places]
+        with self.named():
+            file = self._open()
+            if checked:
+                for place, of_tensor in zip(places, rows, strict=True):
+                    self._check_rows(place.start + of_tensor * width, width)
+            if any(shift % width for shift in shifts):
+                for number, (place, of_tensor) in enumerate(zip(places, rows, strict=True)):
+                    start = self.head_bytes + place.start
+                    data[:, number] = file.gather(start, width, of_tensor)
+                return
+            # They are one table, whose rows are copied to their place at once.
+            table = np.empty(data.shape[:2], np.int64)
+            for number, (shift, of_tensor) in enumerate(zip(shifts, rows, strict=True)):
+                np.add(of_tensor, shift // width, out=table[:, number])
+            target = data.reshape(-1, width)
+            file.gather(self.head_bytes + first, width, table.reshape(-1), target)
+
+    def prepare_rows(self, tensor: str, rows: NDArray[np.int64], checked: bool) -> None:
+        """Have the system read rows, int64 [n] ascending, and check them if `checked`."""
+        place = self.places[tensor]
+        width = place.shape[1]
+        with self.named():
+            file = self._open()
+            for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1):
+                if len(run):
+                    first = self.head_bytes + place.start
+                    file.will_need(first + int(run[0]) * width, first + int(run[-1] + 1) * width)
+            if checked:
+                self._check_rows(place.start + rows * width, width)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether single rows are read as fast as many that are next to each other."""
+        return self._open().is_mapped
+
     def check(self) -> None:
         """Compare every block with its checksum. Raises StoreError if one is damaged."""
         with self.named():
@@ -121,9 +171,12 @@ class CheckedFile:
         np.add.at(depth, first, 1)
         np.add.at(depth, last + 1, -1)
         unknown = np.flatnonzero((depth.cumsum()[:-1] > 0) & ~self._verified)
-        for run in np.split(unknown, np.flatnonzero(np.diff(unknown) > 1) + 1):
-            if len(run):
-                self._check(int(run[0]), int(run[-1]) + 1)
+        runs = np.split(unknown, np.flatnonzero(np.diff(unknown) > 1) + 1)
+        each_of(
+            [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)],
+            self._check,
+            len(unknown) * BLOCK,
+        )
 
     def _damage(self, block: int) -> str:
         start, stop = block * BLOCK, (block + 1) * BLOCK

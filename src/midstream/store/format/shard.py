@@ -149,6 +149,23 @@ class Shard(CheckedFile):
         """Copy rows of a tap by index to uint8 [n, row_bytes], in the order of `rows`."""
         return self.gather_rows(tap_name(group, tap), rows)
 
+    def gather_taps(
+        self,
+        taps: Sequence[tuple[int, Tap]],
+        rows: Sequence[NDArray[np.int64]],
+        data: NDArray[np.uint8],
+        checked: bool,
+    ) -> None:
+        """Copy rows of taps of one width, each with its group, to uint8 [n, taps, row_bytes].
+
+        `rows[j]`: int64 [n], the rows of tap j. `checked`: compare them with their checksums.
+        """
+        self.gather_tensors([tap_name(*tap) for tap in taps], rows, data, checked)
+
+    def prepare(self, group: int, tap: Tap, rows: NDArray[np.int64], checked: bool) -> None:
+        """Have the system read rows, int64 [n] ascending, and check them if `checked`."""
+        self.prepare_rows(tap_name(group, tap), rows, checked)
+
     def _read_lines(self) -> tuple[Line, ...]:
         size = self.layout.requests_bytes
         if size > MAX_REQUESTS:
