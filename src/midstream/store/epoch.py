@@ -82,7 +82,8 @@ class EpochOrder:
             items = self._items(starts, ends, cuts[0], cuts[-1])
             items = np.random.default_rng(names).permutation(items)
             window = np.split(items, np.array(cuts[1:-1], np.int64) - cuts[0])
-            yield window[max(0, first + done - low) :]
+            if window := window[max(0, first + done - low) :]:
+                yield window
 
     def _share(self) -> tuple[int, int]:
         """Return the place in the order and the number of the rank's items."""

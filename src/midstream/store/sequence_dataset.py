@@ -204,5 +204,5 @@ class SequenceSource:
 def _check_name(name: str, value: object, known: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in known:
         got = show(value) if isinstance(value, str) else kind(value)
-        raise StoreError(f"{name}: expected {listed(known)}, got {got}")
+        raise StoreError(f"{name}: expected one of {listed(known)}, got {got}")
     return value

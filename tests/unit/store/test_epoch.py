@@ -29,7 +29,8 @@ def orders(draw):
 
 
 def batches(order, epoch, worker=0, workers=1, done=0):
-    windows = order.windows(epoch, worker, workers, done)
+    windows = list(order.windows(epoch, worker, workers, done))
+    assert all(windows)
     return [batch.tolist() for window in windows for batch in window]
 
 
@@ -98,6 +99,28 @@ def test_a_loader_goes_on_with_the_next_batch_in_the_same_order(settings, worker
     ]
 
 
+@given(orders(), st.integers(1, 4), st.data())
+def test_a_worker_goes_on_from_its_own_state(settings, workers, data):
+    """As torchdata's StatefulDataLoader keeps and loads it."""
+    order = EpochOrder(rank=0, **settings)
+    worker = data.draw(st.integers(0, workers - 1))
+    every = batches(order, 1, worker, workers)
+    used = data.draw(st.integers(0, len(every)))
+    before = EpochProgress(order)
+    before.set_epoch(1)
+    assert before.begin(worker, workers) == (worker, 0)
+    for _ in range(used):
+        before.advance()
+    state = before.state(None, in_worker=True)
+    after = EpochProgress(order)
+    after.load(json.loads(json.dumps(state)), in_worker=True)
+    assert after.state(None, in_worker=True) == state
+    assert after.epoch == 1
+    place = after.begin(worker, workers)
+    assert batches(order, 1, place[0], workers, place[1]) == every[used:]
+    assert after.begin(worker, workers) == (worker, 0)
+
+
 def test_batches_that_cannot_be_the_same_number_for_all_ranks_need_drop_last():
     fields = {"chunk": 256, "buffer": 1, "shuffle": False, "seed": 0, "rank": 1}
     for items, size, world_size in ((3, 1, 2), (3, 4, 4)):
@@ -154,8 +177,8 @@ def test_a_state_of_another_epoch_is_refused(change, problem):
         progress.load(progress.state(3, in_worker=False) | change, in_worker=False)
     with pytest.raises(StoreError, match="state: expected what state_dict"):
         progress.load([3], in_worker=False)
+    state = progress.state(3, in_worker=False)
     with pytest.raises(StoreError, match="state: batches: missing"):
-        state = progress.state(3, in_worker=False)
         progress.load({name: state[name] for name in state if name != "batches"}, in_worker=False)
     with pytest.raises(StoreError, match="state: it is a rank's"):
         progress.load(progress.state(3, in_worker=False), in_worker=True)

@@ -34,7 +34,7 @@ def read(written, dataset, taps, batches):
             assert int(own.position[row]) == token[1]
             assert int(batch["token_id"][row]) == written.tokens[token]
             for tap, of_tap in zip(taps, values, strict=True):
-                assert same(of_tap[row], written.rows[*token, tap])
+                assert same(of_tap[row], written.rows[(*token, tap)])
             tokens.append(token)
     return tokens
 
