@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -20,6 +22,9 @@ from midstream.store.selection import Selection, SelectionSegment
 from midstream.store.stored_activations import decode
 from midstream.validation import kind, listed, show
 
+# Bytes of scattered rows that are copied at once: they stay in the processor's cache.
+_APART = 1 << 20
+_THREAD = threading.local()
 _Ints = NDArray[np.int64]
 _Bytes = NDArray[np.uint8]
 
@@ -89,6 +94,9 @@ class Tokens:
     def _take(self, segments: Sequence[TokenSegment]) -> None:
         self.segments = tuple(segments)
         self.ends = np.cumsum([len(segment) for segment in segments], dtype=np.int64)
+        sizes = {segment.shard.name: segment.shard.size for segment in segments}
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._is_large = sum(sizes.values()) > memory // 2  # it may not stay in the page cache
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -139,9 +147,14 @@ class Tokens:
             if isinstance(part.where, slice):
                 segment.shard.gather_taps(taps, rows, data[part.where], checked)
                 continue
-            apart = np.empty((len(part.at), *data.shape[1:]), np.uint8)
-            segment.shard.gather_taps(taps, rows, apart, checked)
-            data[part.where] = apart
+            size = max(1, _APART // (data.shape[1] * data.shape[2]))
+            apart = _apart((size, *data.shape[1:]))
+            for low in range(0, len(part.at), size):
+                some = slice(low, low + size)
+                where = part.where[some]
+                block = apart[: len(where)]
+                segment.shard.gather_taps(taps, [of_tap[some] for of_tap in rows], block, checked)
+                data[where] = block
 
     def decode(self, bundle: slice, data: Tensor) -> Tensor:
         """Decode the rows of a bundle, uint8 [n, taps, row_bytes], to [n, taps, width]."""
@@ -163,7 +176,7 @@ class Tokens:
         for part in parts:
             segment = part.segment
             for group, tap, rows in zip(segment.groups, segment.taps, segment.rows, strict=True):
-                segment.shard.prepare(group, tap, rows[part.at], checked)
+                segment.shard.prepare(group, tap, rows[part.at], checked, self._is_large)
 
     def _of(self, shard: list[dict[int, tuple[SelectionSegment, int]]]) -> Iterator[TokenSegment]:
         """Yield the segments of a shard, given the segments of each tap by group."""
@@ -229,6 +242,15 @@ class _Keys:
             assert shard
             raise StoreError(f"{shard.path}: a request has two rows of a tap at a position")
         return _Keys(shard, keys[order], groups[order], rows[order], index[order])
+
+
+def _apart(shape: tuple[int, ...]) -> _Bytes:
+    """Return memory of this thread, uint8 of any contents; new memory would take much longer."""
+    memory: _Bytes | None = getattr(_THREAD, "memory", None)
+    size = int(np.prod(shape))
+    if memory is None or len(memory) < size:
+        memory = _THREAD.memory = np.empty(size, np.uint8)
+    return memory[:size].reshape(shape)
 
 
 def _joined(taps: tuple[Tap, ...], keys: Sequence[_Keys], common: _Ints) -> Iterator[TokenSegment]:

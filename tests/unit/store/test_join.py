@@ -39,7 +39,7 @@ def read(written, dataset, taps, batches):
     return tokens
 
 
-@settings(max_examples=rounds(suite=120, nightly=3000))
+@settings(max_examples=rounds(suite=60, nightly=500))
 @given(stores(), st.permutations(TAPS), st.integers(1, 4), st.data())
 def test_every_token_with_all_taps_comes_once_with_the_rows_of_its_taps(
     tmp_path_factory, made, order, count, data

@@ -61,7 +61,7 @@ def documents(written, taps, batch, row, marks):
     return made
 
 
-@settings(max_examples=rounds(suite=150, nightly=3000))
+@settings(max_examples=rounds(suite=60, nightly=500))
 @given(stores(), st.booleans(), st.permutations(TAPS), st.integers(1, 3), st.data())
 def test_every_whole_completion_comes_once(tmp_path_factory, made, packed, order, count, data):
     written = Written(tmp_path_factory.mktemp("store"), made[0], **made[1])

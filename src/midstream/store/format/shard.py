@@ -162,9 +162,11 @@ class Shard(CheckedFile):
         """
         self.gather_tensors([tap_name(*tap) for tap in taps], rows, data, checked)
 
-    def prepare(self, group: int, tap: Tap, rows: NDArray[np.int64], checked: bool) -> None:
-        """Have the system read rows, int64 [n] ascending, and check them if `checked`."""
-        self.prepare_rows(tap_name(group, tap), rows, checked)
+    def prepare(
+        self, group: int, tap: Tap, rows: NDArray[np.int64], checked: bool, again: bool
+    ) -> None:
+        """Have the system read rows of a tap; see `CheckedFile.prepare_rows`."""
+        self.prepare_rows(tap_name(group, tap), rows, checked, again)
 
     def _read_lines(self) -> tuple[Line, ...]:
         size = self.layout.requests_bytes
