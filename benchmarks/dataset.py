@@ -1,13 +1,14 @@
 """Throughput of reading a store for training, compared with a plain read of its files.
 
-    python benchmarks/dataset.py [--folder FOLDER] [--gib 1] [--codec raw] [--rounds 5] [--json FILE]
+    python benchmarks/dataset.py [--folder FOLDER] [--gib 1] [--codec raw] [--json FILE]
 
 The store has three layers of an 8B model's width, bfloat16, in shards of 256 MiB, and is in the
-page cache. plain read: `readinto` of all files into one buffer of 16 MiB, by one thread. The other
-variants iterate over an epoch of batches of 1024 tokens, or of two sequences of 512 tokens, and
-drop them. "first epoch" opens the store anew, so that every byte is compared with its checksum;
-the others read what was compared before. GB/s are of the files' bytes. The variants take turns;
-figures are medians.
+page cache. plain read: `readinto` of all files into one buffer of 16 MiB, by one thread; or into
+new memory for each 24 MiB, as much as a batch. The other variants iterate over an epoch of batches of
+1024 tokens, or of two sequences of 512 tokens, and drop them. "first epoch" opens the store anew,
+so that every byte is compared with its checksum; the others read what was compared before. GB/s are
+of the files' bytes; those per second of CPU time, of all threads, depend less on what else the
+machine does. The variants take turns; figures are medians.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -87,7 +89,7 @@ def variants(folder: Path) -> dict[str, Callable[[], Iterable[object]]]:
     def fresh(**options: Any) -> RowDataset:
         return RowDataset(open_store(folder), BATCH, join=TAPS, **options)
 
-    store = open_store(folder)
+    store, buffer = open_store(folder), bytearray(16 << 20)
     kept = {
         "joined, in order": RowDataset(store, BATCH, join=TAPS, shuffle=False),
         "joined, shuffled": RowDataset(store, BATCH, join=TAPS),
@@ -97,7 +99,10 @@ def variants(folder: Path) -> dict[str, Callable[[], Iterable[object]]]:
         "packed sequences": SequenceDataset(store, 1, length=2 * TOKENS, join=TAPS, packed=True),
     }
     return {
-        PLAIN: lambda: plain_read(folder),
+        PLAIN: lambda: plain_read(folder, lambda: buffer),
+        "plain read into new memory": lambda: plain_read(
+            folder, lambda: np.empty(24 << 20, np.uint8)
+        ),
         **{name: functools.partial(_same, dataset) for name, dataset in kept.items()},
         "joined, shuffled, first epoch": fresh,
         "joined, shuffled, first epoch, checksums=False": lambda: fresh(checksums=False),
@@ -108,35 +113,46 @@ def _same(dataset: Iterable[object]) -> Iterable[object]:
     return dataset
 
 
-def plain_read(folder: Path) -> Iterable[int]:
-    """Yield the lengths of reads of all files, into one buffer."""
-    buffer = bytearray(16 << 20)
+def plain_read(folder: Path, memory: Callable[[], Any]) -> Iterable[object]:
+    """Yield the memory of each read of all files, one after the other."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
-            while length := file.readinto(buffer):
-                yield length
+            while file.readinto(buffer := memory()):
+                yield buffer
 
 
-def rate(read: Callable[[], Iterable[object]], nbytes: int) -> float:
-    """Return the GB/s of one variant."""
-    start = time.perf_counter()
+def rate(read: Callable[[], Iterable[object]], nbytes: int) -> tuple[float, float]:
+    """Return the GB/s of one variant, and those per second of CPU time."""
+    start, start_cpu = time.perf_counter(), time.process_time()
     for _ in read():
         pass
-    return nbytes / (time.perf_counter() - start) / 1e9
+    seconds = time.perf_counter() - start, time.process_time() - start_cpu
+    return nbytes / seconds[0] / 1e9, nbytes / seconds[1] / 1e9
 
 
-def summary(values: dict[str, list[float]]) -> dict[str, Any]:
-    """Return median, minimum and maximum of each variant, and its part of the plain read's rate in
-    the same round.
+def summary(values: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    """Return the medians of each variant, and those of its parts of the plain read's rates in the
+    same round.
     """
+    rates = {
+        unit: {name: [pair[number] for pair in pairs] for name, pairs in values.items()}
+        for number, unit in enumerate(("gb_s", "gb_cpu_s"))
+    }
     return {
         name: {
-            "gb_s": statistics.median(rates),
-            "min": min(rates),
-            "max": max(rates),
-            "of_plain": engines.of_plain({"plain": values[PLAIN], name: rates}, name),
+            key: value
+            for unit, by_name in rates.items()
+            for key, value in (
+                (unit, statistics.median(by_name[name])),
+                (f"{unit}_min", min(by_name[name])),
+                (f"{unit}_max", max(by_name[name])),
+                (
+                    f"{unit}_of_plain",
+                    engines.of_plain({**by_name, "plain": by_name[PLAIN]}, name),
+                ),
+            )
         }
-        for name, rates in values.items()
+        for name in values
     }
 
 

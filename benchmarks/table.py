@@ -220,10 +220,21 @@ def dataset(result: dict[str, Any]) -> str:
     parts = [_where(result)]
     for workload, ways in result["workloads"].items():
         rows = [
-            [name, f"{one['gb_s']:.2f}", f"{one['of_plain']:.0%}"] for name, one in ways.items()
+            [
+                name,
+                *(
+                    cell
+                    for unit in ("gb_s", "gb_cpu_s")
+                    for cell in (f"{one[unit]:.2f}", f"{one[f'{unit}_of_plain']:.0%}")
+                ),
+            ]
+            for name, one in ways.items()
         ]
         about = f"{result['gib']:g} GiB of {result['codec']}, {workload}"
-        head = [f"{about}, {result['cores']} cores, load {result['load']:.1f}", "GB/s", "of plain"]
+        head = [
+            f"{about}, {result['cores']} cores, load {result['load']:.1f}",
+            *("GB/s", "of plain", "GB per second of CPU time", "of plain"),
+        ]
         parts.append(markers.table(head, rows, numbers=True))
     return "\n\n".join(parts)
 

@@ -30,7 +30,7 @@ class RowDataset(EpochDataset):
     Use it as `torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=…)`: the dataset
     makes the batches itself, and reads ahead by threads, also without workers. Ranks and workers
     divide the batches among themselves, so that each row is read once. All ranks have the same
-    number of batches, `len(dataset)`; their last one or two may be smaller.
+    number of batches, `len(dataset)`, of which one or two may be smaller.
 
     A batch is a dict of tensors on the host:
 
