@@ -4,11 +4,11 @@
 
 The store has three layers of an 8B model's width, bfloat16, in shards of 256 MiB, and is in the
 page cache. plain read: `readinto` of all files into one buffer of 16 MiB, by one thread; or into
-new memory for each 24 MiB, as much as a batch. The other variants iterate over an epoch of batches of
-1024 tokens, or of two sequences of 512 tokens, and drop them. "first epoch" opens the store anew,
-so that every byte is compared with its checksum; the others read what was compared before. GB/s are
-of the files' bytes; those per second of CPU time, of all threads, depend less on what else the
-machine does. The variants take turns; figures are medians.
+new memory for each 24 MiB, as much as a batch. The other variants iterate over an epoch of batches
+of 1024 tokens, or of two sequences of 512 tokens, and drop them. "first epoch" opens the store
+anew, so that every byte is compared with its checksum; the others read what was compared before.
+GB/s are of the files' bytes; those per second of CPU time, of all threads, depend less on what else
+the machine does. The variants take turns; figures are medians.
 """
 
 from __future__ import annotations

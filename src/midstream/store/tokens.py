@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -22,9 +21,6 @@ from midstream.store.selection import Selection, SelectionSegment
 from midstream.store.stored_activations import decode
 from midstream.validation import kind, listed, show
 
-# Bytes of scattered rows that are copied at once: they stay in the processor's cache.
-_APART = 1 << 20
-_THREAD = threading.local()
 _Ints = NDArray[np.int64]
 _Bytes = NDArray[np.uint8]
 
@@ -144,17 +140,7 @@ class Tokens:
             segment = part.segment
             rows = [rows[part.at] for rows in segment.rows[bundle]]
             taps = list(zip(segment.groups[bundle], segment.taps[bundle], strict=True))
-            if isinstance(part.where, slice):
-                segment.shard.gather_taps(taps, rows, data[part.where], checked)
-                continue
-            size = max(1, _APART // (data.shape[1] * data.shape[2]))
-            apart = _apart((size, *data.shape[1:]))
-            for low in range(0, len(part.at), size):
-                some = slice(low, low + size)
-                where = part.where[some]
-                block = apart[: len(where)]
-                segment.shard.gather_taps(taps, [of_tap[some] for of_tap in rows], block, checked)
-                data[where] = block
+            segment.shard.gather_taps(taps, rows, data, part.where, checked)
 
     def decode(self, bundle: slice, data: Tensor) -> Tensor:
         """Decode the rows of a bundle, uint8 [n, taps, row_bytes], to [n, taps, width]."""
@@ -242,15 +228,6 @@ class _Keys:
             assert shard
             raise StoreError(f"{shard.path}: a request has two rows of a tap at a position")
         return _Keys(shard, keys[order], groups[order], rows[order], index[order])
-
-
-def _apart(shape: tuple[int, ...]) -> _Bytes:
-    """Return memory of this thread, uint8 of any contents; new memory would take much longer."""
-    memory: _Bytes | None = getattr(_THREAD, "memory", None)
-    size = int(np.prod(shape))
-    if memory is None or len(memory) < size:
-        memory = _THREAD.memory = np.empty(size, np.uint8)
-    return memory[:size].reshape(shape)
 
 
 def _joined(taps: tuple[Tap, ...], keys: Sequence[_Keys], common: _Ints) -> Iterator[TokenSegment]:

@@ -154,13 +154,11 @@ class Shard(CheckedFile):
         taps: Sequence[tuple[int, Tap]],
         rows: Sequence[NDArray[np.int64]],
         data: NDArray[np.uint8],
+        where: NDArray[np.int64] | slice,
         checked: bool,
     ) -> None:
-        """Copy rows of taps of one width, each with its group, to uint8 [n, taps, row_bytes].
-
-        `rows[j]`: int64 [n], the rows of tap j. `checked`: compare them with their checksums.
-        """
-        self.gather_tensors([tap_name(*tap) for tap in taps], rows, data, checked)
+        """Copy rows of taps, each with its group; see `CheckedFile.gather_tensors`."""
+        self.gather_tensors([tap_name(*tap) for tap in taps], rows, data, where, checked)
 
     def prepare(
         self, group: int, tap: Tap, rows: NDArray[np.int64], checked: bool, again: bool
