@@ -96,7 +96,7 @@ class SequenceDataset(EpochDataset):
         split = _check_name("overflow", overflow, _OVERFLOWS) == "split"
         sequences = whole_sequences(tokens, self.length, split)
         self.skipped, self.truncated = sequences.skipped, sequences.cut
-        rows: Sequence[_Ints] = np.arange(len(sequences))[:, None]  # type: ignore[assignment]
+        rows: list[_Ints] | _Ints = np.arange(len(sequences))[:, None]
         if check_bool("packed", packed):
             rows = pack(sequences.lengths, self.length)
         self.batch_size = check_number("batch_size", batch_size, 1, LARGEST)
@@ -131,7 +131,7 @@ class SequenceSource:
 
     tokens: Tokens
     sequences: Sequences
-    rows: Sequence[_Ints]  # the sequences of each row
+    rows: list[_Ints] | _Ints  # the sequences of each row
     length: int
     loss: str
     excludes_first: bool

@@ -146,7 +146,7 @@ class Tokens:
         """Decode the rows of a bundle, uint8 [n, taps, row_bytes], to [n, taps, width]."""
         segment = self.segments[0]
         values = decode(segment.shard, segment.taps[bundle][0], data.flatten(0, 1))
-        return values.unflatten(0, data.shape[:2])
+        return values.view(*data.shape[:2], -1)
 
     def named(self, values: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
         """Return the values of the bundles as a batch has them."""
