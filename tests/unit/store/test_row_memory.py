@@ -20,7 +20,7 @@ def test_memory_is_used_again_once_nothing_refers_to_it():
         lambda t: t.view(torch.bfloat16),
         torch.Tensor.numpy,
     ):
-        held = view(memory.empty((4, 8)))
+        held = view(memory.empty((4, 8)).fill_(3))
         other = memory.empty((4, 8))
         before = held.copy() if not isinstance(held, torch.Tensor) else held.clone()
         other.fill_(7)
