@@ -114,12 +114,12 @@ class RowDataset(EpochDataset):
         )
         memory = RowMemory(check_bool("pin_memory", pin_memory))
         super().__init__(
-            RowSource(tokens, memory, check_bool("checksums", checksums)), order, prefetch
+            TokenSource(tokens, memory, check_bool("checksums", checksums)), order, prefetch
         )
 
 
-class RowSource:
-    """The tokens of a `RowDataset` as items of an epoch; see `Source`."""
+class TokenSource:
+    """The tokens of a `RowDataset` as items of an epoch; see `EpochSource`."""
 
     def __init__(self, tokens: Tokens, memory: RowMemory, checked: bool) -> None:
         self._tokens = tokens

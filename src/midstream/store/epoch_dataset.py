@@ -6,8 +6,9 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from midstream.errors import StoreError
 from midstream.store.epoch import LARGEST, EpochOrder, EpochProgress
 from midstream.store.format.entry import check_number
+from midstream.store.reader_threads import ReaderThreads
 from midstream.validation import kind
 
 Columns = dict[str, "Tensor | dict[str, Tensor]"]
@@ -28,7 +30,7 @@ _THREADS = min(4, os.cpu_count() or 1)
 _MAX_PREFETCH = 1024
 
 
-class Source(Protocol):
+class EpochSource(Protocol):
     """What an epoch reads: numbered items."""
 
     @property
@@ -76,7 +78,7 @@ class EpochDataset(IterableDataset[Columns]):
     The loader's workers and the ranks divide the batches; all ranks have the same number of them.
     """
 
-    def __init__(self, source: Source, order: EpochOrder, prefetch: int) -> None:
+    def __init__(self, source: EpochSource, order: EpochOrder, prefetch: int) -> None:
         self._source = source
         self._order = order
         self._prefetch = check_number("prefetch", prefetch, 0, _MAX_PREFETCH)
@@ -134,33 +136,34 @@ class EpochDataset(IterableDataset[Columns]):
 
     def _read_now(self, windows: _Windows) -> Iterator[Columns]:
         for window in windows:
-            self._source.prepare(np.concatenate(window))
+            self._prepare(window)
             for unit in self._units(window):
                 yield from self._read(unit)
 
     def _read_ahead(self, windows: _Windows) -> Iterator[Columns]:
-        pool = ThreadPoolExecutor(min(_THREADS, self._prefetch))
+        threads = ReaderThreads(min(_THREADS, self._prefetch))
         waiting: deque[Future[list[Columns]]] = deque()
         try:
-            for reading in self._submit(pool, windows):
+            for reading in self._submit(threads, windows):
                 waiting.append(reading)
                 if len(waiting) > self._prefetch:
                     yield from waiting.popleft().result()
             while waiting:
                 yield from waiting.popleft().result()
         finally:
-            pool.shutdown(cancel_futures=True)
+            threads.close()
 
-    def _submit(
-        self, pool: ThreadPoolExecutor, windows: _Windows
-    ) -> Iterator[Future[list[Columns]]]:
+    def _submit(self, threads: ReaderThreads, windows: _Windows) -> Iterator[Future[list[Columns]]]:
         """Yield the reads of all batches, each submitted as it is asked for."""
         following = None
         for window, coming in _with_next(windows):
-            ready = following or pool.submit(self._source.prepare, np.concatenate(window))
-            following = coming and pool.submit(self._source.prepare, np.concatenate(coming))
+            ready = following or threads.submit(partial(self._prepare, window))
+            following = coming and threads.submit(partial(self._prepare, coming))
             for unit in self._units(window):
-                yield pool.submit(self._read, unit, ready.result)
+                yield threads.submit(partial(self._read, unit, ready.result))
+
+    def _prepare(self, window: list[_Ints]) -> None:
+        self._source.prepare(np.concatenate(window))
 
     def _units(self, window: list[_Ints]) -> list[list[_Ints]]:
         """Return the batches that are read at once: of an object store, all of a window."""

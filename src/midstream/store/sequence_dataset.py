@@ -20,7 +20,7 @@ from midstream.store.format.layout import MAX_POSITION
 from midstream.store.row_memory import RowMemory
 from midstream.store.selection import Selection, as_selection
 from midstream.store.sequences import Sequences, pack, padding, place, whole_sequences
-from midstream.store.tokens import Part, Tokens
+from midstream.store.tokens import TokenPart, Tokens
 from midstream.validation import kind, listed, show
 
 _LOSSES = ("all", "prompt", "generated")
@@ -127,7 +127,7 @@ class SequenceDataset(EpochDataset):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSource:
-    """The rows of a `SequenceDataset` as items of an epoch; see `Source`."""
+    """The rows of a `SequenceDataset` as items of an epoch; see `EpochSource`."""
 
     tokens: Tokens
     sequences: Sequences
@@ -169,11 +169,11 @@ class SequenceSource:
         lengths = self.memory.hold(columns["attention_mask"].sum(1))
         return {"values": self.tokens.named(values), **columns, "lengths": lengths}
 
-    def _place(self, items: _Ints) -> tuple[list[Part], list[int]]:
+    def _place(self, items: _Ints) -> tuple[list[TokenPart], list[int]]:
         return place(self.tokens, self.sequences, [self.rows[item] for item in items], self.length)
 
     def _columns(
-        self, parts: Sequence[Part], numbers: Sequence[int], size: int
+        self, parts: Sequence[TokenPart], numbers: Sequence[int], size: int
     ) -> dict[str, NDArray[np.generic]]:
         ids, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
         index, document = np.full(size, -1), np.full(size, -1)

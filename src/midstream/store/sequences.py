@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import StoreError
-from midstream.store.tokens import Part, Tokens, TokenSegment
+from midstream.store.tokens import TokenPart, Tokens, TokenSegment
 
 # Sequences that are packed together; they are next to each other in the store.
 _TOGETHER = 1024
@@ -89,7 +89,7 @@ def pack(lengths: _Ints, length: int) -> list[_Ints]:
 
 def place(
     tokens: Tokens, sequences: Sequences, rows: Sequence[_Ints], length: int
-) -> tuple[list[Part], list[int]]:
+) -> tuple[list[TokenPart], list[int]]:
     """Return where the tokens of rows of `length` tokens are, given the sequences of each row.
 
     Returns:
@@ -103,13 +103,15 @@ def place(
             which = int(np.searchsorted(tokens.ends, start, side="right"))
             segment = tokens.segments[which]
             own = start - (int(tokens.ends[which]) - len(segment))
-            parts.append(Part(segment, np.arange(own, own + count), slice(first, first + count)))
+            parts.append(
+                TokenPart(segment, np.arange(own, own + count), slice(first, first + count))
+            )
             numbers.append(number)
             first += count
     return parts, numbers
 
 
-def padding(parts: Sequence[Part], size: int) -> Iterator[slice]:
+def padding(parts: Sequence[TokenPart], size: int) -> Iterator[slice]:
     """Yield the places in [0, size) that are in no part."""
     end = 0
     for part in parts:

@@ -56,7 +56,7 @@ class TokenSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TokenPart:
     """Tokens of one segment, and where they are in a batch."""
 
     segment: TokenSegment
@@ -68,7 +68,7 @@ class Tokens:
     """Tokens with a row of each of some taps. `join` None: each row is a token of its own."""
 
     def __init__(self, selection: Selection, join: object) -> None:
-        self.taps = None if join is None else read_taps(join, selection)
+        self.taps = None if join is None else join_taps(join, selection)
         self.skipped = 0  # tokens of the selection with rows of some of the taps, but not of all
         # Completions that have such: a shard's name, the request's index in the shard.
         self.partial: set[tuple[str, int]] = set()
@@ -110,7 +110,7 @@ class Tokens:
     def is_mapped(self) -> bool:
         return all(segment.shard.is_mapped for segment in self.segments)
 
-    def parts(self, tokens: _Ints) -> Iterator[Part]:
+    def parts(self, tokens: _Ints) -> Iterator[TokenPart]:
         """Divide tokens, in any order, by segment."""
         numbers = np.searchsorted(self.ends, tokens, side="right")
         for number in np.unique(numbers).tolist():
@@ -118,7 +118,7 @@ class Tokens:
             where = np.flatnonzero(numbers == number)
             at = tokens[where] - (int(self.ends[number]) - len(segment))
             is_run = where[-1] - where[0] == len(where) - 1
-            yield Part(segment, at, slice(where[0], where[-1] + 1) if is_run else where)
+            yield TokenPart(segment, at, slice(where[0], where[-1] + 1) if is_run else where)
 
     def bundles(self) -> list[slice]:
         """Return the taps that are read into one array: all, or each if the widths differ."""
@@ -134,7 +134,9 @@ class Tokens:
         taps = segment.taps[bundle]
         return len(taps), segment.shard.header.row_bytes(taps[0])
 
-    def gather(self, parts: Sequence[Part], bundle: slice, data: _Bytes, checked: bool) -> None:
+    def gather(
+        self, parts: Sequence[TokenPart], bundle: slice, data: _Bytes, checked: bool
+    ) -> None:
         """Copy the encoded rows of a bundle's taps to uint8 [n, taps, row_bytes]."""
         for part in parts:
             segment = part.segment
@@ -157,7 +159,7 @@ class Tokens:
         of_tap = zip(self.taps, values, strict=True)
         return {tap_key(tap): value.squeeze(-2) for tap, value in of_tap}
 
-    def prepare(self, parts: Iterable[Part], checked: bool) -> None:
+    def prepare(self, parts: Iterable[TokenPart], checked: bool) -> None:
         """Have the system read rows, ascending in a part, and compare them with their checksums."""
         for part in parts:
             segment = part.segment
@@ -291,7 +293,7 @@ def _check_widths(segments: Sequence[TokenSegment]) -> None:
                 )
 
 
-def read_taps(value: object, selection: Selection) -> tuple[Tap, ...]:
+def join_taps(value: object, selection: Selection) -> tuple[Tap, ...]:
     """Return the taps of `join`: pairs of site and layer, or names such as `resid_post.2`."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         got = show(value) if isinstance(value, str) else kind(value)
