@@ -95,7 +95,8 @@ def written(tmp_path_factory):
     """1500 tokens of 25 requests; some lack B, some have C at other positions than A."""
     made = []
     for number in range(25):
-        positions = {A: list(range(60)), B: list(range(60)), C: list(range(number % 3, 60, 2))}
+        positions = {tap: list(range(60)) for tap in (A, B, D)}
+        positions[C] = list(range(number % 3, 60, 2))
         if number % 7 == 3:
             del positions[B]
         made.append((positions, 30))
@@ -231,6 +232,41 @@ def test_reading_ahead_holds_no_more_batches_than_it_may(written, monkeypatch):
         next(reading)
         assert len(started) <= used + 3
     reading.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_object_store_is_read_a_buffer_at_a_time(written, monkeypatch, prefetch):
+    """Rows that are far apart cost a request each there."""
+
+    def dataset():
+        return RowDataset(written.store, 50, join=[A, D], buffer=200, seed=2, prefetch=prefetch)
+
+    expected = list(dataset())
+    sizes = []
+    monkeypatch.setattr("midstream.store.tokens.Tokens.is_mapped", False)
+    source = dataset()._source
+    read_items = type(source).read
+    monkeypatch.setattr(
+        type(source),
+        "read",
+        lambda source, items: (sizes.append(len(items)), read_items(source, items))[1],
+    )
+    batches = list(dataset())
+    assert set(sizes[:-1]) == {200}
+    assert len(batches) == len(expected)
+    for batch, other in zip(batches, expected, strict=True):
+        assert batch.keys() == other.keys()
+        for name, values in batch.items():
+            assert same(values, other[name])
+            assert values.untyped_storage().nbytes() == values.nbytes
+
+
+@WORKERS
+def test_workers_may_be_spawned(written):
+    dataset = RowDataset(written.store, 64, join=[A, C], seed=1)
+    spawned = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    indices = [batch["index"].tolist() for batch in spawned]
+    assert indices == [batch["index"].tolist() for batch in dataset]
 
 
 @pytest.mark.parametrize(
