@@ -220,6 +220,30 @@ def disk(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def dataset(result: dict[str, Any]) -> str:
+    """Render a result of dataset.py: GB/s of reading a store, and of a plain read of its files."""
+    parts = [_where(result)]
+    for workload, ways in result["workloads"].items():
+        rows = [
+            [
+                name,
+                *(
+                    cell
+                    for unit in ("gb_s", "gb_cpu_s")
+                    for cell in (f"{one[unit]:.2f}", f"{one[f'{unit}_of_plain']:.0%}")
+                ),
+            ]
+            for name, one in ways.items()
+        ]
+        about = f"{result['gib']:g} GiB of {result['codec']}, {workload}"
+        head = [
+            f"{about}, {result['cores']} cores, load {result['load']:.1f}",
+            *("GB/s", "of plain", "GB per second of CPU time", "of plain"),
+        ]
+        parts.append(markers.table(head, rows, numbers=True))
+    return "\n\n".join(parts)
+
+
 def stream(result: dict[str, Any]) -> str:
     """Render a result of stream.py: prompts per second in steady state, by variant."""
     parts = [_where(result)]
@@ -458,6 +482,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "remote_bridge": remote_bridge,
     "identical": identical,
     "disk": disk,
+    "dataset": dataset,
     "serving": serving,
     "transport": transport,
     "step_cost": step_cost,

@@ -43,8 +43,10 @@ UNLIMITED = {
     "sinks/daemon_threads.py: _make_calls": "a thread that waits for work",
     "sinks/daemon_threads.py: in_threads": "a sink's write or flush",
     "sinks/queue.py: SinkQueue.put": "a sink's write or flush",
+    "store/epoch_dataset.py: EpochDataset._read_ahead": "a batch that a dataset reads ahead",
     "store/format/checksums.py: Summing.finish": "",
     "store/format/checksums.py: Summing._start": "",
+    "store/reader_threads.py: _make_calls": "a thread that waits for work",
     "lab/sweep/async_run.py: run_job": "",
     "transport/arena.py: Arena._make": "",
 }

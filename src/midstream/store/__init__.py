@@ -9,6 +9,7 @@ from midstream.store.maintenance.merge import merge
 from midstream.store.maintenance.prune import Pruned, find_prunable, prune
 from midstream.store.maintenance.verify import Finding, Verification, verify
 from midstream.store.selection import Batch, Selection
+from midstream.store.sequence_dataset import SequenceDataset
 from midstream.store.store import Store, StoredRequest, open_store
 from midstream.store.writer import Writer
 
@@ -20,6 +21,7 @@ __all__ = [
     "Pruned",
     "RowDataset",
     "Selection",
+    "SequenceDataset",
     "Store",
     "StoredRequest",
     "TapRows",

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 
+from midstream.errors import StoreError
+from midstream.sites import Tap
+from midstream.store.epoch import LARGEST, EpochOrder
+from midstream.store.epoch_dataset import Columns, EpochDataset, Share, check_bool
 from midstream.store.format.entry import check_number
+from midstream.store.row_memory import RowMemory
 from midstream.store.selection import Selection, as_selection
+from midstream.store.tokens import Tokens
+from midstream.validation import kind, show
 
-# Consecutive rows that are read together, so that a shuffled epoch reads contiguous chunks.
-_RUN = 256
-_LARGEST = 2**31 - 1
+# Consecutive rows that are shuffled together, so that an epoch reads contiguous chunks.
+_CHUNK = 256
+_Ints = NDArray[np.int64]
 
 
-class RowDataset(IterableDataset[Mapping[str, Tensor]]):
+class RowDataset(EpochDataset):
     """Batches with every row of a selection exactly once per epoch.
 
     Use it as `torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=…)`: the dataset
-    makes the batches itself. The loader's workers divide the rows among themselves, so that each
-    row is read by one worker. The last batch of each worker may be smaller.
+    makes the batches itself, and reads ahead by threads, also without workers. Ranks and workers
+    divide the batches among themselves, so that each row is read once. All ranks have the same
+    number of batches, `len(dataset)`, of which one or two may be smaller.
 
     A batch is a dict of tensors on the host:
 
@@ -32,9 +39,18 @@ class RowDataset(IterableDataset[Mapping[str, Tensor]]):
       remaining columns: site, request, tag;
     - `layer`, `position`, `token_id` int64 [n].
 
-    Shuffling reads contiguous chunks of 256 rows in random order into a buffer and permutes the
-    buffer. The order is determined by `seed`, the epoch and the number of workers. Call `set_epoch`
-    before each epoch; otherwise every epoch has the same order.
+    With `join`, a row is a token: `values` is [n, taps, width] in the order of `join`, or a dict of
+    [n, width] by tap, `mlp_in.2`, if the taps differ in width. `index` is that of the token's row
+    at the first tap, and there is no `layer`. Tokens with rows at some of the taps only are left
+    out; `skipped` is their number.
+
+    Shuffling puts contiguous chunks of 256 rows of all shards in random order, and permutes as many
+    rows of that order as `buffer` says. The order is determined by `seed`, the epoch and the number
+    of ranks and workers. Call `set_epoch` before each epoch; otherwise every epoch has the same
+    order.
+
+    Attributes:
+        skipped: number of tokens of the selection that lack a row at a tap of `join`.
     """
 
     def __init__(
@@ -42,81 +58,108 @@ class RowDataset(IterableDataset[Mapping[str, Tensor]]):
         selection: Selection,
         batch_size: int,
         *,
+        join: Sequence[Tap | str] | None = None,
+        exclude: Literal["first"] | None = None,
         shuffle: bool = True,
         buffer: int = 16384,
         seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        prefetch: int = 4,
+        pin_memory: bool = False,
+        checksums: bool = True,
     ) -> None:
         """Args:
         selection: the rows, or a store, of which it is all rows.
         batch_size: rows per batch.
-        shuffle: whether the order is random; otherwise it is that of the selection, where
-            several workers take turns in chunks of 256 rows.
-        buffer: rows in the shuffle buffer of each worker, at least `batch_size`. Rows that are
-            further apart in the order of chunks are never in one batch.
+        join: (site, layer) whose rows of the same token make one row; also names of them.
+        exclude: "first" leaves out the first token of each prompt, whose norm is often a hundred
+            times that of others.
+        shuffle: whether the order is random; otherwise it is that of the selection.
+        buffer: rows of which a batch is drawn, at least `batch_size`. They are not held in memory,
+            except those of an object store.
         seed: 0 to 2**31 - 1.
+        drop_last: whether every batch is full: fewer than `world_size * batch_size` rows, others
+            in each shuffled epoch, are not read.
+        rank, world_size: this process and the number of those that share an epoch; default: those
+            of torch.distributed if it is initialised, else 0 of 1.
+        prefetch: batches that are read ahead, by threads; 0: none.
+        pin_memory: whether tensors are in pinned memory, where there is a CUDA device. With
+            workers, give it to the loader instead.
+        checksums: whether bytes are compared with their checksums when they are first read; False
+            is faster, for a store that `midstream verify` has checked.
 
         Raises:
-            StoreError: a number is out of range, or the taps differ in width.
+            StoreError: an argument is malformed or out of range, the taps differ in width without
+                `join`, or no token has rows at all taps of `join`.
         """
         self.selection = as_selection(selection)
-        self.selection.width()
-        self.batch_size = check_number("batch_size", batch_size, 1, _LARGEST)
-        self.shuffle = shuffle
-        self.buffer = check_number("buffer", buffer, 1, _LARGEST)
-        self.seed = check_number("seed", seed, 0, _LARGEST)
-        # In shared memory, for workers that persist from epoch to epoch.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        tokens = Tokens(self.selection, join)
+        if check_exclude(exclude):
+            tokens.drop_first()
+        self.skipped = tokens.skipped
+        self.batch_size = check_number("batch_size", batch_size, 1, LARGEST)
+        share = Share.read(rank, world_size, drop_last)
+        order = EpochOrder(
+            items=len(tokens),
+            batch_size=self.batch_size,
+            chunk=_CHUNK,
+            buffer=check_number("buffer", buffer, 1, LARGEST),
+            shuffle=check_bool("shuffle", shuffle),
+            seed=check_number("seed", seed, 0, LARGEST),
+            rank=share.rank,
+            world_size=share.world_size,
+            drop_last=share.drop_last,
+        )
+        memory = RowMemory(check_bool("pin_memory", pin_memory))
+        super().__init__(
+            TokenSource(tokens, memory, check_bool("checksums", checksums)), order, prefetch
+        )
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, from 0, also for persistent workers.
 
-        Raises:
-            StoreError: the number is out of range.
-        """
-        self._epoch.fill_(check_number("epoch", epoch, 0, _LARGEST))
+class TokenSource:
+    """The tokens of a `RowDataset` as items of an epoch; see `EpochSource`."""
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        for indices in self._orders(worker, workers):
-            yield from self._read(indices)
+    def __init__(self, tokens: Tokens, memory: RowMemory, checked: bool) -> None:
+        self._tokens = tokens
+        self._memory = memory
+        self._checked = checked
 
-    def _orders(self, worker: int, workers: int) -> Iterator[NDArray[np.int64]]:
-        """Yield a worker's row indices, one buffer at a time: whole batches, except in the last."""
-        epoch = int(self._epoch)
-        rows = len(self.selection)
-        runs = np.arange(-(-rows // _RUN))
-        if self.shuffle:
-            # All workers must agree on this order.
-            runs = np.random.default_rng((self.seed, epoch)).permutation(runs)
-        own_runs = runs[worker::workers]
-        generator = np.random.default_rng((self.seed, epoch, workers, worker))
-        per_buffer = max(1, max(self.buffer, self.batch_size) // _RUN)
-        left = np.empty(0, np.int64)
-        for first in range(0, len(own_runs), per_buffer):
-            starts = own_runs[first : first + per_buffer] * _RUN
-            indices = (starts[:, None] + np.arange(_RUN)).reshape(-1)
-            indices = np.concatenate([left, indices[indices < rows]])
-            if self.shuffle:
-                indices = generator.permutation(indices)
-            is_last = first + per_buffer >= len(own_runs)
-            whole = len(indices) if is_last else len(indices) // self.batch_size * self.batch_size
-            left = indices[whole:]
-            if whole:
-                yield indices[:whole]
+    @property
+    def is_mapped(self) -> bool:
+        return self._tokens.is_mapped
 
-    def _read(self, indices: NDArray[np.int64]) -> Iterator[dict[str, Tensor]]:
-        batch = self.selection.take(indices)
-        columns = {
-            "values": batch.values,
-            "index": torch.from_numpy(indices),
-            "layer": batch.layer,
-            "position": batch.position,
-            "token_id": batch.token_id,
-        }
-        for start in range(0, len(indices), self.batch_size):
-            # A view would send the whole buffer from process to process with each batch.
-            yield {
-                name: column[start : start + self.batch_size].clone()
-                for name, column in columns.items()
-            }
+    def prepare(self, items: _Ints) -> None:
+        self._tokens.prepare(self._tokens.parts(np.sort(items)), self._checked)
+
+    def read(self, items: _Ints) -> Columns:
+        tokens, memory = self._tokens, self._memory
+        parts = list(tokens.parts(items))
+        values = []
+        for bundle in tokens.bundles():
+            taps, width = tokens.width(bundle)
+            data = memory.empty((len(items), taps, width))
+            tokens.gather(parts, bundle, data.numpy(), self._checked)
+            values.append(memory.hold(tokens.decode(bundle, data)))
+        names = ["index", "position", "token_id", *(["layer"] if tokens.taps is None else [])]
+        columns = {name: np.empty(len(items), np.int64) for name in names}
+        for part in parts:
+            columns["index"][part.where] = part.segment.index(part.at)
+            for name in ("position", "token_id"):
+                columns[name][part.where] = part.segment.column(name, part.at)
+            if "layer" in columns:
+                columns["layer"][part.where] = part.segment.taps[0][1]
+        held = {name: memory.hold(torch.from_numpy(column)) for name, column in columns.items()}
+        return {"values": tokens.named(values), **held}
+
+
+def check_exclude(value: object) -> bool:
+    """Return whether the first token of each prompt is left out."""
+    if value is not None and value != "first":
+        got = show(value) if isinstance(value, str) else kind(value)
+        raise StoreError(
+            f'exclude: expected "first" or None, got {got}; leave out others by '
+            "store.select(position=…)"
+        )
+    return value == "first"

@@ -57,7 +57,7 @@ class Selection:
     The order is by layer and site, then by shard, then as stored. In a shard, the rows of one
     request are consecutive and ascend by position.
 
-    `len()` is the number of rows; `batches` and `take` read them, if all are of one width.
+    `len()` is the number of rows; `batches` reads all, `take` some, if these are of one width.
 
     Attributes:
         taps: every (site, layer) that has rows, in order.
@@ -131,9 +131,8 @@ class Selection:
         Raises:
             IndexError: an index is negative or not below `len(self)`.
             StoreError: `indices` has other numbers than integers or is not one-dimensional, or the
-                taps differ in width.
+                rows differ in width.
         """
-        self.width()
         array: NDArray[Any] = np.asarray(indices)
         if array.ndim != 1:
             raise StoreError(f"indices: expected one dimension, got shape {list(array.shape)}")
@@ -152,6 +151,8 @@ class Selection:
             segment = self._segments[number]
             first = int(self._ends[number]) - len(segment.rows)
             parts.append(_Part(segment, segment.rows[wanted[where] - first], where))
+        if len({part.segment.shard.header.width(part.segment.tap) for part in parts}) > 1:
+            self.width()
         return Batch(parts, len(wanted))
 
 

@@ -4,8 +4,6 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from unit.store.making import entry, header, same, write
 
@@ -46,20 +44,6 @@ def test_every_row_comes_once_whatever_the_number_of_workers(selection, workers,
     assert (found if workers + shuffle == 0 else sorted(found)) == list(range(len(selection)))
     sizes = Counter(map(len, batches))
     assert sum(count for size, count in sizes.items() if size != 100) <= max(1, workers)
-
-
-@given(st.data())
-def test_every_row_comes_once_whatever_the_sizes(selection, data):
-    workers = data.draw(st.integers(1, 12))
-    size, buffer = data.draw(st.integers(1, 3000)), data.draw(st.integers(1, 3000))
-    dataset = RowDataset(selection, size, buffer=buffer, shuffle=data.draw(st.booleans()))
-    found = []
-    for worker in range(workers):
-        parts = [part.tolist() for part in dataset._orders(worker, workers)]
-        assert all(len(part) % size == 0 for part in parts[:-1])
-        assert all(len(part) <= max(buffer, size) + size + 256 for part in parts)
-        found += flat(parts)
-    assert sorted(found) == list(range(len(selection)))
 
 
 def test_a_selection_of_no_rows_has_no_batches(selection, tmp_path):

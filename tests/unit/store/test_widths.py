@@ -206,7 +206,7 @@ def test_rows_of_two_widths_are_not_read_together(tmp_path):
     assert len(rows) == 6
     assert "6 rows of 12 or 8, raw" in repr(rows)
     problem = r"the rows differ in width: 12 at attn_out\.1, 8 at resid_post\.1; select those"
-    for read in (rows.batches, lambda n: rows.take([0, n]), lambda n: RowDataset(rows, n)):
+    for read in (rows.batches, lambda n: rows.take([0, n + 1]), lambda n: RowDataset(rows, n)):
         with pytest.raises(StoreError, match=problem):
             read(2)
     one = open_store(tmp_path).select(site="attn_out")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.hub import Card, HubObject
 from midstream.plan.probe_files import archive
 from midstream.plan.probe_files.difference import ProbeDiff, compare
 from midstream.validation import at, check_regular, kind, read_json_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 P = TypeVar("P", bound="ProbeFiles")
 

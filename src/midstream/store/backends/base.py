@@ -49,8 +49,24 @@ class File(Protocol):
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop) within the file, which may be mapped: not to be written to."""
 
-    def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Copy rows to uint8 [len(rows), width]: row i from start + rows[i] · width."""
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the file is in memory or mapped, so that single rows are read fast."""
+
+    def gather(
+        self,
+        start: int,
+        width: int,
+        rows: NDArray[np.int64],
+        target: NDArray[np.uint8] | None = None,
+    ) -> NDArray[np.uint8]:
+        """Copy rows to uint8 [len(rows), width]: row i from start + rows[i] · width.
+
+        target: contiguous memory of this shape that gets them; None: new memory.
+        """
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Begin to read bytes [start, stop) into memory, if the file is mapped; do not wait."""
 
 
 class Folder(Protocol):

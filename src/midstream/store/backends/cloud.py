@@ -175,8 +175,21 @@ class _Object:
         data = blocks[0] if len(blocks) == 1 else b"".join(blocks)
         return memoryview(data)[start - first * _BLOCK : stop - first * _BLOCK]
 
-    def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        gathered = np.empty((len(rows), width), np.uint8)
+    @property
+    def is_mapped(self) -> bool:
+        return False
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Do nothing: blocks are fetched when they are read."""
+
+    def gather(
+        self,
+        start: int,
+        width: int,
+        rows: NDArray[np.int64],
+        target: NDArray[np.uint8] | None = None,
+    ) -> NDArray[np.uint8]:
+        gathered = np.empty((len(rows), width), np.uint8) if target is None else target
         order = np.argsort(rows, kind="stable")
         for places in _near(rows, order, width):
             low, high = int(rows[places[0]]), int(rows[places[-1]]) + 1

@@ -92,3 +92,15 @@ def in_parallel(work: Callable[[int, int], Any], start: int, stop: int) -> Itera
         return
     with ThreadPoolExecutor(_THREADS) as pool:
         yield from pool.map(work, starts, stops)
+
+
+def each_of(ranges: list[tuple[int, int]], work: Callable[[int, int], Any], nbytes: int) -> None:
+    """Call work(a, b) for each range; by threads, if all are of more than `JOB` bytes."""
+    if len(ranges) <= 1 or nbytes <= JOB:
+        for first, last in ranges:
+            work(first, last)
+        return
+    with ThreadPoolExecutor(_THREADS) as pool:
+        # The results are read so that errors are raised.
+        for _ in pool.map(lambda limits: work(*limits), ranges):
+            pass

@@ -149,6 +149,23 @@ class Shard(CheckedFile):
         """Copy rows of a tap by index to uint8 [n, row_bytes], in the order of `rows`."""
         return self.gather_rows(tap_name(group, tap), rows)
 
+    def gather_taps(
+        self,
+        taps: Sequence[tuple[int, Tap]],
+        rows: Sequence[NDArray[np.int64]],
+        data: NDArray[np.uint8],
+        where: NDArray[np.int64] | slice,
+        checked: bool,
+    ) -> None:
+        """Copy rows of taps, each with its group; see `CheckedFile.gather_tensors`."""
+        self.gather_tensors([tap_name(*tap) for tap in taps], rows, data, where, checked)
+
+    def prepare(
+        self, group: int, tap: Tap, rows: NDArray[np.int64], checked: bool, again: bool
+    ) -> None:
+        """Have the system read rows of a tap; see `CheckedFile.prepare_rows`."""
+        self.prepare_rows(tap_name(group, tap), rows, checked, again)
+
     def _read_lines(self) -> tuple[Line, ...]:
         size = self.layout.requests_bytes
         if size > MAX_REQUESTS:
