@@ -489,15 +489,8 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "request_cost": request_cost,
     "reuse_chat": reuse_chat,
     # These have the same form: medians of variants by workload.
-    "overhead": overhead,
-    "attention_cost": overhead,
-    "lens_cost": overhead,
-    "sae_cost": overhead,
-    "acting": overhead,
-    "guards": overhead,
-    "overhead_sites": overhead,
-    "overhead_tp": overhead,
-    "flat_cost": overhead,
+    **dict.fromkeys(("overhead", "overhead_sites", "overhead_tp", "flat_cost"), overhead),
+    **dict.fromkeys(("attention_cost", "lens_cost", "sae_cost", "acting", "guards"), overhead),
     "parity": parity,
     "probes": probes,
 }

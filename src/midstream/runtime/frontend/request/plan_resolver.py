@@ -233,7 +233,8 @@ class PlanResolver:
             returns = [capture.return_ or ranks_default for capture in decisive]
             sharded = _common("return", returns, ranks_default) == SHARDED
             resolved = replace(resolved, codec=codec, sharded=sharded)
-            check_heads(own, resolved.codec)
+            if any(capture.heads is not None for capture in own):
+                check_heads(own, resolved.codec)
         weights: tuple[tuple[str, str], ...] = ()
         workers, config = self._info.workers, self._engine.vllm_config
         reconstructs = Op.CODE in resolved.ops
