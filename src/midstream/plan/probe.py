@@ -25,19 +25,18 @@ from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
 from midstream.plan.probe_files import ProbeFiles
 from midstream.plan.probe_files.info import ProbeInfo
-from midstream.plan.readouts.attention import Entropy, Mass, read_reduction
+from midstream.plan.probe_input import read_readings
+from midstream.plan.readouts.attention import Entropy, Mass
 from midstream.plan.scores.pools import NO_POOL, read_pool
 from midstream.plan.scores.rule import LINKS, PLAIN, ScoreRule
-from midstream.plan.vectors.matrix import is_matrix
 from midstream.plan.vectors.named_lookup import Lookup
-from midstream.plan.vectors.named_vector import Named, read_direction
-from midstream.plan.vectors.row_per_layer import check_per_layer, is_by_layer, read_per_layer
+from midstream.plan.vectors.named_vector import Named
+from midstream.plan.vectors.row_per_layer import check_per_layer
 from midstream.plan.vectors.vector import Vector
 from midstream.validation import (
     at,
     float32,
     kind,
-    listed,
     read_word,
     show,
 )
@@ -60,12 +59,10 @@ class Probe(Operation, ProbeFiles):
     tap. Alain and Bengio 2016 (linear probes, arXiv:1610.01644). With one direction per layer, the
     score is the sum over layers, plus the bias once: a linear probe of the layers' joined vectors.
 
-    With `mlp`, the score is the output of a network with one hidden layer, plus the bias.
-
-    With `classes`, the scores [tokens, classes] are those of several linear outputs.
-
-    With `attention_pool`, the score is that of an attention probe or of MultiMax over the tokens so
-    far, plus the bias.
+    With `mlp`, the score is the output of a network with one hidden layer, plus the bias. With
+    `classes`, the scores [tokens, classes] are those of several linear outputs. With
+    `attention_pool`, the score is that of an attention probe or of MultiMax over the tokens so far,
+    plus the bias.
 
     With `attention`, the score is the mean over `heads` of what the token's query attends to in one
     layer: `Mass(positions)`, the sum of the weights of the keys at these positions, or `Entropy()`,
@@ -141,8 +138,7 @@ class Probe(Operation, ProbeFiles):
             direction: any form of Vector.parse, or a name; for several layers a matrix with one row
                 per layer, `{layer: vector}`, or a name that is registered for all of them. One of
                 this, `mlp`, `classes`, `attention_pool` and `attention` is given.
-            layer: an int, or a list; may be omitted for the name of a vector registered for one
-                tap.
+            layer: an int, or a list; None: that of the name of a vector registered for one tap.
             bias: a number.
             site: a site's name or alias; default "resid_post".
             name: None: "probe".
@@ -163,20 +159,12 @@ class Probe(Operation, ProbeFiles):
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        _check_readings(
-            direction=direction, mlp=mlp, classes=classes, attention_pool=attention_pool,
+        values, layer = read_readings(
+            layer, direction=direction, mlp=mlp, classes=classes, attention_pool=attention_pool,
             attention=attention,
         )  # fmt: skip
-        if direction is not None and (is_by_layer(direction) or is_matrix(direction)):
-            rows, layer = read_per_layer("direction", direction, layer)
-            self._set(direction=rows)
-        else:
-            self._read_given(read_direction, direction=direction)
-        self._read_given(MLP.parse, mlp=mlp)
-        self._read_given(Classes.parse, classes=classes)
-        self._read_given(AttentionPool.parse, attention_pool=attention_pool)
+        self._set(**values)
         self._read_given(Hidden.parse, hidden=hidden)
-        self._read_given(_read_attention, attention=attention)
         self._read(read_scalar, bias=bias)
         with at("name"):
             self._set(name="probe" if name is None else _read_name(name))
@@ -186,26 +174,13 @@ class Probe(Operation, ProbeFiles):
         self._set(info=None)
         _check_outputs(self)
         if self.attention is not None:
-            self._check_alone(site)
+            _check_alone(self, site)
             head = None if isinstance(head, str) and head == "all" else head
         self._set_place(layer, site, positions, phase, exclude, head)
         if self.attention is not None:
             # It is read where the layer's queries are, whichever site that is.
             self._set(left=("site",))
-        elif len(self.heads) > 1:
-            raise SpecError("head", "a probe reads one head; use one probe per head")
-        _check_layers(self)
-        check_row_order(self.positions, None)
-        if self.act is not None and "last_row" in self.positions.include:
-            raise SpecError(
-                self.positions.path(self.positions.include.index("last_row")),
-                '"last_row" is known only when the request has ended, so a probe there cannot act; '
-                'use "last_prompt" or "generated"',
-            )
-        if len(self.sites) > 1:
-            raise SpecError(
-                "site", f"a probe reads one site, got {len(self.sites)}; use one probe per site"
-            )
+        _check_place(self)
 
     @staticmethod
     def from_sklearn(
@@ -282,27 +257,8 @@ class Probe(Operation, ProbeFiles):
         """
         return entries.method("Probe.fit")(llm, texts, labels, kind, layer, **options)
 
-    def _check_alone(self, site: forms.SitesLike | None) -> None:
-        """Check that a probe of attention has nothing that only a direction has."""
-        if site is not None:
-            raise SpecError("site", "a probe of attention reads a layer, not a site; omit `site`")
-        if self.bias:
-            raise SpecError("bias", "a probe of attention has none; omit `bias`")
-
     def own(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"direction": self.direction, "bias": self.bias}
-        if self.attention is not None:
-            arguments = {"attention": self.attention}
-        elif self.mlp is not None:
-            arguments = {"mlp": self.mlp, "bias": self.bias}
-        elif self.attention_pool is not None:
-            arguments = {"attention_pool": self.attention_pool, "bias": self.bias}
-        elif self.classes is not None:
-            arguments = {"classes": self.classes}
-        arguments["name"] = self.name
-        unset = {"hidden": None, "link": "none", "pool": NO_POOL, "act": None}
-        set_fields = {name: getattr(self, name) for name in unset}
-        return arguments | {n: value for n, value in set_fields.items() if value != unset[n]}
+        return _own(self)
 
     @property
     def reads(self) -> str:
@@ -313,16 +269,7 @@ class Probe(Operation, ProbeFiles):
     @property
     def rule(self) -> ScoreRule:
         """How its scores are made of the numbers that `instructions` store."""
-        rule, bias = PLAIN, None
-        rows: tuple[Vector, ...] = ()
-        if self.classes is not None:
-            rule, rows, bias = self.classes.rule(), self.classes.weights, self.classes.bias
-        elif self.attention_pool is not None:
-            rule, rows = self.attention_pool.rule(self.bias), self.attention_pool.rows
-        if self.hidden is not None:
-            units = self.hidden.layer(rows, bias)
-            rule = replace(rule, columns=units.units, units=units)
-        return replace(rule, link=self.link, pool=self.pool)
+        return _rule(self)
 
     def __dir__(self) -> list[str]:
         return [*Operation.__dir__(self), "diff", "info", "push_to_hub", "save", "with_info"]
@@ -346,15 +293,7 @@ class Probe(Operation, ProbeFiles):
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Probe, ...]:
         """Return the probe with its name replaced by the vector, at one tap."""
-        # super() without arguments fails here: `slots=True` replaces the class.
-        probes = Operation.bind(self, lookup, num_layers)
-        if len(probes) > 1:
-            probes = (_joined(self, probes),)
-        if isinstance(self.act, Switch) and not self.act.is_bound:
-            with at("act.switch"):
-                act = self.act.bind(lookup, num_layers)
-            return tuple(probe.replace(act=act) for probe in probes)
-        return probes
+        return _bind(self, lookup, num_layers)
 
     @property
     def is_bound(self) -> bool:
@@ -362,42 +301,102 @@ class Probe(Operation, ProbeFiles):
         return is_act_bound and not self.names()
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        assert self.attention is None, "attention is not read by instructions"
-        if self.hidden is not None:
-            with at("hidden"):
-                return self.hidden.instructions(width)
-        if self.classes is not None:
-            with at("classes"):
-                return self.classes.instructions(width)
-        if self.attention_pool is not None:
-            with at("attention_pool"):
-                return self.attention_pool.instructions(width)
-        flags, bias = Flags.FRESH | Flags.COUNTED, float32(self.bias)
-        if self.mlp is not None:
-            with at("mlp"):
-                units = self.mlp.units(width)
-            return *units, Instruction(Op.PROBE, a=bias, flags=Flags.UNITS | Flags.COUNTED)
-        assert self.direction is not None
-        if not isinstance(self.direction, tuple):
-            with at("direction"):
-                row = by_value(self.direction, width)
-            return (Instruction(Op.PROBE, row, a=bias, flags=flags),)
-        # One for each layer, in the order that is given. The first has the bias.
-        rows = rows_by_value("direction", self.direction, width)
-        return tuple(
-            Instruction(Op.PROBE, read=row, a=0.0 if index else bias, flags=flags)
-            for index, row in enumerate(rows)
+        return _instructions(self, width)
+
+
+def _instructions(probe: Probe, width: int) -> tuple[Instruction, ...]:
+    assert probe.attention is None, "attention is not read by instructions"
+    if probe.hidden is not None:
+        with at("hidden"):
+            return probe.hidden.instructions(width)
+    if probe.classes is not None:
+        with at("classes"):
+            return probe.classes.instructions(width)
+    if probe.attention_pool is not None:
+        with at("attention_pool"):
+            return probe.attention_pool.instructions(width)
+    flags, bias = Flags.FRESH | Flags.COUNTED, float32(probe.bias)
+    if probe.mlp is not None:
+        with at("mlp"):
+            units = probe.mlp.units(width)
+        return *units, Instruction(Op.PROBE, a=bias, flags=Flags.UNITS | Flags.COUNTED)
+    assert probe.direction is not None
+    if not isinstance(probe.direction, tuple):
+        with at("direction"):
+            row = by_value(probe.direction, width)
+        return (Instruction(Op.PROBE, row, a=bias, flags=flags),)
+    # One for each layer, in the order that is given. The first has the bias.
+    rows = rows_by_value("direction", probe.direction, width)
+    return tuple(
+        Instruction(Op.PROBE, read=row, a=0.0 if index else bias, flags=flags)
+        for index, row in enumerate(rows)
+    )
+
+
+def _own(probe: Probe) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"direction": probe.direction, "bias": probe.bias}
+    if probe.attention is not None:
+        arguments = {"attention": probe.attention}
+    elif probe.mlp is not None:
+        arguments = {"mlp": probe.mlp, "bias": probe.bias}
+    elif probe.attention_pool is not None:
+        arguments = {"attention_pool": probe.attention_pool, "bias": probe.bias}
+    elif probe.classes is not None:
+        arguments = {"classes": probe.classes}
+    arguments["name"] = probe.name
+    unset = {"hidden": None, "link": "none", "pool": NO_POOL, "act": None}
+    set_fields = {name: getattr(probe, name) for name in unset}
+    return arguments | {n: value for n, value in set_fields.items() if value != unset[n]}
+
+
+def _rule(probe: Probe) -> ScoreRule:
+    rule, bias = PLAIN, None
+    rows: tuple[Vector, ...] = ()
+    if probe.classes is not None:
+        rule, rows, bias = probe.classes.rule(), probe.classes.weights, probe.classes.bias
+    elif probe.attention_pool is not None:
+        rule, rows = probe.attention_pool.rule(probe.bias), probe.attention_pool.rows
+    if probe.hidden is not None:
+        units = probe.hidden.layer(rows, bias)
+        rule = replace(rule, columns=units.units, units=units)
+    return replace(rule, link=probe.link, pool=probe.pool)
+
+
+def _check_alone(probe: Probe, site: forms.SitesLike | None) -> None:
+    """Check that a probe of attention has nothing that only a direction has."""
+    if site is not None:
+        raise SpecError("site", "a probe of attention reads a layer, not a site; omit `site`")
+    if probe.bias:
+        raise SpecError("bias", "a probe of attention has none; omit `bias`")
+
+
+def _check_place(probe: Probe) -> None:
+    if probe.attention is None and len(probe.heads) > 1:
+        raise SpecError("head", "a probe reads one head; use one probe per head")
+    _check_layers(probe)
+    check_row_order(probe.positions, None)
+    if probe.act is not None and "last_row" in probe.positions.include:
+        raise SpecError(
+            probe.positions.path(probe.positions.include.index("last_row")),
+            '"last_row" is known only when the request has ended, so a probe there cannot act; '
+            'use "last_prompt" or "generated"',
+        )
+    if len(probe.sites) > 1:
+        raise SpecError(
+            "site", f"a probe reads one site, got {len(probe.sites)}; use one probe per site"
         )
 
 
-def _check_readings(**readings: object) -> None:
-    words = [word for word, value in readings.items() if value is not None]
-    if len(words) == 1:
-        return
-    problem = f"missing: give one of {listed(readings)}"
-    if words:
-        problem = f"a probe has one of {listed(readings)}; use one probe for each"
-    raise SpecError(words[-1] if words else "direction", problem)
+def _bind(probe: Probe, lookup: Lookup, num_layers: int | None) -> tuple[Probe, ...]:
+    # super() fails in the class: `slots=True` replaces it.
+    probes = Operation.bind(probe, lookup, num_layers)
+    if len(probes) > 1:
+        probes = (_joined(probe, probes),)
+    if isinstance(probe.act, Switch) and not probe.act.is_bound:
+        with at("act.switch"):
+            act = probe.act.bind(lookup, num_layers)
+        return tuple(bound.replace(act=act) for bound in probes)
+    return probes
 
 
 def _check_outputs(probe: Probe) -> None:
@@ -461,17 +460,6 @@ def _joined(probe: Probe, probes: tuple[Probe, ...]) -> Probe:
     rows = tuple(part.direction for part in probes)
     layers = [part.layers.indices[0] for part in probes]
     return probe.replace(direction=rows, layer=layers, site=probes[0].sites)
-
-
-def _read_attention(value: object) -> Mass | Entropy:
-    reduction = read_reduction(value)
-    if isinstance(reduction, (Mass, Entropy)):
-        return reduction
-    raise SpecError(
-        "",
-        "a probe reads one number for each head: Mass(positions) or Entropy(); for others use "
-        "Attention(…), given as `capture`",
-    )
 
 
 def _read_name(value: object) -> str:

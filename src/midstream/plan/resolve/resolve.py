@@ -119,7 +119,7 @@ class _Resolver:
             tuple(self._probes),
             biases=tuple(self._biases),
             functions=tuple(self._functions),
-            followed=self._followed(plan.marked),
+            followed=_followed(self._selections, plan.marked),
         )
         check_overlaps(weighed(resolved), 1 + len(plan.switches))
         if len(resolved.automata) > MAX_BITS:
@@ -129,15 +129,6 @@ class _Resolver:
                 f"request can have {MAX_BITS}; use fewer",
             )
         return resolved
-
-    def _followed(self, marked: tuple[Positions, ...]) -> tuple[Automaton, ...]:
-        """Return what looks for the marks of every version, as each of them does."""
-        automata: dict[Automaton, None] = {}
-        for positions in marked:
-            with suppress(SpecError):  # which the version with these positions raises
-                where = self._selections.select(positions)
-                automata.update(dict.fromkeys(where.automata))
-        return tuple(automata)
 
     def _check_order(self, positions: Positions) -> None:
         """Check the order of positions of which each has a row."""
@@ -316,6 +307,16 @@ class _Resolver:
     def _new_slot(self) -> int:
         self._slots += 1
         return self._slots - 1
+
+
+def _followed(selections: Any, marked: tuple[Positions, ...]) -> tuple[Automaton, ...]:
+    """Return what looks for the marks of every version, as each of them does."""
+    automata: dict[Automaton, None] = {}
+    for positions in marked:
+        with suppress(SpecError):  # which the version with these positions raises
+            where = selections.select(positions)
+            automata.update(dict.fromkeys(where.automata))
+    return tuple(automata)
 
 
 def _num_taps(plan: Plan, others: Sequence[Any], num_layers: int) -> int:
