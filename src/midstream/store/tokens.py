@@ -234,8 +234,10 @@ class _Keys:
 
 def _joined(taps: tuple[Tap, ...], keys: Sequence[_Keys], common: _Ints) -> Iterator[TokenSegment]:
     """Yield the segments of tokens whose taps are in several groups."""
-    at = [np.searchsorted(each.keys, common) for each in keys]
-    groups = np.stack([each.groups[where] for each, where in zip(keys, at, strict=True)], axis=1)
+    at = [np.searchsorted(tap_keys.keys, common) for tap_keys in keys]
+    groups = np.stack(
+        [tap_keys.groups[where] for tap_keys, where in zip(keys, at, strict=True)], axis=1
+    )
     combinations, numbers = np.unique(groups, axis=0, return_inverse=True)
     shard = keys[0].shard
     assert shard
@@ -245,7 +247,9 @@ def _joined(taps: tuple[Tap, ...], keys: Sequence[_Keys], common: _Ints) -> Iter
             shard=shard,
             taps=taps,
             groups=tuple(combination),
-            rows=tuple(each.rows[where[chosen]] for each, where in zip(keys, at, strict=True)),
+            rows=tuple(
+                tap_keys.rows[where[chosen]] for tap_keys, where in zip(keys, at, strict=True)
+            ),
             first=0,
             picks=keys[0].index[at[0][chosen]],
         )

@@ -241,8 +241,8 @@ class HeldOutScores:
                 order[mine] = generator.permutation(int(mine.sum())) / mine.sum()
             chosen = split.fitted[np.argsort(order, kind="stable")[:size]]
             part = Split(np.sort(chosen), split.held_out)
-            found = fit_split(self.data, part, recipe.estimator, recipe.pool, recipe.seed)[2]
-            scores.append(found if self.output is None else found[:, self.output])
+            held_out = fit_split(self.data, part, recipe.estimator, recipe.pool, recipe.seed)[2]
+            scores.append(held_out if self.output is None else held_out[:, self.output])
             positive = 1 if self.output is None else self.output
             labels.append((classes[split.held_out] == positive).astype(np.int64))
         both = np.concatenate(scores), np.concatenate(labels)
