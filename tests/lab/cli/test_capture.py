@@ -111,7 +111,8 @@ def test_lines_that_fail_are_shown_counted_and_in_the_exit_status(run, tmp_path)
     assert result.exit_code == 1
     assert "line 4: expected JSON" in result.stderr
     assert "line 5: the prompt is too long" in result.stderr
-    assert result.stderr.count("expected JSON") == 19
+    assert "of 45 lines 41 will fail, the first one is line 4" in result.stderr
+    assert result.stderr.count("expected JSON") == 1 + 19
     assert "20 lines failed; others are in acts/errors.jsonl" in result.stderr
     assert "42 failed: see acts/errors.jsonl" in result.stdout
     assert len(Path("acts/errors.jsonl").read_text().splitlines()) == 42
