@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from midstream.errors import SpecError
-from midstream.validation import at, hint, listed, read_fields, show
+from midstream.validation import at, hint, kind, listed, read_fields, show
 
 # Each is accepted where the constructor has the other.
 _WORDS = ("layer", "site", "head")
@@ -128,6 +128,16 @@ def parameters_of(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     parameters = inspect.signature(cls).parameters.values()
     required = tuple(own.name for own in parameters if own.default is own.empty)
     return required, tuple(own.name for own in parameters if own.name not in required)
+
+
+def read_form(form: type[F], value: object) -> F:
+    """Read an object of a class, or a dict of its arguments."""
+    if isinstance(value, form):
+        return value
+    if not isinstance(value, Mapping):
+        raise SpecError("", f"expected {form.__name__}(…), or its dict, got {kind(value)}")
+    names = parameters_of(cast("Any", form))
+    return form(**read_fields(value, *names))
 
 
 def accept_spellings(init: Made) -> Made:

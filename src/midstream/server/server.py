@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -46,6 +45,7 @@ from midstream.server.running_requests import RunningCall, RunningRequests
 from midstream.server.sweep_pace import SweepPace
 from midstream.sinks.events import EventLog
 from midstream.steering.edit_forms import TIERS
+from midstream.steering.guard_definition import fingerprint
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import SteeringState
 from midstream.validation import at, is_int
@@ -150,7 +150,7 @@ class Server:
         if self.has_key:
             # Ignore the scheme before the key, whose case and spelling vary.
             _, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            return hashlib.sha256(key.encode()).hexdigest()[:16]
+            return fingerprint(key)
         client = scope.get("client")
         return client[0] if client else ""
 

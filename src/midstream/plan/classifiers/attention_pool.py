@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import SupportsIndex
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.plan.argument_names import FrozenFields, only_set, parameters_of
+from midstream.plan.argument_names import FrozenFields, only_set, read_form
 from midstream.plan.forms import RowsLike
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import rows_by_value
 from midstream.plan.scores.rule import MAX, SOFTMAX, ScoreRule
 from midstream.plan.vectors.matrix import emit_rows, read_rows
 from midstream.plan.vectors.vector import Vector
-from midstream.validation import kind as kind_of
-from midstream.validation import read_fields, read_int, read_word
+from midstream.validation import read_int, read_word
 
 MOST_HEADS, MOST_WINDOW = 128, 64
 
@@ -94,11 +92,7 @@ class AttentionPool(FrozenFields):
     @staticmethod
     def parse(value: object) -> AttentionPool:
         """Read an AttentionPool, or a dict of its arguments."""
-        if isinstance(value, AttentionPool):
-            return value
-        if not isinstance(value, Mapping):
-            raise SpecError("", f"expected AttentionPool(…), or its dict, got {kind_of(value)}")
-        return AttentionPool(**read_fields(value, *parameters_of(AttentionPool)))
+        return read_form(AttentionPool, value)
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""

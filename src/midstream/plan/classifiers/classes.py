@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from midstream.errors import SpecError
-from midstream.plan.argument_names import FrozenFields, parameters_of, read_each
+from midstream.plan.argument_names import FrozenFields, read_each, read_form
 from midstream.plan.classifiers.attention_pool import products
 from midstream.plan.forms import RowsLike, VectorLike
 from midstream.plan.instructions import Instruction
@@ -14,7 +14,7 @@ from midstream.plan.operation import rows_by_value
 from midstream.plan.scores.rule import ScoreRule
 from midstream.plan.vectors.matrix import emit_rows, read_rows
 from midstream.plan.vectors.vector import Vector
-from midstream.validation import is_int, kind, listed, read_fields, read_int, show
+from midstream.validation import is_int, kind, listed, read_int, show
 
 MOST_CHARACTERS = 64  # of a name
 _SHOWN = 8  # names in a message
@@ -87,11 +87,7 @@ class Classes(FrozenFields):
     @staticmethod
     def parse(value: object) -> Classes:
         """Read Classes, or a dict of the arguments."""
-        if isinstance(value, Classes):
-            return value
-        if not isinstance(value, Mapping):
-            raise SpecError("", f"expected Classes(…), or its dict, got {kind(value)}")
-        return Classes(**read_fields(value, *parameters_of(Classes)))
+        return read_form(Classes, value)
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from midstream.errors import SpecError
 from midstream.ops.layout import ACTIVATIONS
-from midstream.plan.argument_names import FrozenFields, parameters_of
+from midstream.plan.argument_names import FrozenFields, read_form
 from midstream.plan.classifiers.attention_pool import products
 from midstream.plan.forms import RowsLike, VectorLike
 from midstream.plan.instructions import Instruction
@@ -16,7 +15,7 @@ from midstream.plan.operation import rows_by_value
 from midstream.plan.scores.units import UnitLayer
 from midstream.plan.vectors.matrix import emit_rows, read_rows
 from midstream.plan.vectors.vector import Vector
-from midstream.validation import kind, read_fields, read_word
+from midstream.validation import read_word
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -68,11 +67,7 @@ class Hidden(FrozenFields):
     @staticmethod
     def parse(value: object) -> Hidden:
         """Read a Hidden, or a dict of its arguments."""
-        if isinstance(value, Hidden):
-            return value
-        if not isinstance(value, Mapping):
-            raise SpecError("", f"expected Hidden(…), or its dict, got {kind(value)}")
-        return Hidden(**read_fields(value, *parameters_of(Hidden)))
+        return read_form(Hidden, value)
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""

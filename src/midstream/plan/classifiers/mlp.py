@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from midstream.errors import SpecError
 from midstream.ops.layout import ACTIVATIONS, Flags, Op
-from midstream.plan.argument_names import FrozenFields, parameters_of
+from midstream.plan.argument_names import FrozenFields, read_form
 from midstream.plan.forms import RowsLike, VectorLike
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import rows_by_value
 from midstream.plan.vectors.matrix import emit_rows, read_rows
 from midstream.plan.vectors.vector import Vector
-from midstream.validation import kind, read_fields, read_word
+from midstream.validation import read_word
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -70,11 +69,7 @@ class MLP(FrozenFields):
     @staticmethod
     def parse(value: object) -> MLP:
         """Read an MLP, or a dict of its arguments."""
-        if isinstance(value, MLP):
-            return value
-        if not isinstance(value, Mapping):
-            raise SpecError("", f"expected MLP(…), or its dict, got {kind(value)}")
-        return MLP(**read_fields(value, *parameters_of(MLP)))
+        return read_form(MLP, value)
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""

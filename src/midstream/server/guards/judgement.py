@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from midstream.plan.control.act import Condition, Flag, Progress, follow
+from midstream.plan.control.act import Condition, Progress, follow
 from midstream.plan.probe import Probe
+from midstream.plan.scores.pools import NO_POOL, NOTHING_POOLED, pooled
 from midstream.results.probe_scores import Probes
 
 
@@ -65,8 +66,9 @@ def peak_of(condition: Condition, scores: NDArray[np.float32]) -> float | None:
     the threshold if and only if the condition is met. None: there are too few finite ones.
     """
     values = np.asarray(scores, np.float64)
-    if condition.pool != _NO_POOL:
-        values = np.array(_pooled(condition, values.tolist()), np.float64)
+    if condition.pool != NO_POOL:
+        _, pooled_scores = pooled(condition.pool, NOTHING_POOLED, values.tolist())
+        values = np.array(pooled_scores, np.float64)
     sign = 1.0 if condition.above is not None else -1.0
     values = np.where(np.isfinite(values), sign * values, -math.inf)
     if values.size < condition.for_:
@@ -75,16 +77,3 @@ def peak_of(condition: Condition, scores: NDArray[np.float32]) -> float | None:
         values = np.lib.stride_tricks.sliding_window_view(values, condition.for_).min(axis=1)
     highest = float(values.max())
     return sign * highest if math.isfinite(highest) else None
-
-
-def _pooled(condition: Condition, scores: list[float]) -> list[float]:
-    """Return the pooled score at each score: one that every finite one meets is followed."""
-    every = Flag(above=_LEAST, pool=condition.pool)
-    progress, values = Progress(), []
-    for score in scores:
-        progress, met = follow(every, progress._replace(run=0), (score,))
-        values.append(math.nan if met is None else met.pooled)
-    return values
-
-
-_NO_POOL, _LEAST = "none", -float(np.finfo(np.float32).max)
