@@ -9,9 +9,10 @@ Seconds, with the prefix cache on, of
 - a prompt of 8,000 tokens and its first token (prefill);
 - the same prompt again, which the cache serves but for its last block (cached).
 
-All requests ask for the same linear probes, at layers spread over the model: "probes", and "probes
-that stop" at scores that are never reached. Variants take turns as in overhead.py; prompts of the
-prefill are new in each round. The JSON has how many tokens the cache served.
+Linear probes, at layers spread over the model: "probes" and "probes that stop" (at scores that are
+never reached) are asked for by each request, "of all traffic" are server-wide. An attention probe
+with eight heads, in the middle of the model, is server-wide. Variants take turns as in overhead.py;
+prompts of the prefill are new in each round. The JSON has how many tokens the cache served.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import itertools
 import random
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,16 @@ import shapes
 
 BATCH, SKIPPED, STEPS, LONG = 256, 8, 48, 8000
 NEVER = 1e30
+SERVER_WIDE = ("all traffic", "attention")
 TAPPED = "midstream"
-ASKED = {"idle": "", "probes": "probes", "probes that stop": "stop"}
+HEADS = 8
+ASKED = {
+    "idle": "",
+    "probes": "probes",
+    "probes that stop": "stop",
+    "probes of all traffic": "all traffic",
+    "attention probe of all traffic": "attention",
+}
 _new = itertools.count()
 
 
@@ -56,9 +67,11 @@ def main() -> int:
             for name, function in (("decode", decode), ("prefill", prefill), ("cached", cached)):
                 given = variants(started, function, shape, args.probes)
                 run.measure(into, name, given)
-            served = started[TAPPED].call(num_cached, "probes", shape, args.probes)
-            into["cached_tokens"] = {"of": LONG, "with probes": served}
-            run.stage(f"{shape}: the cache served {served} of {LONG} tokens with probes")
+            into["cached_tokens"] = {"of": LONG}
+            for asked in filter(None, ASKED.values()):
+                served = started[TAPPED].call(num_cached, asked, shape, args.probes)
+                into["cached_tokens"][asked] = served
+                run.stage(f"{shape}: {asked}: the cache served {served} of {LONG} tokens")
     return run.finish()
 
 
@@ -73,48 +86,66 @@ def variants(started: Any, function: Any, shape: str, count: int) -> dict[str, A
     }
 
 
-def asks(name: str, shape: str, count: int) -> dict[str, Any]:
-    """Return `generate`'s arguments of one request."""
-    if not name:
-        return {}
+def probes(name: str, shape: str, count: int) -> list[Any]:
+    """Return the probes of a variant."""
     from midstream import Probe
-    from midstream.plan import Stop
+    from midstream.plan import AttentionPool, Stop
 
+    if not name:
+        return []
     layers = int(shapes.SHAPES[shape]["num_hidden_layers"])
+    if name == "attention":
+        vectors = [overhead.vector(shape, 1000 + number) for number in range(2 * HEADS)]
+        heads = AttentionPool(query=vectors[:HEADS], value=vectors[HEADS:])
+        return [Probe(attention_pool=heads, layer=layers // 2, name=name)]
     act = Stop(above=NEVER) if name == "stop" else None
-    return {
-        "probes": [
-            Probe(
-                overhead.vector(shape, number), number * layers // count, name=f"p{number}", act=act
-            )
-            for number in range(count)
-        ]
-    }
+    return [
+        Probe(overhead.vector(shape, number), number * layers // count, name=f"p{number}", act=act)
+        for number in range(count)
+    ]
+
+
+@contextmanager
+def asking(llm: Any, name: str, shape: str, count: int) -> Iterator[dict[str, Any]]:
+    """Yield `generate`'s arguments of a request, while server-wide probes are set."""
+    asked = probes(name, shape, count)
+    if name not in SERVER_WIDE:
+        yield {"probes": asked} if asked else {}
+        return
+    llm.steering.set(asked)
+    try:
+        yield {}
+    finally:
+        llm.steering.clear()
 
 
 def decode(llm: Any, name: str, shape: str, count: int) -> float:
     """Return the mean seconds of steps in which each sequence generates a token."""
-    given = {field: [value] * BATCH for field, value in asks(name, shape, count).items()}
-    return overhead.last_steps(llm, BATCH, SKIPPED, STEPS, given)[0]
+    with asking(llm, name, shape, count) as arguments:
+        of_batch = {field: [value] * BATCH for field, value in arguments.items()}
+        return overhead.last_steps(llm, BATCH, SKIPPED, STEPS, of_batch)[0]
 
 
 def prefill(llm: Any, name: str, shape: str, count: int) -> float:
     """Return the seconds to the first token of a prompt that nobody has seen."""
-    return _timed(llm, _prompt(f"new {next(_new)} {name}"), asks(name, shape, count))[0]
+    with asking(llm, name, shape, count) as arguments:
+        return _timed(llm, _prompt(f"new {next(_new)} {name}"), arguments)[0]
 
 
 def cached(llm: Any, name: str, shape: str, count: int) -> float:
     """Return the seconds to the first token of a prompt that came before, with the same probes."""
-    given = asks(name, shape, count)
-    _timed(llm, _prompt("again"), given)
-    return _timed(llm, _prompt("again"), given)[0]
+    return _again(llm, name, shape, count)[0]
 
 
 def num_cached(llm: Any, name: str, shape: str, count: int) -> int:
     """Return how many tokens of a prompt that came before the cache serves."""
-    given = asks(name, shape, count)
-    _timed(llm, _prompt("again"), given)
-    return int(_timed(llm, _prompt("again"), given)[1])
+    return _again(llm, name, shape, count)[1]
+
+
+def _again(llm: Any, name: str, shape: str, count: int) -> tuple[float, int]:
+    with asking(llm, name, shape, count) as arguments:
+        _timed(llm, _prompt("again"), arguments)
+        return _timed(llm, _prompt("again"), arguments)
 
 
 def _timed(llm: Any, prompt: dict[str, Any], given: dict[str, Any]) -> tuple[float, int]:
