@@ -14,7 +14,7 @@ from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_index import CapturedRowIndex
 from support.plans import plan_of
-from support.stored import make_arena, put_one, scores_block, stored, worker_info
+from support.stored import make_arena, put_one, score_rows, stored, worker_info
 
 PRE, POST, DEEP = ("resid_pre", 0), ("resid_post", 1), ("resid_post", 7)
 EVERYWHERE = ((0, None),)
@@ -70,7 +70,7 @@ def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=()
             ledger.record(shipment, *(np.array([n]) for n in (serial, first, length, 0, kind)))
         request.blocks = ledger.take([serial])[serial]
         request.scores = [
-            scores_block(range(first, first + len(table)), torch.tensor(table))
+            score_rows(range(first, first + len(table)), torch.tensor(table))
             for first, table in scores
         ]
         kept.append(request)

@@ -27,6 +27,7 @@ from midstream.plan import (
     Where,
 )
 from midstream.plan.resolve.wire import to_bytes
+from midstream.runtime.protocol.runs import expand_runs
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, UNSEEN, Room
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.session import StepRules, WorkerSession
@@ -136,8 +137,8 @@ class SlowShipment:
     def ready(self) -> bool:
         return self.transport.shipped >= self.due
 
-    def free_tally(self) -> None:
-        self.shipment.free_tally()
+    def free_staging(self) -> None:
+        self.shipment.free_staging()
 
     def tally(self) -> Tensor:
         return self.shipment.tally()
@@ -427,10 +428,10 @@ def _encoded(request: RequestState, width: Callable[[Tap], int]) -> dict[tuple[T
 def scored(request: RequestState) -> dict[int, NDArray[np.float32]]:
     """The scores that a session kept, [slots] by position."""
     found = {}
-    for block in request.scores:
-        for position, record in zip(block.positions.tolist(), block.values.numpy(), strict=True):
+    for rows in request.scores:
+        for position, record in zip(expand_runs(rows.spans).tolist(), rows.values, strict=True):
             assert position not in found
-            found[position] = record[0]
+            found[position] = record
     return found
 
 

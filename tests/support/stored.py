@@ -10,17 +10,19 @@ from torch import Tensor
 
 from midstream.codecs import Raw, RowEncoding
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
+from midstream.runtime.protocol.runs import joined
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_block import RecordRun, RowBlock
-from midstream.runtime.worker.row_index import ArenaRows, Scores
+from midstream.runtime.worker.row_index import ArenaRows, ScoreRows
 from midstream.transport.arena import Arena, ArenaSettings
+from midstream.transport.base import HostScores
 from midstream.transport.leases import Address
 from midstream.transport.ring_copy import CpuShipment
 
 TALLY = torch.zeros(0, 4, dtype=torch.int32)
-NO_SCORES = torch.zeros(0, 3)
+NO_SCORES = HostScores(torch.zeros(0, 3), 0, 0)
 
 
 SEGMENT = 4096
@@ -63,10 +65,9 @@ def rows_block(
     return _block(taps, positions, source)
 
 
-def scores_block(positions: Sequence[int], values: Tensor) -> RowBlock[Scores]:
-    """A block of scores, [positions, slots]."""
-    source = Scores(CpuShipment((), TALLY, values))
-    return _block((0,), positions, source)
+def score_rows(positions: Sequence[int], values: Tensor) -> ScoreRows:
+    """Scores, [positions, slots]."""
+    return ScoreRows(joined([(int(position), 1) for position in positions]), values.numpy())
 
 
 def worker_info(**fields) -> WorkerInfo:

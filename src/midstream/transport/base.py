@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,6 +21,19 @@ class Parcel:
     encoded: Tensor | None = None  # uint8 [rows, row_bytes]; None: the transport encodes the units
 
 
+class HostScores(NamedTuple):
+    """Scores of consecutive tokens, in memory that others may share."""
+
+    memory: Tensor  # float32 [rows, slots]
+    first: int  # row of the first token
+    size: int  # number of tokens
+
+    @property
+    def values(self) -> Tensor:
+        """The scores, [size, slots]."""
+        return self.memory[self.first : self.first + self.size]
+
+
 class Shipment(Protocol):
     """The results of one step during their copy to host memory."""
 
@@ -35,13 +48,13 @@ class Shipment(Protocol):
         """Block until the copy is complete."""
 
     def tally(self) -> Tensor:
-        """Return the tally on the host, int32 [tokens, 4], until `free_tally`. Blocks."""
+        """Return the tally on the host, int32 [tokens, 4], until `free_staging`. Blocks."""
 
-    def free_tally(self) -> None:
-        """Let a later shipment use the memory of the tally. Called at most once."""
+    def free_staging(self) -> None:
+        """Let a later shipment use the memory of the tally; scores stay. Blocks. Called once."""
 
-    def scores(self) -> Tensor:
-        """Return the scores on the host, float32 [tokens, slots]; [0, slots]: none. Blocks."""
+    def scores(self) -> HostScores:
+        """Return the scores on the host. Blocks."""
 
 
 class Copy(Protocol):

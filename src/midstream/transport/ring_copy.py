@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 
 from midstream.transport.arena import Arena, Extent
-from midstream.transport.base import Copy, Parcel, Shipment, Transport
+from midstream.transport.base import Copy, HostScores, Parcel, Shipment, Transport
 
 # Bytes of a step's rows up to which they are copied on the model's own stream. The device copies
 # them in a few microseconds; handing them to another stream takes the host longer.
 _SMALL = 1 << 16
+_ROWS = 1 << 12  # of the memory of scores, at least
 
 
 def host_transport(ring: Tensor, arena: Arena) -> Transport:
@@ -36,7 +38,7 @@ class CpuShipment:
 
     extents: tuple[Extent | None, ...]
     copied_tally: Tensor
-    copied_scores: Tensor
+    copied_scores: HostScores
 
     def ready(self) -> bool:
         return True
@@ -47,10 +49,10 @@ class CpuShipment:
     def tally(self) -> Tensor:
         return self.copied_tally
 
-    def free_tally(self) -> None:
+    def free_staging(self) -> None:
         pass
 
-    def scores(self) -> Tensor:
+    def scores(self) -> HostScores:
         return self.copied_scores
 
 
@@ -60,6 +62,7 @@ class CpuTransport:
     def __init__(self, ring: Tensor, arena: Arena) -> None:
         self._ring, self.capacity = ring, ring.shape[0]
         self._arena = arena
+        self._log = ScoreLog()
 
     def reserve(self, num_units: int) -> int:
         _check_fits(num_units, self.capacity)
@@ -73,7 +76,31 @@ class CpuTransport:
         for parcel, extent in zip(parcels, extents, strict=True):
             if extent is not None:
                 _send(self._ring, parcel, extent)
-        return CpuShipment(extents, tally.clone(), scores.clone())
+        return CpuShipment(extents, tally.clone(), self._log.add(scores))
+
+
+class ScoreLog:
+    """Scores of steps, one after the other in memory of many steps: those of a request are then
+    gathered at once, and each step needs no memory of its own. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._memory = torch.empty((0, 0))
+        self._end = 0
+
+    def add(self, scores: Tensor) -> HostScores:
+        """Return a copy of a step's scores, [tokens, slots]; its memory lives as long as it."""
+        size, slots = scores.shape
+        with self.lock:
+            rows, columns = self._memory.shape
+            if columns != slots or self._end + size > rows:
+                self._memory, self._end = torch.empty((max(_ROWS, size), slots)), 0
+            added = HostScores(self._memory, self._end, size)
+            self._end += size
+        if size:
+            added.values.copy_(scores)
+        return added
 
 
 class PinnedStaging:
@@ -174,33 +201,49 @@ class CudaCopy:
         return self.pinned
 
 
-@dataclass(frozen=True, slots=True)
 class CudaShipment:
-    """A shipment in progress on the copy stream."""
+    """A shipment in progress on the copy stream; `memory`: tally and scores in pinned memory."""
 
-    extents: tuple[Extent | None, ...]
-    pinned_tally: Tensor
-    pinned_scores: Tensor
-    arrival: Arrival
-    staging: PinnedStaging
+    __slots__ = ("_arrival", "_log", "_memory", "_scores", "_staging", "extents")
+
+    def __init__(
+        self,
+        extents: tuple[Extent | None, ...],
+        memory: tuple[Tensor, Tensor],
+        arrival: Arrival,
+        staging: tuple[PinnedStaging, PinnedStaging],
+        log: ScoreLog,
+    ) -> None:
+        """Create it; `staging` gets the memory back, and `log` the scores before."""
+        self.extents = extents
+        self._memory = memory
+        self._arrival = arrival
+        self._staging = staging
+        self._log = log
+        self._scores: HostScores | None = None
 
     def ready(self) -> bool:
-        return self.arrival.is_past()
+        return self._arrival.is_past()
 
     def wait(self) -> None:
-        self.arrival.wait()
+        self._arrival.wait()
 
     def tally(self) -> Tensor:
-        self.arrival.wait()
-        return self.pinned_tally
+        self._arrival.wait()
+        return self._memory[0]
 
-    def free_tally(self) -> None:
-        self.arrival.wait()
-        self.staging.give(self.pinned_tally)
+    def scores(self) -> HostScores:
+        self._arrival.wait()
+        # vLLM may send a step's output, with its scores, from a thread of its own.
+        with self._log.lock:
+            if self._scores is None:
+                self._scores = self._log.add(self._memory[1])
+            return self._scores
 
-    def scores(self) -> Tensor:
-        self.arrival.wait()
-        return self.pinned_scores
+    def free_staging(self) -> None:
+        self.scores()
+        for staging, memory in zip(self._staging, self._memory, strict=True):
+            staging.give(memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +262,8 @@ class CudaTransport:
         self._stream = torch.cuda.Stream(ring.device)
         self._queued = torch.cuda.Event()
         self._events = EventPool()
-        self._tallies = PinnedStaging()
-        self._no_scores = torch.empty(0)
+        self._staging = PinnedStaging(), PinnedStaging()  # of tallies and of scores
+        self._log = ScoreLog()
         self._in_flight: deque[_InFlight] = deque()
         self._next = 0
 
@@ -244,10 +287,11 @@ class CudaTransport:
         return CudaCopy(pinned, self._events.record(torch.cuda.current_stream(self._ring.device)))
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
-        pinned_tally = self._tallies.take(tally)
+        memory = self._staging[0].take(tally), self._staging[1].take(scores)
         # The next step overwrites these: copied on the model's own stream.
-        pinned_tally.copy_(tally, non_blocking=True)
-        pinned_scores = self._copy_scores(scores)
+        memory[0].copy_(tally, non_blocking=True)
+        if scores.numel():
+            memory[1].copy_(scores, non_blocking=True)
         extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
         pairs = zip(parcels, extents, strict=True)
         sent = [(parcel, extent) for parcel, extent in pairs if extent is not None]
@@ -258,7 +302,7 @@ class CudaTransport:
             arrival = self._events.record(current)
         else:
             arrival = self._send_beside(current, sent)
-        return CudaShipment(extents, pinned_tally, pinned_scores, arrival, self._tallies)
+        return CudaShipment(extents, memory, arrival, self._staging, self._log)
 
     def _send_beside(
         self, current: torch.cuda.Stream, sent: list[tuple[Parcel, Extent]]
@@ -278,16 +322,6 @@ class CudaTransport:
         stop = max(parcel.first + parcel.num_units for parcel, _ in sent)
         self._in_flight.append(_InFlight(first, stop, arrival))
         return arrival
-
-    def _copy_scores(self, scores: Tensor) -> Tensor:
-        """Start to copy scores; PyTorch's allocator reuses the memory after its last view."""
-        if scores.numel():
-            pinned = _pinned(scores)
-            pinned.copy_(scores, non_blocking=True)
-            return pinned
-        if self._no_scores.shape != scores.shape:
-            self._no_scores = _pinned(scores)
-        return self._no_scores
 
 
 def _allocate(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:

@@ -20,6 +20,7 @@ from midstream.transport.ring_copy import (
     CudaTransport,
     EventPool,
     PinnedStaging,
+    ScoreLog,
     host_transport,
 )
 
@@ -80,11 +81,11 @@ def test_a_shipment_has_the_rows_of_its_step_and_its_tally_although_nothing_was_
     assert shipment.ready()
     assert torch.equal(rows_of(shipment), ring()[:5])
     assert torch.equal(shipment.tally(), tally())
-    assert torch.equal(shipment.scores(), scores())
+    assert torch.equal(shipment.scores().values, scores())
     shipment = transport.ship([], tally(), scores(0))
     assert shipment.extents == ()
     assert torch.equal(shipment.tally(), tally())
-    assert shipment.scores().shape == (0, 2)
+    assert shipment.scores().values.shape == (0, 2)
     transport = host_transport(ring().bfloat16(), make_arena())
     shipment = transport.ship(raw(0, 2), tally(), scores(0))
     assert torch.equal(rows_of(shipment, dtype=torch.bfloat16), ring().bfloat16()[:2])
@@ -100,7 +101,7 @@ def test_what_was_shipped_or_copied_does_not_change_with_the_next_step():
     transport.ship(raw(0, 8), counts, read)
     assert torch.equal(rows_of(shipment), ring())
     assert torch.equal(shipment.tally(), tally())
-    assert torch.equal(shipment.scores(), scores())
+    assert torch.equal(shipment.scores().values, scores())
     positions = torch.arange(4)
     copy = host_transport(ring(), make_arena()).copy(positions)
     positions.zero_()
@@ -139,7 +140,7 @@ def test_of_what_is_dropped_the_tally_comes_all_the_same():
     lost = transport.ship(raw(0, 300), tally(), scores())
     assert lost.extents == (None,)
     assert torch.equal(lost.tally(), tally())
-    assert torch.equal(lost.scores(), scores())
+    assert torch.equal(lost.scores().values, scores())
     assert torch.equal(rows_of(kept), ring(rows=4096)[:300])
 
 
@@ -163,15 +164,15 @@ def test_rows_arrive_in_pinned_memory_as_they_were_when_shipped():
     read.zero_()
     assert torch.equal(rows_of(shipment), ring()[:5])
     assert torch.equal(shipment.tally(), tally())
-    assert torch.equal(shipment.scores(), scores())
+    assert torch.equal(shipment.scores().values, scores())
     assert shipment.ready()
     assert rows_of(shipment).is_pinned()
-    assert shipment.scores().is_pinned()
+    assert not shipment.scores().values.is_pinned(), "it stays, and pinned memory is used again"
     transport = host_transport(ring(device="cuda"), pinned_arena())
     counts = tally(device="cuda")
     shipment = transport.ship([], counts, scores(0, device="cuda"))
     assert shipment.extents == ()
-    assert shipment.scores().shape == (0, 2)
+    assert shipment.scores().values.shape == (0, 2)
     assert torch.equal(shipment.tally(), tally())
     assert isinstance(host_transport(ring(device="cuda"), pinned_arena()), CudaTransport)
 
@@ -189,8 +190,8 @@ def test_from_cuda_few_and_many_rows_of_several_parcels_arrive(rows):
         assert torch.equal(rows_of(shipment), ring(2 * rows + 5)[1 : rows + 1])
         assert torch.equal(rows_of(shipment, 1), ring(2 * rows + 5)[rows + 1 : -4])
         assert torch.equal(shipment.tally(), tally(rows)[:-1])
-        assert torch.equal(shipment.scores(), scores(rows))
-        shipment.free_tally()
+        assert torch.equal(shipment.scores().values, scores(rows))
+        shipment.free_staging()
 
 
 @on_cuda
@@ -212,7 +213,7 @@ def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing(codec):
         shipments.append((step, count, transport.ship([parcel], tally(device="cuda"), read)))
         read.fill_(-1)
     for step, count, shipment in shipments:
-        assert bool((shipment.scores() == float(step)).all())
+        assert bool((shipment.scores().values == float(step)).all())
         wanted = used.encode((base * float(step + 1)).expand(count, width).contiguous()).cpu()
         found = rows_of(shipment, 0, torch.uint8, wanted.shape[1])
         assert torch.equal(found, wanted), f"step {step} was overwritten"
@@ -313,7 +314,9 @@ def model_stream(monkeypatch):
 def test_the_driver_is_not_asked_again_about_a_shipment_that_is_complete(model_stream, waits):
     arrival = EventPool().record(model_stream)
     (event,) = Event.made
-    shipment = CudaShipment((), tally(), torch.zeros(0), arrival, PinnedStaging())
+    shipment = CudaShipment(
+        (), (tally(), torch.zeros(0, 1)), arrival, (PinnedStaging(), PinnedStaging()), ScoreLog()
+    )
     assert not shipment.ready()
     if waits:
         assert torch.equal(shipment.tally(), tally())
@@ -323,7 +326,7 @@ def test_the_driver_is_not_asked_again_about_a_shipment_that_is_complete(model_s
     shipment.wait()
     assert shipment.ready()
     shipment.scores()
-    shipment.free_tally()
+    shipment.free_staging()
     assert event.asked == 2
 
 
@@ -333,10 +336,28 @@ def test_the_driver_is_asked_once_for_a_shipment_and_for_its_part_of_the_ring(mo
     event = Event.made[-1]
     event.is_complete = True
     assert transport.reserve(5) == 0
-    shipment.free_tally()
+    shipment.free_staging()
     assert shipment.ready()
     assert event.asked == 1
     assert model_stream.awaited == []
+
+
+def test_scores_stay_while_later_shipments_use_their_memory(model_stream, monkeypatch):
+    made = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: made.append(a) or empty(*a, **kw))
+    transport = CudaTransport(ring(), make_arena())
+    made.clear()
+    shipments = []
+    for step in range(20):
+        shipment = transport.ship([], tally(), scores(5) + step)
+        Event.made[-1].is_complete = True
+        assert torch.equal(shipment.scores().values, scores(5) + step)
+        shipment.free_staging()
+        shipments.append(shipment)
+    assert len(made) == 3, "pinned memory of a tally and of scores, and that of the log, made once"
+    for step, shipment in enumerate(shipments):
+        assert torch.equal(shipment.scores().values, scores(5) + step)
 
 
 def test_few_bytes_are_copied_on_the_models_stream_and_what_is_queued_need_not_wait(model_stream):
@@ -405,4 +426,4 @@ def test_of_a_shipment_without_scores_the_scores_are_empty(model_stream):
     transport = CudaTransport(ring(), make_arena())
     for rows in (0, 2, 0):
         shipment = transport.ship([], tally(), scores(rows))
-        assert torch.equal(shipment.scores(), scores(rows))
+        assert torch.equal(shipment.scores().values, scores(rows))

@@ -11,7 +11,7 @@ import numpy as np
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.request_table import RequestTable
 from midstream.runtime.worker.row_block import RowBlock
-from midstream.runtime.worker.row_index import ArenaRows, Scores
+from midstream.runtime.worker.row_index import ArenaRows, ScoreRows
 from midstream.runtime.worker.step_recorder import StepRecorder
 
 Span = tuple[int, int]
@@ -36,16 +36,16 @@ class Collection:
         requests = [request for uid_requests in collected.values() for request in uid_requests]
         serials = [request.serial for request in requests]
         rows, scores = self._recorder.rows, self._recorder.scores
-        blocks, score_blocks = rows.take(serials), scores.take(serials)
+        blocks, score_rows = rows.take(serials), scores.take_scores(serials)
         for request in requests:
             # A streamed row is final, even if its position was computed again later.
             request.blocks = _since(request.streamed, blocks[request.serial])
-            request.scores = score_blocks[request.serial]
+            taken = score_rows.get(request.serial)
+            request.scores = [] if taken is None else [taken]
         try:
             yield collected
         finally:
             rows.free_taken()
-            scores.free_taken()
 
     @contextmanager
     def collect_partial(self, stops: Stops) -> Iterator[dict[str, list[RequestState]]]:
@@ -72,19 +72,14 @@ class Collection:
         finally:
             rows.free_taken()
 
-    def read_scores(
-        self, spans: Mapping[str, Span]
-    ) -> dict[str, tuple[RequestState, RowBlock[Scores]]]:
+    def read_scores(self, spans: Mapping[str, Span]) -> dict[str, tuple[RequestState, ScoreRows]]:
         """Return scores of running requests at positions [start, stop), by uid; they stay."""
         self._requests.settle()
         requests = {request.serial: request for request in self._requests.of_uids(spans)}
         wanted = {serial: spans[request.uid] for serial, request in requests.items()}
         count = sum(request.num_scored(*wanted[serial]) for serial, request in requests.items())
-        score_blocks = self._recorder.scores.read((0,), wanted, count)
-        return {
-            requests[serial].uid: (requests[serial], block)
-            for serial, block in score_blocks.items()
-        }
+        scores = self._recorder.scores.read(wanted, count)
+        return {requests[serial].uid: (requests[serial], rows) for serial, rows in scores.items()}
 
 
 def _since(position: int, blocks: list[RowBlock[ArenaRows]]) -> list[RowBlock[ArenaRows]]:

@@ -19,8 +19,7 @@ from midstream.runtime.worker.parameter_answers import parameter_rows, token_dir
 from midstream.runtime.worker.readouts.layers import RankAttention
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
-from midstream.runtime.worker.row_block import RowBlock
-from midstream.runtime.worker.row_index import Scores
+from midstream.runtime.worker.row_index import ScoreRows
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.taps.tapped_rank import TappedRank, room_of
 from midstream.transport.arena import Arena
@@ -165,11 +164,11 @@ class WorkerEndpoint:
         )
 
 
-def pack_scores(scores: Iterable[tuple[RequestState, RowBlock[Scores]]]) -> rpc.RunningScores:
+def pack_scores(scores: Iterable[tuple[RequestState, ScoreRows]]) -> rpc.RunningScores:
     requests = []
     parts = []
-    for state, block in scores:
+    for state, rows in scores:
         slots = state.plan.slots
-        requests.append(RequestScores(state.uid, slots, block.spans))
-        parts.append(block.values[:, 0, :slots].contiguous().numpy().tobytes())
+        requests.append(RequestScores(state.uid, slots, rows.spans))
+        parts.append(rows.values[:, :slots].tobytes())
     return rpc.RunningScores(requests, b"".join(parts))

@@ -18,7 +18,7 @@ from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.protocol.results import DoseSums
 from midstream.runtime.protocol.segments import FOREVER, Edits, PatternRead, PlanSegment
 from midstream.runtime.worker.row_block import RowBlock
-from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
+from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, ScoreRows
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 
@@ -101,7 +101,7 @@ class RequestState:
     later: list[PlacedVersion] = field(default_factory=list)  # versions that came while it ran
     serial: int = 0
     blocks: list[RowBlock[ArenaRows]] = field(default_factory=list)  # set when collected
-    scores: list[RowBlock[Scores]] = field(default_factory=list)
+    scores: list[ScoreRows] = field(default_factory=list)
     problem: str = ""  # the first; empty if there was none
     dropped: int = 0  # captured vectors that did not fit into the arena
     nonfinite: bool = False

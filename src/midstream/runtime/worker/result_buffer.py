@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from torch import uint8
 
 from midstream.codecs import RowEncoding
 from midstream.errors import FetchError
@@ -83,8 +82,7 @@ class ResultBuffer:
             blocks.append(protocol.RowsHeader(block.taps, spec, block.spans, nbytes, patterns))
         scores = []
         for read in request.scores:
-            values = read.values[:, 0, : request.plan.slots].contiguous()
-            parts.append(values.view(uint8).numpy().tobytes())
+            parts.append(read.values[:, : request.plan.slots].tobytes())
             scores.append(protocol.ScoresHeader(read.spans, len(parts[-1])))
         doses = []
         for sums in request.doses:

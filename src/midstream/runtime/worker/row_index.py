@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol
@@ -13,21 +14,23 @@ from torch import Tensor
 from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.worker.row_block import R, RecordRun, RowBlock
 from midstream.transport.arena import Arena, Extent
-from midstream.transport.base import Copy, Shipment
+from midstream.transport.base import Copy, HostScores, Shipment
 
+Pairs = tuple[Ints, Ints]
 _Kind = tuple[tuple[int, ...], int, int]  # taps, number of the encoding, rows of a record
 # Rows of the table. In place of a position that is not known yet: -1 - its row in the step's copy.
 _SERIAL, _POSITION, _LENGTH, _STEP, _FIRST, _KIND = range(6)
 _GONE = -1  # serial number of a run that was taken
 _COLUMNS = 1024  # of a table without runs
+_record_run = functools.partial(tuple.__new__, RecordRun)  # which takes a fifth of the time
 _FEW = 8  # fewer serial numbers are compared with the table one by one
 
 
 class HasScores(Protocol):
     """Scores, one row for each token."""
 
-    def scores(self) -> Tensor:
-        """Return the scores on the host, float32 [tokens, slots]. Blocks."""
+    def scores(self) -> HostScores:
+        """Return the scores on the host. Blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,17 @@ class Scores:
     source: HasScores
 
     def rows(self) -> Tensor:
-        return self.source.scores()
+        return self.source.scores().values
 
     def free(self) -> None:
         pass
+
+
+class ScoreRows(NamedTuple):
+    """Scores of one request, by ascending position."""
+
+    spans: list[tuple[int, int]]  # the positions as (first, length), adjacent ones as one
+    values: NDArray[np.float32]  # a copy, [positions, slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,36 +206,6 @@ class CapturedRowIndex(Generic[R]):
         for source in taken:
             source.free()
 
-    def read(
-        self, taps: tuple[int, ...], spans: Mapping[int, tuple[int, int]], count: int
-    ) -> dict[int, RowBlock[R]]:
-        """Return raw rows of requests at positions [start, stop), by serial number; they stay.
-        Older steps are searched until `count` rows are found in all.
-        """
-        key = (taps, 0, len(taps))
-        kind = self._kinds.get(key)
-        if kind is None or not count:
-            return {}
-        serials = np.array(sorted(spans), np.int64)
-        bounds = np.array([spans[serial] for serial in serials.tolist()], np.int64)
-        searched = 0
-        while True:
-            searched = 4 * max(searched, count)
-            begin = max(self._end - searched, 0)
-            columns = self._columns(serials, begin)
-            table = self._known(columns[self._table[_KIND, columns] == kind])
-            of = serials.searchsorted(table[_SERIAL])
-            cut = np.maximum(bounds[of, 0] - table[_POSITION], 0)
-            stop = np.minimum(table[_POSITION] + table[_LENGTH], bounds[of, 1])
-            table[_POSITION] += cut
-            table[_LENGTH] = stop - table[_POSITION]
-            table[_FIRST] += cut * len(taps)
-            runs = self._runs(table[:, table[_LENGTH] > 0])
-            blocks = dict(_blocks_of_kind(runs, key, kind))
-            # A position that was computed twice is in two steps and counts once.
-            if not begin or sum(block.size for block in blocks.values()) >= count:
-                return blocks
-
     def _columns(self, serials: Ints, begin: int = 0) -> Ints:
         """Return the columns with the runs of some requests, from a column on."""
         column_serials = self._table[_SERIAL, begin : self._end]
@@ -287,6 +267,52 @@ class CapturedRowIndex(Generic[R]):
         return True
 
 
+class ScoreIndex(CapturedRowIndex[Scores]):
+    """Owner of the scores of steps until those of each request are taken."""
+
+    def add(
+        self, source: HasScores, serial: Ints, position: Ints | PendingPositions, runs: Pairs
+    ) -> None:
+        """Add a step's runs of scores, of which `runs` are the lengths and first rows."""
+        length, first = runs
+        kind = np.full(serial.size, self.kind((0,)))
+        self.record(Scores(source), serial, position, length, first, kind)
+
+    def take_scores(self, serials: list[int]) -> dict[int, ScoreRows]:
+        """Remove requests' scores, the latest of each position; a request without has none."""
+        columns = self._columns(np.array(sorted(serials), np.int64))
+        if not columns.size:
+            return {}
+        scores = _gathered(self._runs(self._known(columns)))
+        self._remove(columns)
+        self.free_taken()
+        return scores
+
+    def read(self, spans: Mapping[int, tuple[int, int]], count: int) -> dict[int, ScoreRows]:
+        """Return scores of requests at positions [start, stop), by serial number; they stay.
+        Older steps are searched until `count` scores are found in all.
+        """
+        if not count:
+            return {}
+        serials = np.array(sorted(spans), np.int64)
+        bounds = np.array([spans[serial] for serial in serials.tolist()], np.int64)
+        searched = 0
+        while True:
+            searched = 4 * max(searched, count)
+            begin = max(self._end - searched, 0)
+            table = self._known(self._columns(serials, begin))
+            of = serials.searchsorted(table[_SERIAL])
+            cut = np.maximum(bounds[of, 0] - table[_POSITION], 0)
+            stop = np.minimum(table[_POSITION] + table[_LENGTH], bounds[of, 1])
+            table[_POSITION] += cut
+            table[_LENGTH] = stop - table[_POSITION]
+            table[_FIRST] += cut
+            scores = _gathered(self._runs(table[:, table[_LENGTH] > 0]))
+            # A position that was computed twice is in two steps and counts once.
+            if not begin or sum(len(read.values) for read in scores.values()) >= count:
+                return scores
+
+
 def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
     """Return which values are among some, which ascend. `np.isin` takes several times as long."""
     if not wanted.size:
@@ -301,14 +327,15 @@ def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, Ro
     if not mine.any():
         return []
     table = runs.table[:_KIND] if mine.all() else runs.table[:_KIND, mine]
-    blocks: list[tuple[int, RowBlock[R]]] = []
-    last = -1
-    for serial, *run in _in_order(table, rows).T.tolist():
-        if serial != last:
-            blocks.append((serial, RowBlock(taps, codec, rows, runs.sources, [])))
-            last = serial
-        blocks[-1][1].runs.append(RecordRun(*run))
-    return blocks
+    serial, *columns = _in_order(table, rows)
+    records = list(map(_record_run, np.array(columns).T.tolist()))
+    begins = np.flatnonzero(np.diff(serial, prepend=_GONE)).tolist()
+    return [
+        (request, RowBlock(taps, codec, rows, runs.sources, records[begin:end]))
+        for request, begin, end in zip(
+            serial[begins].tolist(), begins, [*begins[1:], len(records)], strict=True
+        )
+    ]
 
 
 def _in_order(table: Ints, rows: int) -> Ints:
@@ -340,3 +367,45 @@ def _latest(table: Ints, rows: int) -> Ints:
     last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)
     ones = np.ones(int(last.sum()), np.int64)
     return np.array((serial[last], position[last], ones, source[last], first[last]))
+
+
+def _gathered(runs: _Runs[Scores]) -> dict[int, ScoreRows]:
+    """Return a copy of the scores of some runs, by serial number."""
+    if not runs.table.size:
+        return {}
+    serial, position, length, source, first = _in_order(runs.table[:_KIND], 1)
+    placed = [scores.source.scores() for scores in runs.sources]
+    memories = list({id(place.memory): place.memory for place in placed}.values())
+    ids = [id(memory) for memory in memories]
+    memory_of = np.array([ids.index(id(place.memory)) for place in placed])
+    first = first + np.array([place.first for place in placed])[source]
+    row, memory = np.repeat(first, length) + within_runs(length), memory_of[source]
+    if len(memories) == 1:
+        values = memories[0].numpy()[row]
+    else:
+        values = np.empty((row.size, memories[0].shape[1]), np.float32)
+        of_row = np.repeat(memory, length)
+        for number in np.unique(memory).tolist():
+            mine = np.flatnonzero(of_row == number)
+            values[mine] = memories[number].numpy()[row[mine]]
+    ends = position + length
+    is_new = serial[1:] != serial[:-1]
+    spans = np.flatnonzero(np.append(True, is_new | (position[1:] != ends[:-1])))
+    lasts = np.append(spans[1:], position.size) - 1
+    joined = np.array((position[spans], ends[lasts] - position[spans])).T.tolist()
+    requests = np.flatnonzero(np.append(True, is_new))
+    rows = (np.cumsum(length) - length)[requests].tolist()
+    begins = spans.searchsorted(requests).tolist()
+    return {
+        request: ScoreRows(
+            [(start, size) for start, size in joined[begin:end]], values[row_begin:row_end]
+        )
+        for request, begin, end, row_begin, row_end in zip(
+            serial[requests].tolist(),
+            begins,
+            [*begins[1:], len(joined)],
+            rows,
+            [*rows[1:], values.shape[0]],
+            strict=True,
+        )
+    }

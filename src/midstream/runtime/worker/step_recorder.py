@@ -20,7 +20,7 @@ from midstream.runtime.worker.row_index import (
     ArenaRows,
     CapturedRowIndex,
     PendingPositions,
-    Scores,
+    ScoreIndex,
 )
 from midstream.runtime.worker.split_scores import SplitScores
 from midstream.runtime.worker.step import in_flight
@@ -75,7 +75,7 @@ class StepRecorder:
     ) -> None:
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
-        self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()  # one row each, a column a score
+        self.scores = ScoreIndex()  # one row for each token, a column for each score
         self.prepared: in_flight.PreparedStep | None = (
             None  # that is queued next; None: it has no program
         )
@@ -88,7 +88,6 @@ class StepRecorder:
         self._codecs = codecs
         self._patterns = patterns
         self._signature = TapSignature(memory.taps)
-        self._score_kind = self.scores.kind((0,))
         self._armed = ArmedBuffers(memory.buffers, gate_states.only_armed)
         self._gate_states = gate_states
         self._split_scores = split_scores
@@ -159,13 +158,11 @@ class StepRecorder:
         if plan.scored:
             runs = plan.runs
             scored = runs.scored > 0
-            self.scores.record(
-                Scores(shipment),
+            self.scores.add(
+                shipment,
                 self._slots.serials(runs.slot[scored]),
                 in_flight.positions_of(prepared, scored),
-                runs.length[scored],
-                runs.row[scored],
-                np.full(int(scored.sum()), self._score_kind),
+                (runs.length[scored], runs.row[scored]),
             )
         cached = self._record_cached(prepared, shipment)
         self.reported = reported_scores(prepared, shipment, self._slots, cached)
@@ -187,14 +184,9 @@ class StepRecorder:
         self.kept.record(prepared, shipment, self.counts.steps)
         reported = {}
         for cached in self.kept.take_new():
-            self.scores.record(
-                Scores(cached),
-                self._slots.serials(np.array([cached.slot])),
-                np.zeros(1, np.int64),
-                np.array([cached.length]),
-                np.zeros(1, np.int64),
-                np.array([self._score_kind]),
-            )
+            start = np.zeros(1, np.int64)
+            serials = self._slots.serials(np.array([cached.slot]))
+            self.scores.add(cached, serials, start, (np.array([cached.length]), start))
             request = self._slots.by_slot(cached.slot)
             if request is not None and request.reports:
                 reported[request.id] = cached
@@ -262,7 +254,7 @@ class StepRecorder:
         self._verify(step)
         if self.kept is not None:
             self.kept.carry_out(step.number)
-        step.shipment.free_tally()
+        step.shipment.free_staging()
 
     def _verify(self, step: in_flight.InFlightStep) -> None:
         """Compare what the device counted for each token with the plan."""
@@ -341,7 +333,7 @@ def reported_scores(
     position = in_flight.positions_of(prepared, chosen)
 
     def read() -> ScoresOfStep:
-        values = shipment.scores().numpy()
+        values = shipment.scores().values.numpy()
         known = position.values() if isinstance(position, PendingPositions) else position
         scores = scores_of_runs(ids, known.tolist(), row.tolist(), length.tolist(), values)
         return scores_with_cached(scores, cached) if cached else scores
@@ -351,7 +343,7 @@ def reported_scores(
 
 def scores_with_cached(scores: ScoresOfStep | None, cached: Cached) -> ScoresOfStep:
     """Return a step's scores, of requests that began with it also those of their cached tokens."""
-    values = [cached_scores.scores().numpy() for cached_scores in cached.values()]
+    values = [cached_scores.scores().values.numpy() for cached_scores in cached.values()]
     if scores is None:
         scores = ScoresOfStep([], [], [], [], np.zeros((0, values[0].shape[1]), np.float32))
     ids = [*scores.ids, *(name for name in cached if name not in scores.ids)]

@@ -20,6 +20,7 @@ from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.protocol.rpc import BlankScores
 from midstream.runtime.vllm.kv_cache import KvBlocks
 from midstream.runtime.worker.step.score_cache import ScoreCache
+from midstream.transport.base import HostScores
 
 SIZE, COUNT, COLUMNS = 4, 12, 5
 BLOCKS = KvBlocks(0, SIZE, COUNT)
@@ -112,7 +113,7 @@ class Engine:
             self.compute(tokens, scores, start, end)
             if start == length:
                 for cached in self.cache.take_new():
-                    self.check(tokens, scores, cached.scores().numpy(), blocks)
+                    self.check(tokens, scores, cached.scores().values.numpy(), blocks)
             self.computed |= {
                 (blocks[position // SIZE].block_id, score.key, position % SIZE)
                 for score in scores
@@ -141,7 +142,8 @@ class Engine:
             scored=np.array([1]),
         )
         prepared = Fake(plan=Fake(runs=runs), positions=None)
-        shipment = Fake(scores=lambda: torch.from_numpy(values))
+        placed = HostScores(torch.from_numpy(values), 0, len(values))
+        shipment = Fake(scores=lambda: placed)
         self.cache.record(prepared if scores else None, shipment, self.step)  # type: ignore[arg-type]
 
     def check(

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
 from support.plans import plan_of
-from support.stored import outbox_of, put_one, rows_block, scores_block, worker_info
+from support.stored import outbox_of, put_one, rows_block, score_rows, worker_info
 from unit.plan.strategies import spoilt
 
 from midstream.errors import MessageError
 from midstream.runtime.protocol.codec import pack, unpack
 from midstream.runtime.protocol.results import ResultHeader, WorkerAnswer, split
-from midstream.runtime.protocol.runs import expand
+from midstream.runtime.protocol.runs import expand, expand_runs
 from midstream.runtime.protocol.scores import RequestScores, score_blocks
 from midstream.runtime.worker.request_state import RequestState
 
@@ -40,7 +40,7 @@ def requests(draw: st.DrawFn, name: str) -> RequestState:
         found.blocks.append(rows_block(taps, at, values))
     if draw(st.booleans()):
         at = np.array(draw(positions))
-        found.scores.append(scores_block(at, torch.randn(at.size, 4, generator=seed)))
+        found.scores.append(score_rows(at, torch.randn(at.size, 4, generator=seed)))
     return found
 
 
@@ -73,8 +73,8 @@ def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
         scores = part.scores()
         assert len(scores) == len(request.scores)
         for (at, values), wanted in zip(scores, request.scores, strict=True):
-            assert at.tolist() == wanted.positions.tolist()
-            assert np.array_equal(values, wanted.values[:, 0, :2])
+            assert at.tolist() == expand_runs(wanted.spans).tolist()
+            assert np.array_equal(values, wanted.values[:, :2])
     assert sum(one.nbytes for one in header.requests) == header.nbytes
     assert travelled(header) == header
 

@@ -41,8 +41,8 @@ class Copying:
         self.wait()
         return self.shipment.tally()
 
-    def free_tally(self) -> None:
-        self.shipment.free_tally()
+    def free_staging(self) -> None:
+        self.shipment.free_staging()
 
     def scores(self) -> Any:
         return self.shipment.scores()

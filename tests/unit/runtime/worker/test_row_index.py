@@ -9,8 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
 
+from midstream.runtime.protocol.runs import expand_runs
 from midstream.runtime.worker import row_index
-from midstream.runtime.worker.row_index import CapturedRowIndex
+from midstream.runtime.worker.row_index import CapturedRowIndex, ScoreIndex, ScoreRows
+from midstream.transport import ring_copy
+from midstream.transport.base import HostScores
+from midstream.transport.ring_copy import ScoreLog
 
 KINDS = [(0,), (0, 2), (1, 3, 4)]
 
@@ -44,6 +48,12 @@ orders = st.one_of(
     st.tuples(st.just("take"), st.sets(st.integers(0, 3), min_size=1)),
     st.tuples(st.just("until"), st.dictionaries(st.integers(0, 3), st.integers(0, 12))),
     st.tuples(st.just("until"), st.fixed_dictionaries(dict.fromkeys(range(4), st.integers(0, 12)))),
+)
+score_orders = st.one_of(
+    st.tuples(
+        st.just("step"), st.lists(runs, min_size=1, max_size=4), st.sampled_from(["alone", "log"])
+    ),
+    st.tuples(st.just("take"), st.sets(st.integers(0, 3), min_size=1)),
     st.tuples(
         st.just("read"),
         st.dictionaries(
@@ -55,7 +65,7 @@ orders = st.one_of(
 
 @settings(max_examples=rounds(suite=200, nightly=2000))
 @given(asked=st.lists(orders, max_size=14), few=st.sampled_from([0, 8]))
-def test_rows_that_are_taken_or_read_between_steps_are_the_latest_of_each_position(asked, few):
+def test_rows_that_are_taken_between_steps_are_the_latest_of_each_position(asked, few):
     """With a table so small that runs are moved, and with both ways to find them."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(row_index, "_COLUMNS", 2)
@@ -75,17 +85,6 @@ def test_rows_that_are_taken_or_read_between_steps_are_the_latest_of_each_positi
                         left.setdefault((serial, taps), {})[position + nth] = record
                 sources.append(Given(torch.tensor(values)))
                 ledger.record(sources[-1], *np.array(columns).T)
-                continue
-            if what == "read":
-                taps = KINDS[0]
-                expected = {
-                    (serial, taps): rows
-                    for serial, (start, stop) in given_.items()
-                    if (rows := within(left.get((serial, taps), {}), start, stop))
-                }
-                count = sum(map(len, expected.values()))
-                read = ledger.read(taps, given_, count)
-                assert shown({serial: [block] for serial, block in read.items()}) == expected
                 continue
             stops = given_ if what == "until" else dict.fromkeys(given_, 99)
             expected = {
@@ -110,6 +109,65 @@ def test_rows_that_are_taken_or_read_between_steps_are_the_latest_of_each_positi
         ledger.take([0, 1, 2, 3])
         ledger.free_taken()
         assert [each.freed for each in sources] == [1] * len(sources)
+
+
+@settings(max_examples=rounds(suite=200, nightly=2000))
+@given(asked=st.lists(score_orders, max_size=14))
+def test_scores_that_are_taken_or_read_between_steps_are_the_latest_of_each_position(asked):
+    """Each step in memory of its own, or in memory that steps share until it is full."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(row_index, "_COLUMNS", 2)
+        changed.setattr(ring_copy, "_ROWS", 8)
+        index, log, counter = ScoreIndex(), ScoreLog(), 0
+        left: dict[int, dict[int, list[float]]] = {}
+        for what, argument, *place in asked:
+            if what == "step":
+                columns, values = [], []
+                for serial, position, length, _ in argument:
+                    columns.append([serial, position, length, len(values)])
+                    for offset in range(length):
+                        counter += 2
+                        values.append([float(counter), float(counter + 1)])
+                        left.setdefault(serial, {})[position + offset] = values[-1]
+                scores = torch.tensor(values)
+                placed = log.add(scores) if place == ["log"] else HostScores(scores, 0, len(values))
+                serials, positions, *runs = np.array(columns).T
+                index.add(Shipped(placed), serials, positions, tuple(runs))
+            elif what == "read":
+                expected = {
+                    serial: scores
+                    for serial, (start, stop) in argument.items()
+                    if (scores := within(left.get(serial, {}), start, stop))
+                }
+                read = index.read(argument, sum(map(len, expected.values())))
+                assert by_position(read) == expected
+            else:
+                expected = {serial: left.pop(serial) for serial in argument if left.get(serial)}
+                assert by_position(index.take_scores([*argument])) == expected
+        assert (not any(left.values())) <= (len(index) == 0)
+
+
+@dataclass
+class Shipped:
+    """Scores of a step, and how often they were read."""
+
+    placed: HostScores
+    reads: int = 0
+
+    def scores(self) -> HostScores:
+        self.reads += 1
+        return self.placed
+
+
+def by_position(taken: dict[int, ScoreRows]) -> dict[int, dict[int, list[float]]]:
+    """The scores of each request by position; spans ascend, with a gap between two."""
+    for rows in taken.values():
+        ends = [first + length for first, length in rows.spans]
+        assert all(end < first for end, (first, _) in zip(ends, rows.spans[1:], strict=False))
+    return {
+        serial: dict(zip(expand_runs(rows.spans).tolist(), rows.values.tolist(), strict=True))
+        for serial, rows in taken.items()
+    }
 
 
 def test_no_row_is_lost_when_the_index_makes_room_for_more():
@@ -157,22 +215,23 @@ def test_of_a_position_that_is_computed_again_the_latest_row_stands():
     ledger = CapturedRowIndex()
     for position, value in ((0, 1.0), (1, 2.0), (0, 3.0), (1, 4.0), (0, 5.0)):
         record(ledger, 7, position, value)
-    assert ledger.read((0,), {7: (0, 2)}, 2)[7].values.flatten().tolist() == [5.0, 4.0]
     (block,) = ledger.take([7])[7]
     assert block.positions.tolist() == [0, 1]
     assert block.values.flatten().tolist() == [5.0, 4.0]
 
 
 def test_a_look_waits_for_the_steps_that_it_needs_and_no_other():
-    ledger = CapturedRowIndex()
-    steps = [record(ledger, 7, position, float(position)) for position in range(6)]
-    block = ledger.read((0,), {7: (3, 5)}, 2)[7]
-    assert block.positions.tolist() == [3, 4]
-    assert block.values.flatten().tolist() == [3.0, 4.0]
+    index, steps, one, start = ScoreIndex(), [], np.ones(1, np.int64), np.zeros(1, np.int64)
+    for position in range(6):
+        steps.append(Shipped(HostScores(torch.tensor([[float(position)]]), 0, 1)))
+        index.add(steps[-1], 7 * one, position * one, (one, start))
+    rows = index.read({7: (3, 5)}, 2)[7]
+    assert rows.spans == [(3, 2)]
+    assert rows.values.flatten().tolist() == [3.0, 4.0]
     assert [bool(step.reads) for step in steps] == [False, False, False, True, True, False]
-    assert ledger.read((0,), {7: (3, 5)}, 0) == {}
-    assert ledger.read((0, 1), {7: (3, 5)}, 2) == {}
-    assert len(ledger) == 6
+    assert index.read({7: (3, 5)}, 0) == {}
+    assert index.read({8: (3, 5)}, 2) == {}
+    assert len(index) == 6
 
 
 def within(rows: dict[int, list[float]], start: int, stop: int) -> dict[int, list[float]]:

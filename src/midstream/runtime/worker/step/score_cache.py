@@ -22,7 +22,7 @@ from midstream.runtime.vllm.kv_cache import KvBlocks
 from midstream.runtime.worker.row_index import PendingPositions
 from midstream.runtime.worker.step.in_flight import PreparedStep, positions_of
 from midstream.runtime.worker.step.position_states import grow
-from midstream.transport.base import Shipment
+from midstream.transport.base import HostScores, Shipment
 
 _DROPPED = -1
 
@@ -60,12 +60,12 @@ class CachedScores:
     step: int = 0  # that with the request's first rows; scores of it may be among them
     values: Tensor | None = None  # float32 [length, slots]; None: not read yet
 
-    def scores(self) -> Tensor:
-        """Return the scores, [length, slots]. Blocks until they are on the host."""
+    def scores(self) -> HostScores:
+        """Return the scores. Blocks until they are on the host."""
         if self.values is None:
             self.cache.carry_out(self.step)
         assert self.values is not None
-        return self.values
+        return HostScores(self.values, 0, self.length)
 
 
 class ScoreCache:
@@ -242,7 +242,7 @@ class ScoreCache:
                     self._read(queued)
 
     def _write(self, queued: _Write) -> None:
-        values = queued.shipment.scores().numpy()
+        values = queued.shipment.scores().values.numpy()
         position, row, slot, layout = queued.position, queued.row, queued.slot, queued.layout
         if isinstance(position, PendingPositions):
             position = position.values()
