@@ -6,8 +6,9 @@
 Seconds, with the prefix cache on, of
 
 - a step in which 256 sequences generate a token each;
-- a prompt of 8,000 tokens and its first token (prefill);
-- the same prompt again, which the cache serves but for its last block (cached).
+- a prompt of 8,000 tokens until its first token (prefill);
+- a prompt that came before until its first token (cached): the cache serves all but its last block;
+- a request of such a prompt and one token until it ends, with all scores (answer).
 
 Linear probes, at layers spread over the model: "probes" and "probes that stop" (at scores that are
 never reached) are asked for by each request, "of all traffic" are server-wide. An attention probe
@@ -64,7 +65,7 @@ def main() -> int:
         makers[TAPPED] = engines.tapped, model, settings, {"probes": args.probes}
         with run.limited(), run.engines(makers, ("plain", TAPPED)) as started:
             into |= started[TAPPED].call(engines.describe)
-            for name, function in (("decode", decode), ("prefill", prefill), ("cached", cached)):
+            for name, function in WORKLOADS.items():
                 given = variants(started, function, shape, args.probes)
                 run.measure(into, name, given)
             into["cached_tokens"] = {"of": LONG}
@@ -129,11 +130,18 @@ def decode(llm: Any, name: str, shape: str, count: int) -> float:
 def prefill(llm: Any, name: str, shape: str, count: int) -> float:
     """Return the seconds to the first token of a prompt that nobody has seen."""
     with asking(llm, name, shape, count) as arguments:
-        return _timed(llm, _prompt(f"new {next(_new)} {name}"), arguments)[0]
+        return _first_token(llm, _prompt(f"new {next(_new)} {name}"), arguments)
 
 
 def cached(llm: Any, name: str, shape: str, count: int) -> float:
     """Return the seconds to the first token of a prompt that came before, with the same probes."""
+    with asking(llm, name, shape, count) as arguments:
+        _first_token(llm, _prompt(f"again {name}"), arguments)
+        return _first_token(llm, _prompt(f"again {name}"), arguments)
+
+
+def answer(llm: Any, name: str, shape: str, count: int) -> float:
+    """Return the seconds of a request of a prompt that came before, and one token."""
     return _again(llm, name, shape, count)[0]
 
 
@@ -144,21 +152,27 @@ def num_cached(llm: Any, name: str, shape: str, count: int) -> int:
 
 def _again(llm: Any, name: str, shape: str, count: int) -> tuple[float, int]:
     with asking(llm, name, shape, count) as arguments:
-        _timed(llm, _prompt("again"), arguments)
-        return _timed(llm, _prompt("again"), arguments)
+        prompt, params = _prompt(f"again {name}"), overhead.sampling(1)
+        llm.generate([prompt], params, use_tqdm=False, **arguments)
+        start = time.perf_counter()
+        (output,) = llm.generate([prompt], params, use_tqdm=False, **arguments)
+        return time.perf_counter() - start, output.num_cached_tokens or 0
 
 
-def _timed(llm: Any, prompt: dict[str, Any], given: dict[str, Any]) -> tuple[float, int]:
-    params = overhead.sampling(1)
+def _first_token(llm: Any, prompt: dict[str, Any], arguments: dict[str, Any]) -> float:
     start = time.perf_counter()
-    (output,) = llm.generate([prompt], params, use_tqdm=False, **given)
-    return time.perf_counter() - start, output.num_cached_tokens or 0
+    with overhead.step_ends(llm) as ends:
+        llm.generate([prompt], overhead.sampling(4), use_tqdm=False, **arguments)
+    return ends[0] - start
 
 
+@functools.cache
 def _prompt(seed: str) -> dict[str, Any]:
     draw = random.Random(seed)
     return {"prompt_token_ids": [draw.randrange(3, 500) for _ in range(LONG)]}
 
+
+WORKLOADS = {"decode": decode, "prefill": prefill, "cached": cached, "answer": answer}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -133,12 +133,8 @@ def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
 def _wrap_function(module: str, name: str, hook: Callable[..., Any]) -> None:
     owner = importlib.import_module(module)
     original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
+    # A function of Python would cost a block of a prompt as much as the hook.
+    setattr(owner, name, functools.wraps(original)(functools.partial(hook, original)))
 
 
 def _unchanged(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:

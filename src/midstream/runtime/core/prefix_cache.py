@@ -10,7 +10,7 @@ from typing import Any
 from midstream.config.config import KEY, from_additional_config
 from midstream.runtime.core.image_ranges import end_of_images, start_of_images
 from midstream.runtime.core.scored_blocks import ScoredBlocks
-from midstream.runtime.protocol.cache_keys import CacheKeys, ChangedKeys
+from midstream.runtime.protocol.cache_keys import UNMARKED, CacheKeys, ChangedKeys
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, CountResets, arguments_of
 from midstream.runtime.vllm.attributes import CHANGED_KEYS, RESETS, SCORED_BLOCKS
@@ -32,8 +32,13 @@ def extra_keys(
     stop): of the edits of its tokens, and of an image's tokens to which they attend ahead.
     """
     extra, mm_index = original(request, start, stop, *rest, **kwargs)
+    # Called for each block of each prompt: most requests are done here.
+    if not getattr(request.sampling_params, "extra_args", None):
+        return extra, mm_index
     keys = keys_of(request)
-    mark = None if keys is None else keys.of_block(start, end_of_images(request, stop))
+    if keys is None or keys.marks == UNMARKED:
+        return extra, mm_index
+    mark = keys.of_block(start, end_of_images(request, stop))
     if mark is not None:
         extra = (*(extra or ()), (KEY, mark))
     return extra, mm_index

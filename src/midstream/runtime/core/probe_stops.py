@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from midstream.plan.control.act import Condition, Progress, follow
 from midstream.plan.positions.position_set import Reached
 from midstream.runtime.core.controllers import NOTHING, RunningController, controlled, decide
@@ -18,10 +20,11 @@ from midstream.runtime.core.plan_versions import change_plans
 from midstream.runtime.protocol.acting_probes import ActingProbe, probe_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.request_payload import payload_of
-from midstream.runtime.protocol.step_scores import ScoresOfStep, scores_of
+from midstream.runtime.protocol.step_scores import Bounds, ScoresOfStep, scores_of
 from midstream.runtime.vllm.attributes import WATCHED
 
 _FEW = 16  # scores, which a list holds as fast as NumPy
+_KNOWN = 1024  # sets of ranges, whose bounds are made once
 
 
 class ReadRange(NamedTuple):
@@ -54,6 +57,14 @@ def bounds_of(condition: Condition) -> tuple[float, float]:
     return low, high
 
 
+@functools.lru_cache(_KNOWN)
+def _bounds(ranges: tuple[ReadRange, ...]) -> tuple[int, float, Bounds]:
+    """Return the positions [start, stop) that all ranges hold, and the bounds of their scores."""
+    slots, starts, stops, low, high = zip(*ranges, strict=True)
+    bounds = Bounds(np.array(slots), np.array(low, np.float64), np.array(high, np.float64))
+    return max(starts), min(stops), bounds
+
+
 @dataclass(slots=True, eq=False)
 class Watched:
     """A request whose scores are evaluated."""
@@ -69,6 +80,10 @@ class Watched:
     each: tuple[Progress | None, ...]
     # Of each probe, what its automata have read; see `Automaton.selected`.
     read: tuple[Reached, ...] = ()
+    # `each` when it was last looked at, and whether no condition had begun to be met then.
+    _seen: tuple[Progress | None, ...] = ()
+    _is_fresh: bool = False
+    _common: tuple[int, float, Bounds] | None = None  # of `ranges`
 
     def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
         """Take a step's scores if they are of one position and change nothing; return whether."""
@@ -78,21 +93,35 @@ class Watched:
         if self.params is not request.sampling_params:
             return False
         row = scores.row[index]
-        if self.ranges:
-            if position < self.reached:
-                return False
-            for place, (slot, start, stop, low, high) in enumerate(self.ranges):
-                progress = self.each[place]
-                if progress is None:
-                    continue
-                if progress.run or not start <= position < stop:
-                    return False
-                if not low <= scores.column(slot)[row] <= high:
-                    return False
+        if self.ranges and position < self.reached:
+            return False
+        if self.ranges and not self._is_met_by_none(scores, row, position):
+            return False
         if self.controller is not None and not self.controller.passes(scores, row, position):
             return False
         if self.ranges:
             self.reached = position + 1
+        return True
+
+    def _is_met_by_none(self, scores: ScoresOfStep, row: int, position: int) -> bool:
+        """Return whether the scores of a position are read by ranges and meet no condition."""
+        assert self.ranges is not None
+        if self.each is not self._seen:
+            self._seen = self.each
+            self._is_fresh = not any(known is None or known.run for known in self.each)
+        if self._is_fresh:
+            start, stop, bounds = self._common or _bounds(self.ranges)
+            self._common = start, stop, bounds
+            if start <= position < stop:
+                return scores.within(bounds)[row]
+        for place, (slot, start, stop, low, high) in enumerate(self.ranges):
+            progress = self.each[place]
+            if progress is None:
+                continue
+            if progress.run or not start <= position < stop:
+                return False
+            if not low <= scores.column(slot)[row] <= high:
+                return False
         return True
 
 

@@ -20,6 +20,7 @@ from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 
 # The mark of positions without edits.
 PLAIN = ""
+UNMARKED = (PLAIN,)  # the marks of a request without edits
 
 
 class _Segments:

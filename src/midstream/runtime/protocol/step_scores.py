@@ -13,6 +13,15 @@ from midstream.runtime.protocol.runs import within_runs
 from midstream.runtime.vllm.attributes import STEP_SCORES
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Bounds:
+    """Bounds of the scores in some columns, each inside."""
+
+    slots: NDArray[np.int64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+
 @dataclass(slots=True, eq=False)
 class ScoresOfStep:
     """Scores of a step's requests that report, of consecutive positions; some may lack one."""
@@ -23,6 +32,7 @@ class ScoresOfStep:
     length: list[int]  # number of positions
     values: NDArray[np.float32]  # [rows, slots]
     _columns: dict[int, list[float]] = field(default_factory=dict)
+    _within: dict[Bounds, list[bool]] = field(default_factory=dict)
 
     def at(self, index: int, slot: int, positions: Sequence[int]) -> list[float]:
         """Return the scores in a column at some positions of the nth request."""
@@ -50,6 +60,18 @@ class ScoresOfStep:
         is_beyond = (scores < np.float64(low)) | (scores > np.float64(high))
         beyond = np.flatnonzero(is_beyond & np.isfinite(scores))
         return int(beyond[0]) if beyond.size else len(positions)
+
+    def within(self, bounds: Bounds) -> list[bool]:
+        """Return of each row whether its scores are within their bounds; NaN is not."""
+        is_within = self._within.get(bounds)
+        if is_within is None:
+            # At once for all requests, which share the bounds of server-wide probes. In double
+            # precision, as above.
+            scores = self.values[:, bounds.slots].astype(np.float64)
+            inside: NDArray[np.bool_] = (scores >= bounds.low) & (scores <= bounds.high)
+            rows = np.asarray(inside.all(1))
+            is_within = self._within[bounds] = rows.tolist()
+        return is_within
 
     def column(self, slot: int) -> list[float]:
         """Return the scores in a column, of each row."""
