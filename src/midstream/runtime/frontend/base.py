@@ -193,7 +193,7 @@ class BaseFrontEnd:
                 "a session of streaming input can be captured or edited with generate() of "
                 "midstream.AsyncLLM only",
             )
-        if own is not None and call_plan.most_bytes is not None:
+        if own is not None and own.captures and call_plan.most_bytes is not None:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
         if admitted is not None:

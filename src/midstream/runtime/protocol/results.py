@@ -279,6 +279,10 @@ class WorkerResult:
             scores.append((expand_runs(header.runs), values.reshape(count, slots)))
         return scores
 
+    @property
+    def has_doses(self) -> bool:
+        return bool(self._doses)
+
     def doses(self) -> list[DoseSums]:
         """Return the doses of edits of each version of the plan."""
         sent = []
