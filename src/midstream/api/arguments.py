@@ -51,14 +51,9 @@ class CallArguments:
 
     @property
     def nothing(self) -> bool:
-        # Not a loop over `_values`: each call of a server asks this.
-        return (
-            self.capture is None
-            and self.steer is None
-            and self.edits is None
-            and self.probes is None
-            and self.controller is None
-        )
+        if self.capture is not None or self.steer is not None or self.edits is not None:
+            return False
+        return self.probes is None and self.controller is None
 
     def per_prompt(self, count: int) -> list[PromptArguments]:
         columns = {name: per_prompt(name, value, count) for name, value in self._values().items()}

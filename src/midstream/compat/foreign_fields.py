@@ -171,7 +171,7 @@ def _check(
     known: Collection[str],
     place_of: Callable[[str], str],
 ) -> None:
-    if fields is None or not isinstance(fields, Mapping):
+    if fields is None or not isinstance(fields, (dict, Mapping)):
         return
     if len(fields) > _MAX_FIELDS:
         raise SpecError("", f"expected at most {_MAX_FIELDS} fields, got {len(fields)}")

@@ -60,8 +60,7 @@ class RequestContext:
             most = limits.inline_bytes
         elif returned == "handle":
             most = min(limits.client_bytes, limits.held_bytes)
-        plan = self.request_field.plan
-        return CallPlan(plan, self.messages, self.template, most, guards=guards)
+        return CallPlan(self.request_field.plan, self.messages, self.template, most, guards=guards)
 
     def track(
         self, stream: Outputs, per_call: int, running: AbstractContextManager[None]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -337,11 +337,11 @@ def _asking(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _with_length(scope: Scope, body: bytes) -> Scope:
-    changed = {**scope, "headers": list(scope["headers"])}
-    headers = MutableHeaders(raw=changed["headers"])
-    if "content-length" in headers:
-        headers["content-length"] = str(len(body))
-    return changed
+    length = str(len(body)).encode()
+    headers = [
+        (name, length if name == b"content-length" else value) for name, value in scope["headers"]
+    ]
+    return {**scope, "headers": headers}
 
 
 def _too_long(limit: int) -> HttpError:

@@ -228,11 +228,9 @@ class ResponseWriter:
 
     async def _encoded_updates(self) -> list[tuple[int, ChoiceUpdate, dict[str, Any]]]:
         """Return each choice, its update and its new results, which count as sent."""
-        encoded = []
-        for choice, update in sorted(self._context.take_updates().items()):
-            results = await self._server.answers.encode(self._context, choice, update)
-            encoded.append((choice, update, results))
-        return encoded
+        encode, context = self._server.answers.encode, self._context
+        updates = sorted(context.take_updates().items())
+        return [(choice, each, await encode(context, choice, each)) for choice, each in updates]
 
 
 def _check_reached(context: RequestContext) -> None:

@@ -212,12 +212,9 @@ def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[st
 
 
 def _named(scores: list[Any]) -> list[Any]:
-    """Return scores, float32 or lists of these, with JavaScript's names for NaN and infinities,
-    which JSON does not have.
-    """
+    """Return float32 scores with JavaScript's names for NaN and infinities, which JSON lacks."""
     if scores and isinstance(scores[0], list):
         return [_named(outputs) for outputs in scores]
-    # The sum of float32 values is finite if they are: it is a float64.
-    if math.isfinite(sum(scores)):
+    if math.isfinite(sum(scores)):  # in float64, where a sum of float32 does not overflow
         return scores
     return [score if math.isfinite(score) else _NAMES[str(score)] for score in scores]

@@ -88,6 +88,8 @@ class ScoredBlocks:
         that lacks any is replaced, in the list, by one of the same content that has them; if there
         is none, and unscored tokens are skipped, these have NaN from now on.
         """
+        if not length:
+            return 0
         numbers = self.numbers_of(request, scores)
         wanted = _Wanted(scores, numbers, self.size, self._kept)
         blank: dict[tuple[int, int], list[int]] = {}  # ids of blocks, by number and bits
@@ -180,8 +182,7 @@ class _Wanted:
         kept: set[int] | None,
     ) -> None:
         """Create it; `kept`: the numbers that count; None: all do."""
-        self._scores = list(zip(numbers, scores, strict=True))
-        self._scores.sort(key=itemgetter(0))
+        self._scores = sorted(zip(numbers, scores, strict=True), key=itemgetter(0))
         self._size = size
         self._kept = kept
         self._whole = tuple([(number, (1 << size) - 1) for number, _ in self._scores])

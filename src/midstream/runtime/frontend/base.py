@@ -235,7 +235,8 @@ class BaseFrontEnd:
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused
-        later, media = dict(prepared.later), spans_of(request)
+        later = dict(prepared.later)
+        media = spans_of(request) if getattr(request, "mm_features", None) else ()
         return AdmittedRequest(uid, prepared.plan, own, routes, reused, later, media)
 
     def _submit(self, request: Any, send: Callable[[], object]) -> None:

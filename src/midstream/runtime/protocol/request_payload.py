@@ -58,9 +58,8 @@ def payload_of(sampling_params: Any) -> RequestPayload | None:
     """Return a request's payload, or None; a process's first call converts vLLM's plain values."""
     extra_args: dict[str, Any] | None = getattr(sampling_params, "extra_args", None)
     value = extra_args.get(KEY) if extra_args else None
-    if value is None or isinstance(value, RequestPayload):
+    if extra_args is None or value is None or isinstance(value, RequestPayload):
         return value
-    assert extra_args is not None
     try:
         payload = read_message(_convert, value)
     except SpecError:

@@ -212,6 +212,7 @@ class WorkerResult:
         self.resets = header.resets
         self.functions = header.functions
         self.versions = tuple(header.versions)
+        self.has_doses = bool(header.doses)
         self._leased = leased
         end = header.states * _STATE
         self._states = data[:end]
@@ -278,10 +279,6 @@ class WorkerResult:
             slots = header.nbytes // (max(1, count) * _SCORE)
             scores.append((expand_runs(header.runs), values.reshape(count, slots)))
         return scores
-
-    @property
-    def has_doses(self) -> bool:
-        return bool(self._doses)
 
     def doses(self) -> list[DoseSums]:
         """Return the doses of edits of each version of the plan."""

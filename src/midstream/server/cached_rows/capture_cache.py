@@ -299,7 +299,8 @@ class CaptureCache:
         self._expire()
         mine = self._of_client.get(client, _Usage())
         _check_limits(self._settings, mine, self._all, nbytes, captures)
-        self._descriptors.check(client, ENTRY * captures)
+        if captures:
+            self._descriptors.check(client, ENTRY * captures)
 
 
 async def expire_in_time(captures: CaptureCache) -> None:

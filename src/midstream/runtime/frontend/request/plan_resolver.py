@@ -80,11 +80,6 @@ class _Recent:
     also: tuple[Capture, ...]
     prepared: PreparedPlan
 
-    def is_for(
-        self, own: Plan | None, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
-    ) -> bool:
-        return self.own is own and self.before == before and self.also == also
-
 
 # Tokens of all prompts that are kept; a token takes some 200 bytes.
 MAX_TOKENS = 1 << 17
@@ -166,8 +161,7 @@ class PlanResolver:
             # What a name stands for may change: a plan with names is bound for each request.
             if len(self._recent) >= _CACHED_PLANS:
                 self._recent.clear()
-            key = id(own), length, max_tokens
-            self._recent[key] = _Recent(own, before, also, prepared)
+            self._recent[id(own), length, max_tokens] = _Recent(own, before, also, prepared)
         return prepared
 
     def known(
@@ -180,9 +174,9 @@ class PlanResolver:
     ) -> PreparedPlan | None:
         """Return what `resolve` has prepared of a plan for a prompt of a length; None: nothing."""
         recent = self._recent.get((id(own), length, max_tokens))
-        if recent is None or not recent.is_for(own, before, also):
+        if recent is None or recent.own is not own:
             return None
-        return recent.prepared
+        return recent.prepared if recent.before == before and recent.also == also else None
 
     def forget(self) -> None:
         """Forget what was prepared: names of lenses or SAEs have changed their meaning."""

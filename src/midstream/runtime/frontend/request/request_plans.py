@@ -41,14 +41,10 @@ class RequestPlans:
         return self._resolver.resolve(call_plan, before, also, self._lookup, request)
 
     async def resolve_ahead(
-        self,
-        call_plan: CallPlan,
-        prompt: Any,
-        params: Any,
-        before: tuple[ServerWide, ...],
-        also: tuple[Capture, ...],
+        self, call_plan: CallPlan, prompt: Any, params: Any, *others: Any
     ) -> None:
         """Resolve a rendered prompt's plan in a thread if it may take long. Pair with `forget`."""
+        before, also = others
         tokens = _tokens_of(prompt, self._max_length)
         if tokens is None:
             return
@@ -60,7 +56,7 @@ class RequestPlans:
         request = _request_of(prompt, tokens, most)
         args = call_plan, before, also, self._lookup, request
         resolved = await in_thread(self._resolver.resolve, *args)
-        self._ahead[call_plan] = _key_of(request, (before, also)), resolved
+        self._ahead[call_plan] = _key_of(request, others), resolved
 
     def forget(self, call_plan: CallPlan) -> None:
         self._ahead.pop(call_plan, None)
@@ -85,10 +81,8 @@ def _key_of(request: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _tokens_of(prompt: Any, max_length: int) -> list[int] | None:
-    """Return the tokens of a rendered prompt; None: vLLM makes its request in a thread, as it is
-    not of tokens, or fills the context.
-    """
-    if not isinstance(prompt, Mapping) or prompt.get("type", "embeds") == "embeds":
+    """Return a rendered prompt's tokens; None: its request is made in a thread, or has none."""
+    if not isinstance(prompt, dict) or prompt.get("type", "embeds") == "embeds":
         return None
     tokens = prompt.get("prompt_token_ids")
     return tokens if isinstance(tokens, list) and 0 < len(tokens) < max_length else None

@@ -290,11 +290,9 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
         select = functools.partial(_selected_by, probe, tokens)
         wanted = plan.remember(("probe", probe.name), len(tokens), select)
         there, chosen = _choose([known for known, _ in blocks], wanted)
-        if blocks:
-            # A copy: the worker's bytes are read-only, and of all probes.
-            numbers = np.concatenate([values for _, values in blocks])
-        else:
-            numbers = np.zeros((0, probe.rule.columns), np.float32)
+        # A copy: the worker's bytes are read-only, and of all probes.
+        nothing = np.zeros((0, probe.rule.columns), np.float32)
+        numbers = np.concatenate([nothing, *(values for _, values in blocks)])
         numbers = numbers if chosen is None else numbers[chosen.numpy()]
         _, made = probe.rule.follow(NO_TOKENS, numbers)
         scores[probe.name] = torch.from_numpy(made)

@@ -40,8 +40,7 @@ class GenerateCall:
 
     async def take_names(self, sinks: SinkSet) -> None:
         """Check where its captures are stored, and take the names that they give their rows."""
-        plan = self.plan
-        if plan is None or not plan.captures:
+        if (plan := self.plan) is None or not plan.captures:
             return
         self.names = sinks.names_of(plan)
         if sinks.has_places(plan):

@@ -19,12 +19,9 @@ def media_of(request: Any) -> tuple[MediaItem, ...]:
 
 def spans_of(request: Any) -> tuple[MediaSpan, ...]:
     """Return the items of vLLM's request for results."""
-    features = _features_of(request)
-    if not features:
-        return ()
     counts: Counter[str] = Counter()
     spans = []
-    for feature in features:
+    for feature in _features_of(request):
         kind, place = feature.modality, feature.mm_position
         known = feature.mm_hash or ""
         spans.append(MediaSpan(kind, counts[kind], place.offset, place.length, known))
@@ -51,9 +48,7 @@ def places_of_rendered(prompt: Mapping[str, Any]) -> list[SimpleNamespace]:
 
 def _features_of(request: Any) -> list[Any]:
     """Return vLLM's features of a request in the order of its prompt."""
-    features: Iterable[Any] | None = getattr(request, "mm_features", None)
-    if not features:
-        return []
+    features: Iterable[Any] = getattr(request, "mm_features", None) or ()
     return sorted(features, key=lambda feature: feature.mm_position.offset)
 
 
