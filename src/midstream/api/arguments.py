@@ -51,7 +51,9 @@ class CallArguments:
 
     @property
     def nothing(self) -> bool:
-        return all(value is None for value in self._values().values())
+        if self.capture is not None or self.steer is not None or self.edits is not None:
+            return False
+        return self.probes is None and self.controller is None
 
     def per_prompt(self, count: int) -> list[PromptArguments]:
         columns = {name: per_prompt(name, value, count) for name, value in self._values().items()}

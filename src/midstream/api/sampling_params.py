@@ -155,6 +155,8 @@ def read_plan(arguments: dict[str, Any]) -> Plan | None:
 
 def check_params(value: Any) -> None:
     """Check that a call's sampling parameters are objects of vLLM, and not their dict."""
+    if isinstance(value, _vllm()):
+        return
     is_list = isinstance(value, Sequence)
     for index, params in enumerate(value if is_list else [value]):
         if isinstance(params, Mapping):

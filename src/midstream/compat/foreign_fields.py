@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import NamedTuple
 
 from midstream.config.config import KEY
@@ -140,12 +140,12 @@ def names_in(body: bytes, known: Container[str]) -> bool:
     return any(_is_suspect(key) and key.decode("utf-8", "replace") not in known for key in keys)
 
 
-def check_body(body: Mapping[str, object], known: Container[str]) -> None:
+def check_body(body: Mapping[str, object], known: Collection[str]) -> None:
     """Check that a body's fields, but those that vLLM knows, ask nothing of midstream."""
     _check(body, str, known, _place_in_body)
     for outer in _IGNORED:
-        if outer not in known:
-            _check(body.get(outer), f"{outer}.{{}}".format, (), _place_in_body)
+        if outer in body and outer not in known:
+            _check(body[outer], f"{outer}.{{}}".format, (), _place_in_body)
     _check(body.get("vllm_xargs"), "vllm_xargs.{}".format, (KEY,), _place_in_body)
 
 
@@ -168,13 +168,15 @@ def _place_in_python(name: str) -> str:
 def _check(
     fields: object,
     path_of: Callable[[str], str],
-    known: Container[str],
+    known: Collection[str],
     place_of: Callable[[str], str],
 ) -> None:
-    if not isinstance(fields, Mapping):
+    if fields is None or not isinstance(fields, (dict, Mapping)):
         return
     if len(fields) > _MAX_FIELDS:
         raise SpecError("", f"expected at most {_MAX_FIELDS} fields, got {len(fields)}")
+    if not fields.keys() - known:
+        return
     for name, value in fields.items():
         if isinstance(name, str) and value is not None and name not in known:
             problem = _problem(name, value, place_of)

@@ -49,6 +49,8 @@ def is_translated(name: str, value: object) -> bool:
 
 def without_translated(fields: Mapping[str, object]) -> dict[str, object]:
     """Return the fields that `translate` does not read."""
+    if _TRANSLATED.isdisjoint(fields):
+        return dict(fields)
     return {name: value for name, value in fields.items() if not is_translated(name, value)}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from midstream.config.http import HttpSettings
 from midstream.errors import BusyError, HttpError, MidstreamError, ReceiptError, SpecError
+from midstream.plan.probe import Probe
 from midstream.results.readouts import RESULTS
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import audit_log
@@ -53,13 +54,13 @@ class RequestContext:
     refusal: HttpError | None = None  # the answer in place of vLLM's
     failure: HttpError | None = None  # the answer for handlers of vLLM that let a failure pass
 
-    def call_plan(self, limits: HttpSettings) -> CallPlan:
-        most = {
-            "inline": limits.inline_bytes,
-            "handle": min(limits.client_bytes, limits.held_bytes),
-            "none": None,
-        }[self.request_field.activations]
-        return CallPlan(self.request_field.plan, self.messages, self.template, most)
+    def call_plan(self, limits: HttpSettings, guards: tuple[Probe, ...] = ()) -> CallPlan:
+        returned, most = self.request_field.activations, None
+        if returned == "inline":
+            most = limits.inline_bytes
+        elif returned == "handle":
+            most = min(limits.client_bytes, limits.held_bytes)
+        return CallPlan(self.request_field.plan, self.messages, self.template, most, guards=guards)
 
     def track(
         self, stream: Outputs, per_call: int, running: AbstractContextManager[None]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -71,14 +71,14 @@ class Middleware:
         is_own = path.startswith(_OWN)
         ASKER.set(None if is_own else self._server.client_of(scope))
         # vLLM generates at more paths than those that can return results.
-        if scope["method"] == "POST" and (path == SWEEP or not path.startswith(_OWN)):
+        if scope["method"] == "POST" and (path == SWEEP or not is_own):
             send = self._with_steering(send)
         on_error = partial(self._server.record_refusal, scope)
         # A process that asks for a client records what it answers the client.
         observer = send if PEER in scope else RefusalLogger(send, on_error)
-        observed = observer if path.startswith(_OWN) else send
+        observed = observer if is_own else send
         if scope["method"] not in _WRITES:
-            if path.startswith(_OWN):
+            if is_own:
                 try:
                     self._server.check_host(Headers(scope=scope))
                 except HttpError as error:
@@ -95,15 +95,17 @@ class Middleware:
             length = headers.get("content-length", "0")
             if length.isdecimal() and (len(length) > _DIGITS or int(length) > limit):
                 raise _too_long(limit)
-            if path.startswith(_OWN):
+            if is_own:
                 self._server.check_host(headers)
             if is_read and not is_form:
                 body = await _read(receive, limit)
                 if parsed := await self._parsed(scope, path, body):
+                    self._server.check_host(headers)
                     request_field = await self._server.fill(scope, parsed.field)
                     context = self._server.begin(scope, parsed.value, request_field)
                     body = parsed.body
-                scope, receive = _with_length(scope, body), _Replay(body, receive)
+                    scope = _with_length(scope, body)
+                receive = _Replay(body, receive)
         except (HttpError, MidstreamError) as error:
             return await send_error(HttpError.of(error), observer)
         if parsed is None:
@@ -162,17 +164,15 @@ class Middleware:
                 route.path
                 for route in getattr(scope.get("app"), "routes", ())
                 if _WRITES & set(getattr(route, "methods", None) or ())
+                if not route.path.startswith(_OWN)
             }
-        return path in self._paths and not path.startswith(_OWN)
+        return path in self._paths
 
     async def _parsed(self, scope: Scope, path: str, body: bytes) -> _Parsed | None:
         if self._fields is None:
             self._fields = dict.fromkeys(PATHS, frozenset()) | body_fields(scope.get("app"))
         work = path, self._fields.get(path), body
-        parsed = await in_thread(_parse, *work) if is_long(body) else _parse(*work)
-        if parsed is not None:
-            self._server.check_host(Headers(scope=scope))
-        return parsed
+        return await in_thread(_parse, *work) if is_long(body) else _parse(*work)
 
 
 def _rejected(problem: str, name: str) -> HttpError:
@@ -337,11 +337,11 @@ def _asking(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _with_length(scope: Scope, body: bytes) -> Scope:
-    changed = {**scope, "headers": list(scope["headers"])}
-    headers = MutableHeaders(raw=changed["headers"])
-    if "content-length" in headers:
-        headers["content-length"] = str(len(body))
-    return changed
+    length = str(len(body)).encode()
+    headers = [
+        (name, length if name == b"content-length" else value) for name, value in scope["headers"]
+    ]
+    return {**scope, "headers": headers}
 
 
 def _too_long(limit: int) -> HttpError:

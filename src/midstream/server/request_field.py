@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,12 +99,12 @@ def _read_packed(packed: bytes) -> MidstreamField:
 
 def _take_own(body: dict[str, Any]) -> MidstreamField | None:
     xargs = body.get("vllm_xargs")
-    inner = xargs.get(KEY) if isinstance(xargs, Mapping) else None
+    inner = xargs.get(KEY) if isinstance(xargs, dict) else None
     if inner is None:
         return _read_again(body.pop(KEY)) if KEY in body else None
     if KEY in body:
         raise SpecError(f"vllm_xargs.{KEY}", f"the body has a field {KEY} too; use only one")
-    assert isinstance(xargs, Mapping)
+    assert isinstance(xargs, dict)
     if not isinstance(inner, str):
         raise SpecError(f"vllm_xargs.{KEY}", f"expected JSON as text, got {kind(inner)}")
     with at(f"vllm_xargs.{KEY}"):
@@ -117,7 +117,7 @@ def _take_translated(body: dict[str, Any], known: Container[str]) -> Plan | None
     plan = translate(body, known)
     xargs = body.get("vllm_xargs")
     inner = None
-    if isinstance(xargs, Mapping):
+    if isinstance(xargs, dict):
         with at("vllm_xargs"):
             inner = translate(xargs)
     if plan is not None and inner is not None:
@@ -129,6 +129,6 @@ def _take_translated(body: dict[str, Any], known: Container[str]) -> Plan | None
         for name, _ in plan.coming_from:
             del body[name]
     if inner is not None:
-        assert isinstance(xargs, Mapping)
+        assert isinstance(xargs, dict)
         body["vllm_xargs"] = without_translated(xargs)
     return inner if plan is None else plan

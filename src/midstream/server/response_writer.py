@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -107,7 +107,7 @@ class ResponseWriter:
             # vLLM answers a request that its client aborted with `null`.
             return body
         _check_reached(self._context)
-        encoded = {choice: results async for choice, _, results in self._encoded_updates()}
+        encoded = {choice: results for choice, _, results in await self._encoded_updates()}
         if value is None:
             return _with_field(body, encoded[0]) if encoded.get(0) else body
         if encoded and "choices" not in value:
@@ -194,7 +194,7 @@ class ResponseWriter:
             return [event]
         if value.get("type") in _FINAL_EVENTS:
             _check_reached(self._context)
-            encoded = [results async for _, _, results in self._encoded_updates()]
+            encoded = [results for _, _, results in await self._encoded_updates()]
             if encoded:
                 value[KEY] = plain(_responses_field(encoded))
             return [event.with_data(value)]
@@ -215,7 +215,7 @@ class ResponseWriter:
 
     async def _remaining(self) -> list[Event]:
         events = []
-        async for choice, update, encoded in self._encoded_updates():
+        for choice, update, encoded in await self._encoded_updates():
             if encoded:
                 value: dict[str, Any] = {"object": KEY, "choices": []}
                 ending = _ending(update)
@@ -226,10 +226,11 @@ class ResponseWriter:
                 events.append(Event(b"", b"").with_data(value))
         return events
 
-    async def _encoded_updates(self) -> AsyncIterator[tuple[int, ChoiceUpdate, dict[str, Any]]]:
-        """Yield each choice, its update and its new results, which count as sent."""
-        for choice, update in sorted(self._context.take_updates().items()):
-            yield choice, update, await self._server.answers.encode(self._context, choice, update)
+    async def _encoded_updates(self) -> list[tuple[int, ChoiceUpdate, dict[str, Any]]]:
+        """Return each choice, its update and its new results, which count as sent."""
+        encode, context = self._server.answers.encode, self._context
+        updates = sorted(context.take_updates().items())
+        return [(choice, each, await encode(context, choice, each)) for choice, each in updates]
 
 
 def _check_reached(context: RequestContext) -> None:

@@ -201,7 +201,7 @@ def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[st
         context.scores_sent[choice, name] = sent + len(scores)
         if scores or not sent:
             new_scores[name] = {
-                "scores": [_named(score) for score in scores],
+                "scores": _named(scores),
                 "positions": positions,
                 "token_ids": tokens,
             }
@@ -211,8 +211,10 @@ def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[st
     return new_scores
 
 
-def _named(score: Any) -> Any:
-    """Return a score with JavaScript's names for NaN and infinities, which JSON does not have."""
-    if isinstance(score, list):
-        return [_named(output) for output in score]
-    return score if math.isfinite(score) else _NAMES[str(score)]
+def _named(scores: list[Any]) -> list[Any]:
+    """Return float32 scores with JavaScript's names for NaN and infinities, which JSON lacks."""
+    if scores and isinstance(scores[0], list):
+        return [_named(outputs) for outputs in scores]
+    if math.isfinite(sum(scores)):  # in float64, where a sum of float32 does not overflow
+        return scores
+    return [score if math.isfinite(score) else _NAMES[str(score)] for score in scores]

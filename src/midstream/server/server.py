@@ -48,7 +48,7 @@ from midstream.steering.edit_forms import TIERS
 from midstream.steering.guard_definition import fingerprint
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import SteeringState
-from midstream.validation import at, is_int
+from midstream.validation import at
 from midstream.version import __version__
 
 # vLLM's endpoints whose responses can include results.
@@ -272,7 +272,7 @@ class Server:
             if guards:
                 params = with_plan(params, CallPlan(None, guards=guards))
         else:
-            own = replace(context.call_plan(self.settings), guards=guards)
+            own = context.call_plan(self.settings, guards)
             # vLLM gives the calls of other requests numbers, also if there is only one.
             is_numbered, first = context.messages is None, context.calls * params.n
             call = RunningCall(context, request_id, context.client, own, first, is_numbered)
@@ -287,7 +287,7 @@ class Server:
 def _num_prompts(body: Mapping[str, Any]) -> int:
     """Return the number of prompts in a body: a list of token ids is one."""
     prompt = body.get("prompt")
-    if not isinstance(prompt, list) or not prompt or is_int(prompt[0]):
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
         return 1
     return len(prompt)
 

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from midstream.errors import ConfigError, SpecError
 from midstream.plan.plan import Plan
@@ -69,7 +70,7 @@ class ServerCaptures:
     @property
     def current(self) -> tuple[Capture, ...]:
         """The captures that a request admitted now has after its own."""
-        return tuple(capture for captures in self._by_name.values() for capture in captures)
+        return tuple(chain.from_iterable(self._by_name.values()))
 
     def set(self, name: str, capture: object, sink: str | None = None) -> ServerCapture:
         """Capture for every request from now on, replacing what the name stood for. Rows that were

@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from midstream.errors import SpecError
 from midstream.plan.operations import Gate
@@ -33,11 +33,11 @@ class SteeringState:
     generated: tuple[ServerWide, ...] = ()
     epoch: int = 0
     digest: str = hashlib.sha256(b"[]").hexdigest()  # of all edits
+    # All edits and probes, in the order in which they are applied.
+    edits: tuple[ServerWide, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def edits(self) -> tuple[ServerWide, ...]:
-        """All edits and probes, in the order in which they are applied."""
-        return (*self.base, *self.prompt, *self.generated)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "edits", (*self.base, *self.prompt, *self.generated))
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, including the vectors."""
@@ -109,7 +109,8 @@ class Steering:
 
     def plan_edits(self) -> tuple[ServerWide, ...]:
         """Return the edits and probes that a request admitted now gets before its own."""
-        return self.show().edits
+        self.changes.refresh()
+        return self.state.edits
 
     @property
     def epoch(self) -> int:

@@ -58,6 +58,7 @@ def test_trackio_keeps_the_table(offline):
         assert text in bytes(logged).decode(), text
 
 
+@pytest.mark.engine  # W&B has a process of its own
 def test_wandb_keeps_the_table(offline):
     wandb = pytest.importorskip("wandb", reason="needs wandb")
     run = wandb.init(project="answers", dir=str(offline), settings=wandb.Settings(silent=True))

@@ -3,6 +3,7 @@
 import ast
 import base64
 import dataclasses
+import functools
 import json
 import re
 
@@ -20,6 +21,12 @@ from midstream.viz.answer_cards import strength
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=y>\"'&amp;]]>\x00\x1b\ud800\u202e"
 
 
+@functools.cache
+def plain_page():
+    """The page of a result without hostile text, which tests only read."""
+    return Page(report.render(make_result()))
+
+
 @pytest.mark.parametrize("hostile", ["", HOSTILE])
 def test_is_well_formed_and_loads_nothing(hostile):
     page = Page(report.render(make_result(hostile)))
@@ -29,7 +36,7 @@ def test_is_well_formed_and_loads_nothing(hostile):
 
 
 def test_the_browser_is_told_to_load_nothing():
-    page = Page(report.render(make_result()))
+    page = plain_page()
     (policy,) = [m.attributes["content"] for m in page.all("meta") if "http-equiv" in m.attributes]
     style = theme.source_of(page.one("style").text)
     assert policy == (
@@ -49,12 +56,12 @@ def test_hostile_text_comes_out_as_text_in_the_page_and_in_its_code():
 
 
 def test_every_section_is_in_the_table_of_contents_and_every_text_and_fact_in_the_page():
-    page = Page(report.render(make_result()))
+    page = plain_page()
     links = [link.attributes["href"] for link in page.one("nav").children]
     assert links == [f"#{section.attributes['id']}" for section in page.all("section")]
     assert [link.text for link in page.one("nav").children] == [h.text for h in page.all("h2")]
     result = make_result()
-    text = Page(report.render(result)).one("main").text
+    text = page.one("main").text
     for question in result.questions:
         assert question.prompt in text
         for answer in question.answers:
@@ -69,7 +76,7 @@ def test_every_section_is_in_the_table_of_contents_and_every_text_and_fact_in_th
 
 
 def test_the_direction_can_be_downloaded_and_a_page_without_a_control_vector_says_why():
-    page = Page(report.render(make_result()))
+    page = plain_page()
     files = {
         link.attributes["download"]: base64.b64decode(link.attributes["href"].partition(",")[2])
         for link in page.all("a", cls="download")
@@ -140,7 +147,7 @@ def test_charts_have_the_scores_by_layer_the_effects_by_strength_and_maps_that_r
 
 
 def test_the_receipts_are_counted_by_kind_and_one_that_is_not_ok_is_not_hidden():
-    page = Page(report.render(make_result()))
+    page = plain_page()
     assert (
         "1 requests captured or steered: 9 vectors captured, 9 edits made." in page.one("main").text
     )

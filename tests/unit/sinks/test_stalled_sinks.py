@@ -155,6 +155,7 @@ for sink in (Hanging(), InThreads()):
 """
 
 
+@pytest.mark.engine  # in a process of its own
 def test_a_thread_that_hangs_in_a_sink_does_not_keep_the_process_from_exiting():
     done = subprocess.run(
         [sys.executable, "-c", HANGING],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, Literal
 
 from midstream.config.config import Config, from_additional_config
@@ -87,6 +88,8 @@ class ScoredBlocks:
         that lacks any is replaced, in the list, by one of the same content that has them; if there
         is none, and unscored tokens are skipped, these have NaN from now on.
         """
+        if not length:
+            return 0
         numbers = self.numbers_of(request, scores)
         wanted = _Wanted(scores, numbers, self.size, self._kept)
         blank: dict[tuple[int, int], list[int]] = {}  # ids of blocks, by number and bits
@@ -179,14 +182,14 @@ class _Wanted:
         kept: set[int] | None,
     ) -> None:
         """Create it; `kept`: the numbers that count; None: all do."""
-        self._scores = sorted(zip(numbers, scores, strict=True), key=lambda score: score[0])
+        self._scores = sorted(zip(numbers, scores, strict=True), key=itemgetter(0))
         self._size = size
         self._kept = kept
-        self._whole = tuple((number, (1 << size) - 1) for number, _ in self._scores)
+        self._whole = tuple([(number, (1 << size) - 1) for number, _ in self._scores])
         # Blocks [begin, end) are inside the last range of each score.
         last = [score.ranges[-1] for score in scores]
-        self._begin = -(-max(start for start, _ in last) // size)
-        self._end = min((stop // size for _, stop in last if stop is not None), default=None)
+        self._begin = -(-max([start for start, _ in last]) // size)
+        self._end = min([stop // size for _, stop in last if stop is not None], default=None)
         self._is_whole_kept = kept is None or kept.issuperset(numbers)
 
     def of_block(self, index: int) -> Coverage | None:

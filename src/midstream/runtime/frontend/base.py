@@ -193,7 +193,7 @@ class BaseFrontEnd:
                 "a session of streaming input can be captured or edited with generate() of "
                 "midstream.AsyncLLM only",
             )
-        if own is not None and call_plan.most_bytes is not None:
+        if own is not None and own.captures and call_plan.most_bytes is not None:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
         if admitted is not None:
@@ -235,7 +235,8 @@ class BaseFrontEnd:
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused
-        later, media = dict(prepared.later), spans_of(request)
+        later = dict(prepared.later)
+        media = spans_of(request) if getattr(request, "mm_features", None) else ()
         return AdmittedRequest(uid, prepared.plan, own, routes, reused, later, media)
 
     def _submit(self, request: Any, send: Callable[[], object]) -> None:

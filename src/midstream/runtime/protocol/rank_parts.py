@@ -156,17 +156,17 @@ def probe_numbers(
     """Return a probe's (positions, numbers float32 [positions, columns]), with the parts of several
     ranks added up.
     """
-    start, stop = probe.slots.start, probe.slots.stop
+    tap, slots = probe.tap, probe.slots
     by_rank: dict[int, list[tuple[Ints, Floats]]] = {}
     needed = 1
     for worker, positions, values in sent:
-        if probe.tap not in worker.taps:
+        if tap not in worker.taps:
             continue
-        parts = worker.parts[worker.taps.index(probe.tap)]
+        parts = worker.parts[worker.taps.index(tap)]
         has_own_part = parts > 1 and worker.tensor_rank % (worker.tensor_ranks // parts) == 0
         if has_own_part or worker.tensor_rank == 0:
             needed = parts
-            column = positions, values[:, start:stop]
+            column = positions, values[:, slots.start : slots.stop]
             by_rank.setdefault(worker.tensor_rank, []).append(column)
     if needed == 1:
         return [column for columns in by_rank.values() for column in columns]

@@ -57,10 +57,8 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
 def payload_of(sampling_params: Any) -> RequestPayload | None:
     """Return a request's payload, or None; a process's first call converts vLLM's plain values."""
     extra_args: dict[str, Any] | None = getattr(sampling_params, "extra_args", None)
-    if not extra_args or extra_args.get(KEY) is None:
-        return None
-    value = extra_args[KEY]
-    if isinstance(value, RequestPayload):
+    value = extra_args.get(KEY) if extra_args else None
+    if extra_args is None or value is None or isinstance(value, RequestPayload):
         return value
     try:
         payload = read_message(_convert, value)

@@ -212,6 +212,7 @@ class WorkerResult:
         self.resets = header.resets
         self.functions = header.functions
         self.versions = tuple(header.versions)
+        self.has_doses = bool(header.doses)
         self._leased = leased
         end = header.states * _STATE
         self._states = data[:end]

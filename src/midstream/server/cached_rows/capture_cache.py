@@ -145,7 +145,8 @@ class CaptureCache:
         """Give back the room of captures that were not stored."""
         with self._lock:
             left, reservation.left = reservation.left, 0
-            self._count(reservation.client, -left, 0)
+            if left:
+                self._count(reservation.client, -left, 0)
 
     @property
     def is_due(self) -> bool:
@@ -175,16 +176,16 @@ class CaptureCache:
             file = file_of(rows)
         try:
             with self._lock:
-                if reservation is not None and reservation.left:
-                    reservation.left -= 1
-                    self._count(client, -1, 0)
-                self._check(client, nbytes)
+                new = 0 if reservation and reservation.left else 1
+                self._check(client, nbytes, new)
                 expiry = self._clock() + self._settings.held_seconds
                 name = secrets.token_urlsafe(24)
                 entry = CachedCapture(name, client, request_id, nbytes, expiry, about)
                 unpacked = None if isinstance(rows, bytes) else rows
                 self._captures[entry.id] = _Kept(entry, unpacked, file)
-                self._count(client, 1, nbytes)
+                self._count(client, new, nbytes)
+                if reservation and reservation.left:
+                    reservation.left -= 1
         except HttpError:
             if file is not None:
                 os.close(file)
@@ -298,7 +299,8 @@ class CaptureCache:
         self._expire()
         mine = self._of_client.get(client, _Usage())
         _check_limits(self._settings, mine, self._all, nbytes, captures)
-        self._descriptors.check(client, ENTRY * captures)
+        if captures:
+            self._descriptors.check(client, ENTRY * captures)
 
 
 async def expire_in_time(captures: CaptureCache) -> None:

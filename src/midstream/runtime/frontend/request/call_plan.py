@@ -65,12 +65,14 @@ def plan_of(params: Any) -> Plan | CallPlan | None:
     extra_args = getattr(params, "extra_args", None)
     if not extra_args:
         return None
+    value = extra_args.get(KEY)
+    if isinstance(value, CallPlan) and len(extra_args) == 1:
+        return value
     try:
         translated = translate(extra_args)
     except SpecError as error:
         raise rename_path(error, "extra_args[{!r}]".format) from None
     check_extra_args(extra_args if translated is None else without_translated(extra_args))
-    value = extra_args.get(KEY)
     if translated is not None:
         if value is not None:
             name = translated.coming_from[0][0]

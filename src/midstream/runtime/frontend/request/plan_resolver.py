@@ -80,11 +80,6 @@ class _Recent:
     also: tuple[Capture, ...]
     prepared: PreparedPlan
 
-    def is_for(
-        self, own: Plan | None, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
-    ) -> bool:
-        return self.own is own and self.before == before and self.also == also
-
 
 # Tokens of all prompts that are kept; a token takes some 200 bytes.
 MAX_TOKENS = 1 << 17
@@ -150,8 +145,8 @@ class PlanResolver:
     ) -> PreparedPlan:
         """Prepare the plan of a request. `also`, captures of every request, come after its own."""
         own = call_plan.plan
-        max_tokens = request.sampling_params.max_tokens
-        known = self.known(own, before, also, request)
+        length, max_tokens = _prompt_len(request), request.sampling_params.max_tokens
+        known = self.known(own, before, also, length, max_tokens)
         if known is not None:
             return known
         self._check_models(own)
@@ -161,19 +156,27 @@ class PlanResolver:
             return self._finish(plan, before, also, prompt, max_tokens)
         # Destinations of rows make no difference here, and may differ for each request.
         shared = None if plan is None else plan.without_places()
-        prepared = self._by_length(shared, before, also, _prompt_len(request), max_tokens)
+        prepared = self._by_length(shared, before, also, length, max_tokens)
         if plan is own:
             # What a name stands for may change: a plan with names is bound for each request.
             if len(self._recent) >= _CACHED_PLANS:
                 self._recent.clear()
-            self._recent[_key_of(own, request)] = _Recent(own, before, also, prepared)
+            self._recent[id(own), length, max_tokens] = _Recent(own, before, also, prepared)
         return prepared
 
-    def known(self, own: Plan | None, *args: Any) -> PreparedPlan | None:
-        """Return what `resolve` has prepared of a plan with `before`, `also` and `request`."""
-        *others, request = args
-        recent = self._recent.get(_key_of(own, request))
-        return recent.prepared if recent is not None and recent.is_for(own, *others) else None
+    def known(
+        self,
+        own: Plan | None,
+        before: tuple[ServerWide, ...],
+        also: tuple[Capture, ...],
+        length: int,
+        max_tokens: int | None,
+    ) -> PreparedPlan | None:
+        """Return what `resolve` has prepared of a plan for a prompt of a length; None: nothing."""
+        recent = self._recent.get((id(own), length, max_tokens))
+        if recent is None or recent.own is not own:
+            return None
+        return recent.prepared if recent.before == before and recent.also == also else None
 
     def forget(self) -> None:
         """Forget what was prepared: names of lenses or SAEs have changed their meaning."""
@@ -261,6 +264,7 @@ class PlanResolver:
             "gate_states": sum(probe.is_scan for probe in resolved.probes),
         }
         need = need_of(resolved, self._taps, self._info.room, edits, width, ranks)
+        counts = {name: count for name, count in counts.items() if count}
         need = replace(need, counts=counts, vectors=named, weights=weights)
         if resolved.biases:
             check_biases(resolved, config)
@@ -354,10 +358,6 @@ class PlanResolver:
                 "positions", "text and roles need a tokenizer, and this engine has none"
             )
         return tokenizer
-
-
-def _key_of(own: Plan | None, request: Any) -> tuple[int, int, int | None]:
-    return id(own), _prompt_len(request), request.sampling_params.max_tokens
 
 
 def _check_ring(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:

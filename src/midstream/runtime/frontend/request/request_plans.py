@@ -44,10 +44,17 @@ class RequestPlans:
         self, call_plan: CallPlan, prompt: Any, params: Any, *others: Any
     ) -> None:
         """Resolve a rendered prompt's plan in a thread if it may take long. Pair with `forget`."""
-        request = _request_of(prompt, params, self._max_length)
-        if request is None or not self._is_long(request, call_plan, *others):
+        before, also = others
+        tokens = _tokens_of(prompt, self._max_length)
+        if tokens is None:
             return
-        args = call_plan, *others, self._lookup, request
+        most = self._max_length - len(tokens) if params.max_tokens is None else params.max_tokens
+        if self._resolver.known(call_plan.plan, before, also, len(tokens), most) is not None:
+            return
+        if not self._is_long(tokens, call_plan, before, also):
+            return
+        request = _request_of(prompt, tokens, most)
+        args = call_plan, before, also, self._lookup, request
         resolved = await in_thread(self._resolver.resolve, *args)
         self._ahead[call_plan] = _key_of(request, others), resolved
 
@@ -56,18 +63,16 @@ class RequestPlans:
 
     def _is_long(
         self,
-        request: Any,
+        prompt: list[int],
         call_plan: CallPlan,
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
     ) -> bool:
-        if self._resolver.known(call_plan.plan, before, also, request) is not None:
-            return False
         plan = Plan() if call_plan.plan is None else call_plan.plan
         parts: tuple[Any, ...] = (*plan.captures, *plan.edits, *plan.probes, *before, *also)
         versions = 1 + len(plan.switches) + (0 if plan.controller is None else MOST_SCALES)
         is_read = plan.needs_prompt or read_prompts(before, also)
-        tokens = len(request.prompt_token_ids) if is_read else 0
+        tokens = len(prompt) if is_read else 0
         return versions * size_of(parts, self._num_layers) + tokens > _LONG
 
 
@@ -75,21 +80,19 @@ def _key_of(request: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
     return request.prompt_token_ids, request.sampling_params.max_tokens, others
 
 
-def _request_of(prompt: Any, params: Any, max_length: int) -> Any:
-    """Return what resolving reads of a rendered prompt's request; None: vLLM makes it in a thread,
-    as it is not of tokens, or fills the context.
-    """
-    if not isinstance(prompt, Mapping) or prompt.get("type", "embeds") == "embeds":
+def _tokens_of(prompt: Any, max_length: int) -> list[int] | None:
+    """Return a rendered prompt's tokens; None: its request is made in a thread, or has none."""
+    if not isinstance(prompt, dict) or prompt.get("type", "embeds") == "embeds":
         return None
     tokens = prompt.get("prompt_token_ids")
-    if not isinstance(tokens, list) or not 0 < len(tokens) < max_length:
-        return None
-    most = params.max_tokens
+    return tokens if isinstance(tokens, list) and 0 < len(tokens) < max_length else None
+
+
+def _request_of(prompt: Mapping[str, Any], tokens: list[int], max_tokens: int) -> Any:
+    """Return what resolving reads of a rendered prompt's request."""
     return SimpleNamespace(
         prompt_token_ids=tokens,
         prompt_is_token_ids=None,
         mm_features=places_of_rendered(prompt),
-        sampling_params=SimpleNamespace(
-            max_tokens=max_length - len(tokens) if most is None else most
-        ),
+        sampling_params=SimpleNamespace(max_tokens=max_tokens),
     )

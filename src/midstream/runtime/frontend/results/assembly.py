@@ -96,7 +96,8 @@ def assemble(
             blocks = shared.blocks(plan, parts)
             activations = shared.activations(plan, blocks, tokens)
             receipt = shared.receipt.of_request(output.request_id)
-        receipt = receipt.with_doses(doses_of(plan, parts, len(tokens), later))
+        if any(part.has_doses for part in parts):
+            receipt = receipt.with_doses(doses_of(plan, parts, len(tokens), later))
         if activations is not None:
             activations.num_layers = shape.num_layers
         if reused is not None:
@@ -290,7 +291,7 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
         wanted = plan.remember(("probe", probe.name), len(tokens), select)
         there, chosen = _choose([known for known, _ in blocks], wanted)
         # A copy: the worker's bytes are read-only, and of all probes.
-        nothing = np.zeros((0, len(probe.slots)), np.float32)
+        nothing = np.zeros((0, probe.rule.columns), np.float32)
         numbers = np.concatenate([nothing, *(values for _, values in blocks)])
         numbers = numbers if chosen is None else numbers[chosen.numpy()]
         _, made = probe.rule.follow(NO_TOKENS, numbers)

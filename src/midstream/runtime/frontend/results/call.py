@@ -40,9 +40,11 @@ class GenerateCall:
 
     async def take_names(self, sinks: SinkSet) -> None:
         """Check where its captures are stored, and take the names that they give their rows."""
-        self.names = sinks.names_of(self.plan)
-        if self.plan is not None and sinks.has_places(self.plan):
-            await asyncio.to_thread(sinks.check_places, self.plan)
+        if (plan := self.plan) is None or not plan.captures:
+            return
+        self.names = sinks.names_of(plan)
+        if sinks.has_places(plan):
+            await asyncio.to_thread(sinks.check_places, plan)
         if self.names is not None:
             await asyncio.to_thread(self.names.take)
 

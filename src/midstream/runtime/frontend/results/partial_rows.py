@@ -146,6 +146,8 @@ class PartialRows:
         shape: ModelShape,
     ) -> PartialRows | None:
         """Create it for a request; None if nothing needs rows before its end."""
+        if not admitted.plan.captures:
+            return None
         paces = (sinks.pace(route.sink) for route in admitted.routes)
         if not _streamed(admitted) and all(pace is None for pace in paces):
             return None
