@@ -54,6 +54,7 @@ class RowDataset(EpochDataset):
 
     Attributes:
         skipped: number of tokens of the selection that lack a row at a tap of `join`.
+        taps: (site, layer) of `join`; None without.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class RowDataset(EpochDataset):
         tokens = Tokens(self.selection, join)
         if check_exclude(exclude):
             tokens.drop_first()
-        self.skipped = tokens.skipped
+        self.skipped, self.taps = tokens.skipped, tokens.taps
         self.batch_size = check_number("batch_size", batch_size, 1, LARGEST)
         share = Share.read(rank, world_size, drop_last)
         order = EpochOrder(
