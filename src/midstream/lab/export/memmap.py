@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.lib.format import open_memmap
 
-from midstream.lab.export.rows import AlignedRows, as_numpy
+from midstream.lab.export.rows import AlignedRows
 from midstream.version import __version__
 
 MANIFEST = "manifest.json"
@@ -40,7 +41,7 @@ def write(rows: AlignedRows, folder: Path) -> int:
         for batch in rows.batches():
             where = slice(start, start + len(batch))
             for target, values in zip(vectors, batch.values, strict=True):
-                target[where] = as_numpy(values)
+                torch.from_numpy(target[where]).copy_(values)
             position[where], token_id[where] = batch.positions.numpy(), batch.token_ids.numpy()
             loss_mask[where] = batch.loss_mask.numpy()
             own = rows.selection.take(batch.index)

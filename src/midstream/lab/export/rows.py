@@ -25,12 +25,13 @@ from midstream.store.tokens import Tokens, tap_key
 _BATCH_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRows:
     """Rows of some tokens, in the order of the taps.
 
     Attributes:
         values: [n, width] of each tap; in the model's dtype for codec raw, float32 for others.
+        stacked: the same as [n, taps, width]; None: the taps differ in width.
         token_ids, positions, index: int64 [n]; `index` is that of the first tap's row in the
             selection.
         loss_mask: bool [n].
@@ -41,19 +42,20 @@ class TokenRows:
     positions: Tensor
     index: Tensor
     loss_mask: Tensor
+    stacked: Tensor | None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def stacked(self) -> Tensor:
-        """Return [n, taps, width] of taps of one width."""
-        return torch.stack(self.values, 1)
-
     def cut(self, count: int) -> TokenRows:
         """Return the first rows."""
-        columns = (self.token_ids, self.positions, self.index, self.loss_mask)
         return TokenRows(
-            tuple(value[:count] for value in self.values), *(column[:count] for column in columns)
+            values=tuple(value[:count] for value in self.values),
+            token_ids=self.token_ids[:count],
+            positions=self.positions[:count],
+            index=self.index[:count],
+            loss_mask=self.loss_mask[:count],
+            stacked=None if self.stacked is None else self.stacked[:count],
         )
 
 
@@ -160,11 +162,12 @@ class AlignedRows:
         values = batch["values"]
         parts = values.values() if isinstance(values, dict) else values.unbind(1)
         return TokenRows(
-            tuple(parts),
-            batch["token_id"],
-            batch["position"],
-            batch["index"],
-            batch["loss_mask"],
+            values=tuple(parts),
+            token_ids=batch["token_id"],
+            positions=batch["position"],
+            index=batch["index"],
+            loss_mask=batch["loss_mask"],
+            stacked=None if isinstance(values, dict) else values,
         )
 
 

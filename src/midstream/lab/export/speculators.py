@@ -54,7 +54,8 @@ def _saved(rows: TokenRows, folder: Path, number: int) -> tuple[Any, Any]:
     from safetensors.torch import save_file
 
     path = folder / ROWS / f"hs_{number}.safetensors"
-    save_file({"hidden_states": rows.stacked(), "token_ids": rows.token_ids}, path)
+    assert rows.stacked is not None
+    save_file({"hidden_states": rows.stacked, "token_ids": rows.token_ids}, path)
     return rows.token_ids.numpy(), rows.loss_mask.numpy().astype(np.int64)
 
 
