@@ -189,6 +189,17 @@ def test_requests_end_with_the_iterator(wide, how):
     assert output.activations.positions.tolist() == [0, 1]
 
 
+def test_two_iterators_do_not_take_one_another_s_rows(wide):
+    first, second = (
+        iter(LiveRows(wide, prompts(60, seed), 4, join=TAPS, buffer=2000, shuffle=False))
+        for seed in (1, 2)
+    )
+    next(first)
+    with pytest.raises(BusyError, match="read one LiveRows at a time"):
+        next(second)
+    assert len(flat(first)) == sum(map(len, prompts(60, 1))) - 4
+
+
 def test_what_the_engine_refuses_or_loses_reaches_the_trainer(llm, monkeypatch):
     def read(every, **options):
         return list(LiveRows(llm, every, 4, join=TAPS, **options))
@@ -196,6 +207,9 @@ def test_what_the_engine_refuses_or_loses_reaches_the_trainer(llm, monkeypatch):
     with pytest.raises(SpecError, match=r"prompts\[2\]"):
         read([[5, 6], [7, 8], [9] * 300, [5]], shuffle=False)
     assert not inspect(llm).leftovers()
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    with pytest.raises(SpecError, match=r"prompts\[1\]: images, audio and videos are unsupp"):
+        read([[5, 6], [{"role": "user", "content": [picture]}]])
     with pytest.raises(SpecError, match=r"prompts\[1\].*at least one token"):
         read([[5, 6], []])
 

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from midstream.errors import ReceiptError, ReceiptWarning, SpecError
+from midstream.errors import BusyError, ReceiptError, ReceiptWarning, SpecError
 from midstream.lab.fit.batches import encode_prompts
+from midstream.lab.fit.prompts import is_chat
 from midstream.lab.jobs.engine import Reply, VllmEngine
 from midstream.lab.jobs.prompt_tokens import PromptTokens
 from midstream.lab.jobs.records import Failed, Record
 from midstream.plan import Capture, Plan
 from midstream.plan.tap_lookup import find_taps
+from midstream.runtime.frontend.request.prompt.message_spans import has_media
 from midstream.sites import Tap
 from midstream.store.dataset import check_exclude
 from midstream.store.tokens import tap_key
@@ -28,6 +30,9 @@ from midstream.validation import at, kind, read_count, show
 
 if TYPE_CHECKING:
     from midstream.api.llm import LLM
+
+
+_RETRY_SECONDS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,8 @@ class LiveRows(IterableDataset[dict[str, Any]]):
     ) -> None:
         """Args:
         llm: an engine that taps these sites and layers, and has no other requests meanwhile.
-        prompts: texts, lists of token ids or of messages; read as they are needed. Each iteration
-            begins anew, so a generator has one.
+        prompts: texts, lists of token ids or of messages without images; read as they are needed.
+            Each iteration begins anew, so a generator has one.
         batch_size: rows per batch.
         join: (site, layer) of the vectors of a token, or their names.
         exclude: "first" leaves out the first token of each prompt.
@@ -144,24 +149,39 @@ class LiveRows(IterableDataset[dict[str, Any]]):
         prompts = self._encoded()
         coming = next(prompts, None)
         for line in itertools.count(1):
-            while line not in ready:
+            while True:
                 while coming and len(sizes) < engine.window:
                     size = len(coming[1]) + self._work.max_tokens - 1
                     if sizes and size + sum(sizes.values()) + len(pool) > self._buffer:
                         break
+                    if len(sizes) == len(ready):
+                        self._check_idle()
                     sizes[coming[0]] = size
                     _add(engine, *coming)
                     coming = next(prompts, None)
-                if not sizes:
-                    return
+                if line in ready or not sizes:
+                    break
                 ready |= {reply.line: self._columns(reply) for reply in _replies(engine)}
-            yield ready.pop(line)
+            if line not in ready:
+                return
             del sizes[line]
+            yield ready.pop(line)
+
+    def _check_idle(self) -> None:
+        """Check that the engine has no requests of others, whose outputs would come here."""
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise BusyError(
+                "the engine has requests that are not of these rows; read one LiveRows at a time, "
+                "and close its iterator before other calls",
+                _RETRY_SECONDS,
+            )
 
     def _encoded(self) -> Iterator[tuple[int, list[int]]]:
         """Yield each prompt's number, from 1, and its token ids."""
         for number, prompt in enumerate(self._prompts, 1):
             with _numbered(number):
+                if is_chat(prompt) and has_media(prompt):
+                    raise SpecError("", "images, audio and videos are unsupported here")
                 (ids,) = encode_prompts("", [prompt], self._llm.get_tokenizer)
             yield number, ids
 
