@@ -35,6 +35,7 @@ PAGES = [
     "docs/selecting.md",
     "docs/sinks.md",
     "docs/steering.md",
+    "docs/train-sae.md",
 ]
 # Pages whose snippets take longest run at night. That they compile and that the names and arguments
 # in them exist is in `repo/test_docs.py`.

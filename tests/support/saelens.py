@@ -59,6 +59,38 @@ def write_random(kind: str, folder: Path, width: int, features: int, hook: str) 
     return _saved(found, folder)
 
 
+def trained(provider: Any, width: int, features: int, steps: int, batch: int) -> tuple[Any, Any]:
+    """Train a TopK SAE with SAELens' trainer; return it, and the loss of each step, [steps]."""
+    from sae_lens.config import SAETrainerConfig
+    from sae_lens.saes.topk_sae import TopKTrainingSAE, TopKTrainingSAEConfig
+    from sae_lens.training.sae_trainer import SAETrainer
+
+    torch.manual_seed(0)
+    sae = TopKTrainingSAE(TopKTrainingSAEConfig(d_in=width, d_sae=features, k=8))
+    settings = SAETrainerConfig(
+        total_training_samples=steps * batch, train_batch_size_samples=batch, lr=3e-3,
+        lr_end=3e-4, device="cpu",
+    )  # fmt: skip
+    trainer, losses = SAETrainer(settings, sae, provider), []
+    step = trainer.step
+
+    def recorded(rows: Tensor) -> Any:
+        output = step(rows)
+        losses.append(output.losses["mse_loss"].item())
+        return output
+
+    trainer.step = recorded
+    trainer.fit()
+    return sae, np.array(losses)
+
+
+def explained(sae: Any, rows: Tensor) -> float:
+    """Return the part of the variance of rows, [n, width], that an SAE explains."""
+    with torch.no_grad():
+        left = (sae(rows) - rows).pow(2).sum(-1).mean()
+    return 1 - float(left / (rows - rows.mean(0)).pow(2).sum(-1).mean())
+
+
 def read(folder: Path) -> Any:
     """Return what `sae_lens` reads of a folder, in float64."""
     return sae_lens.SAE.load_from_disk(folder).to(torch.float64)

@@ -14,6 +14,7 @@ from midstream.sites import Tap
 from midstream.store.epoch import LARGEST, EpochOrder
 from midstream.store.epoch_dataset import Columns, EpochDataset, Share, check_bool
 from midstream.store.format.entry import check_number
+from midstream.store.loss_mask import LossMasks
 from midstream.store.row_memory import RowMemory
 from midstream.store.selection import Selection, as_selection
 from midstream.store.tokens import Tokens
@@ -37,7 +38,9 @@ class RowDataset(EpochDataset):
     - `values` [n, width]: decoded; in the model's dtype for codec raw, float32 for other codecs;
     - `index` int64 [n]: indices of the rows in the selection; `selection.take(index)` gives the
       remaining columns: site, request, tag;
-    - `layer`, `position`, `token_id` int64 [n].
+    - `layer`, `position`, `token_id` int64 [n];
+    - `loss_mask` bool [n]: whether the token is the assistant's, of a message or generated; of a
+      request whose roles were not stored, all are True.
 
     With `join`, a row is a token: `values` is [n, taps, width] in the order of `join`, or a dict of
     [n, width] by tap, `mlp_in.2`, if the taps differ in width. `index` is that of the token's row
@@ -51,6 +54,7 @@ class RowDataset(EpochDataset):
 
     Attributes:
         skipped: number of tokens of the selection that lack a row at a tap of `join`.
+        taps: (site, layer) of `join`; None without.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class RowDataset(EpochDataset):
         tokens = Tokens(self.selection, join)
         if check_exclude(exclude):
             tokens.drop_first()
-        self.skipped = tokens.skipped
+        self.skipped, self.taps = tokens.skipped, tokens.taps
         self.batch_size = check_number("batch_size", batch_size, 1, LARGEST)
         share = Share.read(rank, world_size, drop_last)
         order = EpochOrder(
@@ -125,6 +129,7 @@ class TokenSource:
         self._tokens = tokens
         self._memory = memory
         self._checked = checked
+        self._masks = LossMasks()
 
     @property
     def is_mapped(self) -> bool:
@@ -144,13 +149,18 @@ class TokenSource:
             values.append(memory.hold(tokens.decode(bundle, data)))
         names = ["index", "position", "token_id", *(["layer"] if tokens.taps is None else [])]
         columns = {name: np.empty(len(items), np.int64) for name in names}
+        mask = np.empty(len(items), np.bool_)
         for part in parts:
+            mask[part.where] = self._masks.of(part.segment, part.at)
             columns["index"][part.where] = part.segment.index(part.at)
             for name in ("position", "token_id"):
                 columns[name][part.where] = part.segment.column(name, part.at)
             if "layer" in columns:
                 columns["layer"][part.where] = part.segment.taps[0][1]
-        held = {name: memory.hold(torch.from_numpy(column)) for name, column in columns.items()}
+        held = {
+            name: memory.hold(torch.from_numpy(column))
+            for name, column in [*columns.items(), ("loss_mask", mask)]
+        }
         return {"values": tokens.named(values), **held}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from midstream.store.epoch import LARGEST, EpochOrder
 from midstream.store.epoch_dataset import Columns, EpochDataset, Share, check_bool
 from midstream.store.format.entry import check_number
 from midstream.store.format.layout import MAX_POSITION
+from midstream.store.loss_mask import LossMasks
 from midstream.store.row_memory import RowMemory
 from midstream.store.selection import Selection, as_selection
 from midstream.store.sequences import Sequences, pack, padding, place, whole_sequences
@@ -61,7 +62,7 @@ class SequenceDataset(EpochDataset):
         join: Sequence[Tap | str],
         packed: bool = False,
         overflow: Literal["truncate", "split"] = "truncate",
-        loss: Literal["all", "prompt", "generated"] = "all",
+        loss: Literal["all", "prompt", "generated"] | None = None,
         exclude: Literal["first"] | None = None,
         shuffle: bool = True,
         seed: int = 0,
@@ -80,7 +81,7 @@ class SequenceDataset(EpochDataset):
         packed: whether a row has several sequences if they fit; none is divided for this.
         overflow: of a longer sequence: "truncate" reads its first tokens, "split" makes several
             of it.
-        loss: which tokens `loss_mask` has.
+        loss: which tokens `loss_mask` has; None: as that of `RowDataset`, the assistant's.
         exclude: "first" takes the first token of each prompt out of `loss_mask`.
         drop_last: whether every batch is full; see `RowDataset`.
 
@@ -117,7 +118,7 @@ class SequenceDataset(EpochDataset):
             sequences=sequences,
             rows=rows,
             length=self.length,
-            loss=_check_name("loss", loss, _LOSSES),
+            loss=None if loss is None else _check_name("loss", loss, _LOSSES),
             excludes_first=check_exclude(exclude),
             memory=RowMemory(check_bool("pin_memory", pin_memory)),
             checked=check_bool("checksums", checksums),
@@ -133,10 +134,11 @@ class SequenceSource:
     sequences: Sequences
     rows: list[_Ints] | _Ints  # the sequences of each row
     length: int
-    loss: str
+    loss: str | None
     excludes_first: bool
     memory: RowMemory
     checked: bool
+    masks: LossMasks = field(default_factory=LossMasks)
 
     @property
     def is_mapped(self) -> bool:
@@ -187,6 +189,9 @@ class SequenceSource:
             positions[where] = part.segment.column("position", part.at)
             index[where] = part.segment.index(part.at)
             document[where] = own
+            if self.loss is None:
+                loss[where] = self.masks.of(part.segment, part.at)
+                continue
             in_prompt = positions[where] < self.sequences.prompts[number]
             loss[where] = self.loss == "all" or in_prompt == (self.loss == "prompt")
         if self.excludes_first:

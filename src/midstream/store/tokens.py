@@ -298,13 +298,15 @@ def _check_widths(segments: Sequence[TokenSegment]) -> None:
 
 
 def join_taps(value: object, selection: Selection) -> tuple[Tap, ...]:
-    """Return the taps of `join`: pairs of site and layer, or names such as `resid_post.2`."""
+    """Return the taps of `join`: pairs of site and layer, or names such as `resid_post.2`,
+    `final_norm`.
+    """
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         got = show(value) if isinstance(value, str) else kind(value)
         raise StoreError(f'join: expected a list such as [("resid_post", 2)], got {got}')
     taps = []
     for item in value:
-        tap = _read_tap(item)
+        tap = _read_tap(item, selection)
         if tap not in selection.taps:
             present = ", ".join(tap_key(known) for known in selection.taps[:8])
             more = f", … ({len(selection.taps)} in total)" if len(selection.taps) > 8 else ""
@@ -315,8 +317,10 @@ def join_taps(value: object, selection: Selection) -> tuple[Tap, ...]:
     return tuple(taps)
 
 
-def _read_tap(item: object) -> Tap:
+def _read_tap(item: object, selection: Selection) -> Tap:
     named = sites.parse(item) if isinstance(item, str) else None
+    if named and named[0] in sites.ENDS:
+        named = next((tap for tap in selection.taps if tap[0] == named[0]), named)
     if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str):
         site, layer = sites.canonical(item[0]), item[1]
         named = (site, layer) if site and type(layer) is int else None

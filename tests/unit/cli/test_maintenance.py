@@ -156,6 +156,21 @@ def test_export_to_npz_is_a_folder_for_each_request(acts):
     assert "exists already" in again["error"]
 
 
+def test_export_for_trainers_tells_what_was_left_out(acts):
+    known = run_json("inspect", "acts")
+    said = run("export", "acts", "out", "--to", "memmap", "--join", "resid_post.3,resid_pre.0",
+               "--exclude", "first")  # fmt: skip
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    assert manifest["taps"] == ["resid_post.3", "resid_pre.0"]
+    assert f"{manifest['tokens']:,} rows: out" in said
+    assert manifest["tokens"] < known["rows"] / 3, "the first tokens"
+    found = run_json("export", "acts", "cut", "--to", "speculators", "--length", "2")
+    assert found["cut"] > 0
+    assert set(found) == {"status", "out", "rows", "written", "skipped", "cut"}
+    error = run_json("export", "acts", "no", "--to", "parquet", "--length", "2", status=2)["error"]
+    assert "length: the form parquet has none, got 2" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

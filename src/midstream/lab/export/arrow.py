@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from midstream.errors import StoreError
+from midstream.lab.export.target import unfinished
 from midstream.store import Selection
 from midstream.store.arrow import NAMES, record_batches
 
@@ -25,9 +22,9 @@ def export_parquet(selection: Selection, path: str | os.PathLike[str]) -> Path:
     from pyarrow import parquet
 
     with (
-        _unfinished(path) as file,
+        unfinished(path) as file,
         parquet.ParquetWriter(
-            file, reader.schema, compression="zstd", use_dictionary=list(NAMES)
+            str(file), reader.schema, compression="zstd", use_dictionary=list(NAMES)
         ) as writer,
     ):
         for batch in reader:
@@ -46,26 +43,7 @@ def export_arrow(selection: Selection, path: str | os.PathLike[str]) -> Path:
     reader = record_batches(selection)
     from pyarrow import ipc
 
-    with _unfinished(path) as file, ipc.new_stream(file, reader.schema) as writer:
+    with unfinished(path) as file, ipc.new_stream(str(file), reader.schema) as writer:
         for batch in reader:
             writer.write_batch(batch)
     return Path(path)
-
-
-@contextmanager
-def _unfinished(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield the path of a temporary file, which is renamed to `path` if nothing is raised."""
-    target = Path(path)
-    if os.path.lexists(target):
-        raise StoreError(f"{target} exists already")
-    part = target.parent / f".{target.name}.{uuid.uuid4().hex}.part"
-    try:
-        yield str(part)
-        part.rename(target)
-    except OSError as error:
-        # The message names the target, not the temporary file.
-        problem = os.strerror(error.errno) if error.errno else error
-        raise StoreError(f"{target}: {problem}") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)

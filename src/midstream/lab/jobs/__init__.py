@@ -4,6 +4,7 @@ From Python: `capture_dataset(Job(model=…, data=…, out=…, capture=Capture(
 """
 
 from midstream.lab.jobs.job import Job
+from midstream.lab.jobs.live import LiveRows
 from midstream.lab.jobs.prompt_tokens import DocumentPart, PromptParts
 from midstream.lab.jobs.run import CaptureRun, Counts, Summary, Watch, capture_dataset
 
@@ -12,6 +13,7 @@ __all__ = [
     "Counts",
     "DocumentPart",
     "Job",
+    "LiveRows",
     "PromptParts",
     "Summary",
     "Watch",

@@ -39,6 +39,22 @@ class Reply:
     parts: PromptParts = field(default_factory=PromptParts)
 
 
+class EngineWork(Protocol):
+    """What an engine does with each prompt; a `Job`, for one."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def chat(self) -> bool: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def keep_prompts(self) -> bool: ...
+
+
 class Engine(Protocol):
     """An engine that serves one job; `window` unfinished prompts keep it busy."""
 
@@ -105,16 +121,16 @@ def plan_of(plan: Plan, prompt: PromptTokens) -> Plan:
 class VllmEngine:
     """Engine of a job on a `midstream.LLM`, which nothing else may use at the same time."""
 
-    def __init__(self, llm: LLM, job: Job) -> None:
+    def __init__(self, llm: LLM, work: EngineWork) -> None:
         from midstream import SamplingParams
 
         self._llm = llm
-        self._chat = job.chat
-        self._plan = job.plan
+        self._chat = work.chat
+        self._plan = work.plan
         self._params: Any = SamplingParams(
             temperature=0,
-            max_tokens=job.max_tokens,
-            detokenize=job.keep_prompts,
+            max_tokens=work.max_tokens,
+            detokenize=work.keep_prompts,
             extra_args={KEY: self._plan},
         )
         self._lines: dict[str, int] = {}
@@ -165,6 +181,16 @@ class VllmEngine:
             return replies
         lost, self._lines = self._lines, {}
         return [*replies, *(Failed(line, "vLLM gave no output") for line in lost.values())]
+
+    def abort(self) -> None:
+        """End the requests that have not ended, and drop their results."""
+        from midstream.runtime import install
+
+        engine, left = self._llm.llm_engine, set(self._lines)
+        self._lines, self._ended = {}, []
+        if left:
+            engine.abort_request(list(left))
+            install.front_end(engine).drop(left)
 
     def _add_chat(self, messages: Any) -> None:
         from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan

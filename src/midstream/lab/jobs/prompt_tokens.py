@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.plan.positions.ranges import Ranges
+from midstream.store.loss_mask import ASSISTANT, ROLES
 
-# Fields of a request's metadata in the store.
+# Field of a request's metadata in the store; the other is ROLES.
 DOCUMENTS = "documents"
-ROLES = "roles"
-ASSISTANT = "assistant"
 
 
 class DocumentPart(NamedTuple):

@@ -22,7 +22,7 @@ from midstream.store.format.layout import (
     tap_name,
     tap_order,
 )
-from midstream.store.format.lines import Line, read_line, read_metadata
+from midstream.store.format.lines import Line, dump, read_line, read_metadata
 from midstream.validation import show
 
 _DTYPES: dict[str, Any] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
@@ -126,6 +126,18 @@ class Shard(CheckedFile):
     def metadata_text(self, request: int) -> bytes:
         """Return the metadata of a request as stored: a line of JSON."""
         return bytes(self.read("metadata", *self._index.metadata[request]))
+
+    def metadata_with(self, field: str) -> Iterator[tuple[int, Any]]:
+        """Yield the value of a field of the metadata of each request that has it, by index."""
+        places = self._index.metadata
+        text = bytes(self.read("metadata", 0, places[-1][1])) if places else b""
+        mark = dump(field)[:-1]
+        for request, (start, stop) in enumerate(places):
+            if text.find(mark, start, stop) >= 0:
+                with self.named():
+                    metadata = read_metadata(text[start:stop])
+                if field in metadata:
+                    yield request, metadata[field]
 
     def column(
         self, group: int, name: str, start: int = 0, stop: int | None = None
