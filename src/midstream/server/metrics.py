@@ -140,9 +140,6 @@ class Metrics:
     def observe_guards(self, seconds: float) -> None:
         self._histograms["guard_seconds"].observe(seconds)
 
-    def count_dropped_event(self) -> None:
-        self._counters["guard_events_dropped"].inc()
-
     async def refresh(
         self, state: Callable[[], Any], clock: Callable[[], float] = time.monotonic
     ) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 from midstream.errors import MidstreamError, SpecError
 from midstream.plan.probe import Probe
 from midstream.server import audit_log
-from midstream.server.guards.guard_event import GuardEvent, Webhooks
+from midstream.server.guards.guard_event import GuardEvent
 from midstream.server.guards.hidden import hide
 from midstream.server.guards.judgement import GuardJudgement, judge
 from midstream.server.guards.second_stage import read_again
 from midstream.server.metrics import Metrics
+from midstream.steering.guard_definition import Webhook
 from midstream.steering.guards import ActiveGuard
 
 # Fingerprint of the key, or address, of the client whose request is answered; None: no guard
@@ -37,15 +38,10 @@ class GuardedCalls:
     """Chooses the guards of calls. Call on the event loop."""
 
     metrics: Metrics
-    webhooks: Webhooks
-    # Are called with each event, on the event loop, and return at once.
-    listeners: list[Callable[[GuardEvent], None]] = field(default_factory=list)
+    # Is called with each event and its guard's webhook, on the event loop, and returns at once.
+    publish: Callable[[GuardEvent, Webhook | None], None]
     _llm: Any = None
     _generate: Any = None  # the engine's own method
-
-    @staticmethod
-    def of(metrics: Metrics) -> GuardedCalls:
-        return GuardedCalls(metrics, Webhooks(metrics.count_dropped_event))
 
     def connect(self, llm: Any, generate: Any) -> None:
         self._llm, self._generate = llm, generate
@@ -107,10 +103,7 @@ class GuardedCalls:
         """Count an event, log it, and pass it on."""
         self.metrics.count_action(guard, event.action)
         audit_log.log_event("guard.action", **event.to_dict())
-        if guard.definition.webhook is not None:
-            self.webhooks.send(guard.definition.webhook, event)
-        for listener in self.listeners:
-            listener(event)
+        self.publish(event, guard.definition.webhook)
 
 
 @dataclass(eq=False)
