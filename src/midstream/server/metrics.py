@@ -40,6 +40,7 @@ COUNTERS = (
     ("spills", "Arena segments spilled to disk because memory was full.", _WORKER),
     ("guard_requests", "Completions, by whether a guard scored them.", (*_GUARD, "scored")),
     ("guard_actions", "Completions on which a guard acted, by action.", (*_GUARD, "action")),
+    ("guard_failures", "Completions that a guard's second stage could not read.", _GUARD),
     ("guard_events_dropped", "Events of guards that a sink or a webhook did not get.", ()),
 )  # fmt: skip
 GAUGES = (
@@ -131,6 +132,9 @@ class Metrics:
 
     def count_action(self, guard: ActiveGuard, action: str) -> None:
         self._counters["guard_actions"].labels(guard.name, str(guard.version), action).inc()
+
+    def count_failure(self, guard: ActiveGuard) -> None:
+        self._counters["guard_failures"].labels(guard.name, str(guard.version)).inc()
 
     def observe_score(self, guard: ActiveGuard, score: float) -> None:
         self._histograms["guard_score"].labels(guard.name, str(guard.version)).observe(score)

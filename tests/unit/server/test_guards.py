@@ -16,6 +16,7 @@ from support.serving_fake import WIDTH, refused, serving
 from midstream import Probe
 from midstream.config.http import ADMIN_HEADER
 from midstream.errors import BusyError, SpecError
+from midstream.server.guards import guarded_calls
 from midstream.server.guards.guarded_calls import ASKER
 from midstream.sinks.events import event_log
 from midstream.steering.guard_definition import fingerprint, share_of
@@ -308,20 +309,62 @@ async def test_a_second_stage_runs_only_if_the_first_one_lets_it():
         assert await stream(client) == ("t1t2t3", "length")
 
 
-async def test_a_second_stage_that_fails_is_logged_and_the_answer_stands():
+def busy(*_: Any, **__: Any) -> Any:
+    raise BusyError("too many wait", 1)
+
+
+async def hang(*_: Any, **__: Any) -> Any:
+    await asyncio.sleep(60)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("generate", "problem"), [(busy, "too many wait"), (hang, "no scores within 0.05 s")]
+)
+async def test_a_second_stage_that_fails_or_hangs_acts_unless_its_guard_lets_it_pass(
+    generate, problem, monkeypatch
+):
+    monkeypatch.setattr(guarded_calls, "READ_SECONDS", 0.05)
     async with serving() as (site, client):
         await client.put(f"{GUARDS}/cheap", json=FORM)
-        dear = {**FORM, "action": "stop", "when": {"guard": "cheap"}}
-        await client.put(f"{GUARDS}/dear", json=dear)
+        dear = {**FORM, "action": "stop", "message": "!", "when": {"guard": "cheap"}}
+        named_so = f"dear-{problem[:2]}"
+        for version, (choice, ended) in enumerate(
+            [
+                ({}, ("t1t2t3!", "content_filter")),
+                ({"if_unavailable": "pass"}, ("t1t2t3", "length")),
+            ],
+            1,
+        ):
+            await client.put(f"{GUARDS}/{named_so}", json={**dear, **choice})
+            site.server.guards.connect(site.engine, generate)
+            with events() as logged:
+                assert await stream(client) == ended
+            (failed,) = named(logged, "guard.failed")
+            assert (failed["guard"], failed["problem"]) == (named_so, problem)
+            acted = [one for one in named(logged, "guard.action") if one["guard"] == named_so]
+            assert [one["problem"] for one in acted] == ([] if choice else [problem])
+            assert not any("score" in one or "position" in one for one in acted)
+            labels = {"guard": named_so, "version": str(version)}
+            assert count("guard_failures_total", **labels) == 1
+            assert count("guard_requests_total", **labels, scored="false") == 1
 
-        def busy(*_: Any, **__: Any) -> Any:
-            raise BusyError("too many wait", 1)
 
-        site.server.guards.connect(site.engine, busy)
-        with events() as found:
-            assert await stream(client) == ("t1t2t3", "length")
-        (failed,) = named(found, "guard.failed")
-        assert (failed["guard"], failed["problem"]) == ("dear", "too many wait")
+async def test_only_a_guard_with_a_second_request_says_what_holds_if_that_fails():
+    async with serving() as (_, client):
+        await client.put(f"{GUARDS}/cheap", json=FORM)
+        first, alone = {"when": {"guard": "cheap"}}, {"action": "flag", "when": {"guard": "cheap"}}
+        for form, words in [
+            ({**FORM, "if_unavailable": "pass"}, "only a guard with `when` and a probe"),
+            ({**alone, "if_unavailable": "act"}, "only a guard with `when` and a probe"),
+            ({**FORM, **first, "if_unavailable": "stop"}, "expected one of `act`, `pass`"),
+        ]:
+            answer = await client.put(f"{GUARDS}/dear", json=form)
+            assert answer.status_code == 400
+            assert "if_unavailable" in answer.text
+            assert words in answer.json()["error"]["message"]
+        form = {**FORM, **first, "if_unavailable": "pass"}
+        assert (await client.put(f"{GUARDS}/dear", json=form)).json()["if_unavailable"] == "pass"
 
 
 async def until(done: Any) -> None:

@@ -20,6 +20,7 @@ class GuardEvent:
         client: fingerprint of the client's API key, or its address.
         model: the model or adapter.
         text: the end of the generated text; None: the guard does not ask for it.
+        problem: why its probe could not read the answer; None: it has, or there is none.
     """
 
     guard: str
@@ -32,6 +33,7 @@ class GuardEvent:
     client: str
     model: str
     text: str | None = None
+    problem: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
