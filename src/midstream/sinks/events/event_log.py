@@ -66,11 +66,6 @@ class EventLog:
             self.close()
             raise
 
-    @property
-    def wants_text(self) -> bool:
-        """Whether a sink keeps the text that a guard acted on."""
-        return any(queue.settings.text for queue in self._queues)
-
     def put(self, event: Mapping[str, Any], own: tuple[str, str, float] | None = None) -> None:
         """Give an event to the sinks. Waits for none, raises nothing; any thread.
 
@@ -86,8 +81,7 @@ class EventLog:
         whole = {"id": name, "time": datetime.now(timezone.utc).isoformat(), **event}
         try:
             short = msgspec.json.encode({key: whole[key] for key in whole if key != TEXT})
-            wants_text = any(queue.settings.text for queue in queues)
-            full = msgspec.json.encode(whole) if wants_text and TEXT in whole else short
+            full = msgspec.json.encode(whole) if TEXT in whole else short
         except (TypeError, ValueError, OverflowError, RecursionError):
             self._unwritable += 1
             _LOGGER.exception("an event is no JSON, and lost")
@@ -100,8 +94,7 @@ class EventLog:
         """Return the queue of a guard's webhook, which is made with its first event."""
         key = guard, url, seconds
         with self._lock:
-            queue = self._own.get(key)
-            if queue is None:
+            if (queue := self._own.get(key)) is None:
                 settings = WebhookSettings(
                     url=url, call_seconds=seconds, close_seconds=seconds, text=True,
                     linger_seconds=0.0, queue_bytes=_OWN_BYTES,
