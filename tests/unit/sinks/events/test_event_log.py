@@ -130,5 +130,6 @@ def test_a_guards_own_webhook_gets_its_events_alone_and_one_that_is_unused_ends(
     assert all(event["text"] == "a secret" for event in bodies[0] + bodies[1])
     assert not any("text" in event for event in bodies[2])
     ids = [event["id"] for event in bodies[2]]
-    assert [event["id"] for event in bodies[0] + bodies[1]] == [ids[0], ids[2], ids[1]]
+    assert {event["id"] for event in bodies[0]} == {ids[0], ids[2]}
+    assert {event["id"] for event in bodies[1]} == {ids[1]}
     assert log.counts["guards"].delivered == 3
