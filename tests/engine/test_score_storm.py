@@ -14,8 +14,7 @@ import pytest
 import torch
 from support import tiny
 from support.adversary_run import assert_idle_and_clean, counter
-from support.cached_pair import fresh
-from support.engines import engine, generated, greedy, tokens
+from support.engines import HAS_GPU, engine, generated, greedy, tokens
 from support.nightly import rounds
 from support.same_sums import same_sums
 
@@ -59,12 +58,12 @@ EDITS = [
 
 @pytest.fixture
 def small(tiny_llama: Path) -> Iterator[Any]:
-    """An engine with room for three of the longest requests."""
+    """An engine with room for two of the longest requests."""
     with engine(
         tiny_llama,
         enable_prefix_caching=True,
         block_size=32,
-        num_gpu_blocks_override=20,
+        num_gpu_blocks_override=16,
         max_num_batched_tokens=64,
         max_num_seqs=6,
         disable_log_stats=False,
@@ -77,18 +76,21 @@ class Requests:
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
-        root = fresh(50)
-        branches = [[*root, *fresh(self._draw.randrange(20, 60))] for _ in range(2)]
+        root = self._tokens(50)
+        branches = [[*root, *self._tokens(self._draw.randrange(20, 60))] for _ in range(2)]
         self._paths = [
-            [*branch, *fresh(self._draw.randrange(20, 70))] for branch in branches for _ in range(2)
+            [*branch, *self._tokens(self._draw.randrange(20, 70))] for branch in branches for _ in range(2)
         ]
         self._usual = [self._probes() for _ in range(4)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._draw.randrange(3, tiny.VOCAB) for _ in range(count)]
 
     def _prompt(self) -> list[int]:
         draw = self._draw
         path = draw.choice(self._paths)
         start = path if draw.random() < 0.5 else path[: draw.randrange(50, len(path))]
-        rest = fresh(draw.randrange(1, 30)) if draw.random() < 0.4 else []
+        rest = self._tokens(draw.randrange(1, 30)) if draw.random() < 0.4 else []
         return [*start, *rest]
 
     def _probes(self) -> list[Probe]:
@@ -120,7 +122,7 @@ class Requests:
             ],
             "edits": [draw.choice(EDITS) for _ in prompts],
         }
-        return prompts, greedy(draw.choice([2, 3, 12, 40]), detokenize=False), asked
+        return prompts, greedy(draw.choice([2, 12, 40, 60]), detokenize=False), asked
 
 
 @contextmanager
@@ -139,6 +141,7 @@ def counting_evictions(llm: Any) -> Iterator[list[Any]]:
         yield evicted
 
 
+@pytest.mark.skipif(HAS_GPU, reason="the sums of its kernels depend on the rows of a step")
 def test_scores_under_eviction_and_preemption_are_those_without_a_cache_bit_by_bit(
     small: Any, uncached: Any
 ) -> None:
