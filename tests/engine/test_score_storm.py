@@ -79,7 +79,9 @@ class Requests:
         root = self._tokens(50)
         branches = [[*root, *self._tokens(self._draw.randrange(20, 60))] for _ in range(2)]
         self._paths = [
-            [*branch, *self._tokens(self._draw.randrange(20, 70))] for branch in branches for _ in range(2)
+            [*branch, *self._tokens(self._draw.randrange(20, 70))]
+            for branch in branches
+            for _ in range(2)
         ]
         self._usual = [self._probes() for _ in range(4)]
 
