@@ -96,6 +96,27 @@ def test_the_same_vector_elsewhere_or_with_another_reading_is_another_probe(
     pair.ask(prompt, WHOLE, probes=probe(name="renamed"))
 
 
+def test_probes_of_one_vector_at_several_positions_leave_the_scores_of_each(
+    pair: Pair, prompt: Any
+) -> None:
+    """What one does not select is not kept as a score of the other."""
+    several = [
+        probe(name="all"),
+        probe(name="again"),
+        probe(name="some", positions=slice(70, 80)),
+        probe(name="last", positions="last_prompt"),
+    ]
+    first = pair.ask(prompt, 0, probes=several)
+    assert torch.equal(scores(first, "all"), scores(first, "again"))
+    again = pair.ask(prompt, WHOLE, probes=probe())
+    assert torch.equal(scores(again), scores(first, "all"))
+    for probes in (several, several[::-1], several):
+        warm = pair.ask(prompt, None, probes=probes)
+        for name in ("all", "again", "some"):
+            assert torch.equal(scores(warm, name), scores(first, name))
+    assert warm.num_cached_tokens == WHOLE
+
+
 def test_scores_are_those_after_the_edits_of_the_request(pair: Pair, prompt: Any) -> None:
     steer = Steer(vector(1), layer=1)
     plain = pair.ask(prompt, 0, probes=probe())

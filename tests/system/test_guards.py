@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -322,42 +322,58 @@ def test_swaps_under_load_drop_no_request_and_each_answer_is_of_one_version(both
     assert status["requests"] == 0
 
 
-# The last test of this file: it ends the server.
-def test_an_acknowledged_guard_outlives_a_process_that_is_killed_in_a_change(
-    both, server, state, talking_llama, tmp_path
-):
-    acknowledged: list[tuple[int, int]] = []
+def changed_until_killed(server: Running, killed: int) -> dict[str, int]:
+    """Change guards until the server ends by the kill of one of its processes; return the last
+    acknowledged version of each.
+    """
+    last: dict[str, int] = {}
+    total = []
 
-    def change(number: int) -> None:
-        try:
-            with httpx.Client(base_url=server.url, timeout=60) as http:
-                client = Client(http=http)
-                for nth in range(10**6):
-                    name = f"kept-{number}"
-                    found = put(client, name, above=float(nth), message=f"{nth}")
-                    acknowledged.append((number, found["version"]))
-        except (httpx.HTTPError, ServerError, ValueError):
-            return
+    def change(name: str) -> None:
+        with (
+            suppress(httpx.HTTPError, ServerError, ValueError),
+            httpx.Client(base_url=server.url, timeout=60) as http,
+        ):
+            for number in range(10**6):
+                made = put(Client(http=http), name, above=float(number), message=f"{number}")
+                last[name] = made["version"]
+                total.append(name)
 
-    threads = [threading.Thread(target=change, args=(number,)) for number in range(2)]
-    names = {one.pid: one.name() for one in server.tree}
-    [killed] = [pid for pid, name in names.items() if name.endswith("APIServer_1")]
+    threads = [threading.Thread(target=change, args=(f"kept-{number}",)) for number in range(2)]
     for thread in threads:
         thread.start()
-    until(lambda: len(acknowledged) >= 20)
+    until(lambda: len(total) >= 20)
     os.kill(killed, signal.SIGKILL)
     assert server.process.wait(60) != 0
     for thread in threads:
         thread.join(60)
-    last = dict.fromkeys(range(2), 0)
-    for number, version in acknowledged:
-        last[number] = max(last[number], version)
-    with (
-        serving.running(start(talking_llama, state), tmp_path) as again,
-        Client(again.url) as client,
-    ):
-        for number, version in last.items():
-            found = client.call("GET", f"{GUARDS}/kept-{number}")
+    assert len(last) == len(threads)
+    return last
+
+
+# The last test of this file: it ends the server.
+def test_acknowledged_guards_outlive_an_api_process_and_an_engine_that_are_killed_in_a_change(
+    server, state, talking_llama, tmp_path, expected
+):
+    def check(client: Client, last: dict[str, int], before: dict[str, int]) -> None:
+        for name, version in last.items():
+            kept = client.call("GET", f"{GUARDS}/{name}")
             # One more may have been made that nobody was told of.
-            assert found["version"] in (version, version + 1)
-            assert found["message"] == str(found["version"] - 1)
+            assert kept["version"] in (version, version + 1)
+            assert kept["message"] == str(kept["version"] - before.get(name, 0) - 1)
+
+    names = {one.pid: one.name() for one in server.tree}
+    [killed] = [pid for pid, name in names.items() if name.endswith("APIServer_1")]
+    last = changed_until_killed(server, killed)
+    command = start(talking_llama, state)
+    with serving.running(command, tmp_path) as again, Client(again.url) as client:
+        check(client, last, {})
+        before = {name: client.call("GET", f"{GUARDS}/{name}")["version"] for name in last}
+        last = changed_until_killed(again, again.engine)
+    with serving.running(command, tmp_path) as again, Client(again.url) as client:
+        check(client, last, before)
+        # They hold for requests, too.
+        for name in last:
+            put(client, name, above=expected.threshold, action="stop", message=name)
+        (choice,) = ask(client)["choices"]
+        assert choice["finish_reason"] == "content_filter"

@@ -40,6 +40,7 @@ COUNTERS = (
     ("spills", "Arena segments spilled to disk because memory was full.", _WORKER),
     ("guard_requests", "Completions, by whether a guard scored them.", (*_GUARD, "scored")),
     ("guard_actions", "Completions on which a guard acted, by action.", (*_GUARD, "action")),
+    ("guard_failures", "Completions that a guard's second stage could not read.", _GUARD),
     ("guard_events_dropped", "Events of guards that a sink or a webhook did not get.", ()),
 )  # fmt: skip
 GAUGES = (
@@ -132,6 +133,9 @@ class Metrics:
     def count_action(self, guard: ActiveGuard, action: str) -> None:
         self._counters["guard_actions"].labels(guard.name, str(guard.version), action).inc()
 
+    def count_failure(self, guard: ActiveGuard) -> None:
+        self._counters["guard_failures"].labels(guard.name, str(guard.version)).inc()
+
     def observe_score(self, guard: ActiveGuard, score: float) -> None:
         self._histograms["guard_score"].labels(guard.name, str(guard.version)).observe(score)
         if guard.definition.training is not None:
@@ -139,9 +143,6 @@ class Metrics:
 
     def observe_guards(self, seconds: float) -> None:
         self._histograms["guard_seconds"].observe(seconds)
-
-    def count_dropped_event(self) -> None:
-        self._counters["guard_events_dropped"].inc()
 
     async def refresh(
         self, state: Callable[[], Any], clock: Callable[[], float] = time.monotonic

@@ -35,6 +35,7 @@ from midstream.server import audit_log, metrics
 from midstream.server.body_values import completions_of
 from midstream.server.cached_rows.capture_cache import CachedCapture, CaptureCache, expire_in_time
 from midstream.server.cached_rows.patched_rows import opened_rows
+from midstream.server.guards.guard_event import GuardEvent
 from midstream.server.guards.guarded_calls import GuardedCalls
 from midstream.server.http_request import RequestContext
 from midstream.server.open_requests import OpenRequests
@@ -45,7 +46,7 @@ from midstream.server.running_requests import RunningCall, RunningRequests
 from midstream.server.sweep_pace import SweepPace
 from midstream.sinks.events import EventLog
 from midstream.steering.edit_forms import TIERS
-from midstream.steering.guard_definition import fingerprint
+from midstream.steering.guard_definition import Webhook, fingerprint
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import SteeringState
 from midstream.validation import at
@@ -94,8 +95,7 @@ class Server:
         self.open_requests = OpenRequests()
         self.running = RunningRequests()
         self.sweeps = SweepPace(settings.running_sweeps, settings.sweep_wait_seconds)
-        self.guards = GuardedCalls.of(self.metrics)
-        self.guards.listeners.append(lambda event: self.events.put(event.to_dict()))
+        self.guards = GuardedCalls(self.metrics, self._publish)
 
     async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
         """Connect the engine; `template`: arguments of chat templates from the settings."""
@@ -233,13 +233,17 @@ class Server:
             param=param,
         )
 
+    def _publish(self, event: GuardEvent, webhook: Webhook | None) -> None:
+        """Give an event of a guard to the sinks, and to its own webhook."""
+        own = None if webhook is None else (event.guard, webhook.url, webhook.seconds)
+        self.events.put(event.to_dict(), own)
+
     def close(self) -> None:
         """Free all cached captures, and send the events that wait. The engine closes its sinks."""
         audit_log.log_event("closing", held_captures=len(self.captures))
         if self._expiry is not None:
             self._expiry.cancel()
         self.captures.close()
-        self.guards.webhooks.close()
         self.events.close()
         if self.peers is not None:
             self.peers.close()

@@ -30,6 +30,7 @@ LADDER = ("shadow", "flag", "stop")
 ACTIONS = (*LADDER, "switch", "webhook")
 MESSAGE = "The answer was stopped."
 SECONDS, MOST_SECONDS = 5.0, 60.0  # of a webhook
+IF_UNAVAILABLE = ("act", "pass")
 _PREFIX = "guard:"  # of the names of the guards' probes
 _MOST_TEXT = 1000  # characters of a message
 _MOST_URL = 2000
@@ -107,6 +108,8 @@ class GuardDefinition:
         webhook: is called whenever it acts; None: nothing is.
         scope: the requests that it is for.
         when: its first stage; None: it runs with the request.
+        if_unavailable: what happens if its second request fails or takes too long, of a guard with
+            `when` and a probe: "act", as if the condition were met, or "pass".
         message: is added to the text of an answer that it stops.
         visible: whether clients that ask see that it acted, and its name in a `stop_reason`.
         text: whether its log events have the end of the generated text.
@@ -121,6 +124,7 @@ class GuardDefinition:
     webhook: Webhook | None = None
     scope: Scope = field(default_factory=Scope)
     when: FirstStage | None = None
+    if_unavailable: str = IF_UNAVAILABLE[0]
     message: str = MESSAGE
     visible: bool = False
     text: bool = False
@@ -148,6 +152,8 @@ class GuardDefinition:
             form["scope"] = scope
         if self.when is not None:
             form["when"] = self.when.to_dict()
+        if self.if_unavailable != IF_UNAVAILABLE[0]:
+            form["if_unavailable"] = self.if_unavailable
         if self.message != MESSAGE:
             form["message"] = self.message
         if self.training is not None:
@@ -225,8 +231,8 @@ def read_guard_name(value: object) -> str:
 # Fields of a condition in JSON, and the arguments that they are.
 _ARGUMENTS = {name.rstrip("_"): name for name in sum(parameters_of(Condition), ())}
 _FIELDS = (
-    "probe", *_ARGUMENTS, "action", "edits", "webhook", "scope", "when", "message", "visible",
-    "text", "training",
+    "probe", *_ARGUMENTS, "action", "edits", "webhook", "scope", "when", "if_unavailable",
+    "message", "visible", "text", "training",
 )  # fmt: skip
 
 
@@ -280,9 +286,10 @@ def read_definition(value: object) -> GuardDefinition:
     message = fields.get("message", MESSAGE)
     if not isinstance(message, str) or not 1 <= len(message) <= _MOST_TEXT:
         raise SpecError("message", f"expected a text of 1 to {_MOST_TEXT} characters")
+    if_unavailable = _read_if_unavailable(fields, when is not None and probe is not None)
     return GuardDefinition(
         probe, condition, action, edits, webhook, _read_scope(fields.get("scope", {})), when,
-        message, _read_flag(fields, "visible"), _read_flag(fields, "text"),
+        if_unavailable, message, _read_flag(fields, "visible"), _read_flag(fields, "text"),
         _read_training(fields.get("training"), probe),
     )  # fmt: skip
 
@@ -308,6 +315,13 @@ def _read_probe(fields: Mapping[str, Any]) -> tuple[Probe | None, Condition | No
     condition = Flag(**{_ARGUMENTS[name]: value for name, value in threshold.items()})
     # A guard that only flags may be promoted: a probe that cannot act is rejected now.
     return probe.replace(act=condition).replace(act=None), condition
+
+
+def _read_if_unavailable(fields: Mapping[str, Any], has_second_request: bool) -> str:
+    with at("if_unavailable"):
+        if "if_unavailable" in fields and not has_second_request:
+            raise SpecError("", "only a guard with `when` and a probe has a second request")
+        return read_word(fields.get("if_unavailable", IF_UNAVAILABLE[0]), IF_UNAVAILABLE)
 
 
 def _read_training(value: object, probe: Probe | None) -> Training | None:

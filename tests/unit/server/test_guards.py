@@ -4,22 +4,21 @@ import asyncio
 import json
 import logging
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
+from support.event_receiver import HANG, Receiver
 from support.serving_endpoints import Params
 from support.serving_fake import WIDTH, refused, serving
 
 from midstream import Probe
 from midstream.config.http import ADMIN_HEADER
 from midstream.errors import BusyError, SpecError
-from midstream.server.guards import guard_event
-from midstream.server.guards.guard_event import GuardEvent
+from midstream.server.guards import guarded_calls
 from midstream.server.guards.guarded_calls import ASKER
+from midstream.sinks.events import event_log
 from midstream.steering.guard_definition import fingerprint, share_of
 
 pytestmark = pytest.mark.anyio
@@ -310,48 +309,62 @@ async def test_a_second_stage_runs_only_if_the_first_one_lets_it():
         assert await stream(client) == ("t1t2t3", "length")
 
 
-async def test_a_second_stage_that_fails_is_logged_and_the_answer_stands():
+def busy(*_: Any, **__: Any) -> Any:
+    raise BusyError("too many wait", 1)
+
+
+async def hang(*_: Any, **__: Any) -> Any:
+    await asyncio.sleep(60)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("generate", "problem"), [(busy, "too many wait"), (hang, "no scores within 0.05 s")]
+)
+async def test_a_second_stage_that_fails_or_hangs_acts_unless_its_guard_lets_it_pass(
+    generate, problem, monkeypatch
+):
+    monkeypatch.setattr(guarded_calls, "READ_SECONDS", 0.05)
     async with serving() as (site, client):
         await client.put(f"{GUARDS}/cheap", json=FORM)
-        dear = {**FORM, "action": "stop", "when": {"guard": "cheap"}}
-        await client.put(f"{GUARDS}/dear", json=dear)
-
-        def busy(*_: Any, **__: Any) -> Any:
-            raise BusyError("too many wait", 1)
-
-        site.server.guards.connect(site.engine, busy)
-        with events() as found:
-            assert await stream(client) == ("t1t2t3", "length")
-        (failed,) = named(found, "guard.failed")
-        assert (failed["guard"], failed["problem"]) == ("dear", "too many wait")
-
-
-class Hook(BaseHTTPRequestHandler):
-    """Keeps what it is sent; answers after `delay` with `status`."""
-
-    sent: list[dict[str, Any]] = []
-    status = 204
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        type(self).sent.append(json.loads(body))
-        self.send_response(type(self).status)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        dear = {**FORM, "action": "stop", "message": "!", "when": {"guard": "cheap"}}
+        named_so = f"dear-{problem[:2]}"
+        for version, (choice, ended) in enumerate(
+            [
+                ({}, ("t1t2t3!", "content_filter")),
+                ({"if_unavailable": "pass"}, ("t1t2t3", "length")),
+            ],
+            1,
+        ):
+            await client.put(f"{GUARDS}/{named_so}", json={**dear, **choice})
+            site.server.guards.connect(site.engine, generate)
+            with events() as logged:
+                assert await stream(client) == ended
+            (failed,) = named(logged, "guard.failed")
+            assert (failed["guard"], failed["problem"]) == (named_so, problem)
+            acted = [one for one in named(logged, "guard.action") if one["guard"] == named_so]
+            assert [one["problem"] for one in acted] == ([] if choice else [problem])
+            assert not any("score" in one or "position" in one for one in acted)
+            labels = {"guard": named_so, "version": str(version)}
+            assert count("guard_failures_total", **labels) == 1
+            assert count("guard_requests_total", **labels, scored="false") == 1
 
 
-@pytest.fixture
-def hook():
-    Hook.sent, Hook.status = [], 204
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hook)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/events"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+async def test_only_a_guard_with_a_second_request_says_what_holds_if_that_fails():
+    async with serving() as (_, client):
+        await client.put(f"{GUARDS}/cheap", json=FORM)
+        first, alone = {"when": {"guard": "cheap"}}, {"action": "flag", "when": {"guard": "cheap"}}
+        for form, words in [
+            ({**FORM, "if_unavailable": "pass"}, "only a guard with `when` and a probe"),
+            ({**alone, "if_unavailable": "act"}, "only a guard with `when` and a probe"),
+            ({**FORM, **first, "if_unavailable": "stop"}, "expected one of `act`, `pass`"),
+        ]:
+            answer = await client.put(f"{GUARDS}/dear", json=form)
+            assert answer.status_code == 400
+            assert "if_unavailable" in answer.text
+            assert words in answer.json()["error"]["message"]
+        form = {**FORM, **first, "if_unavailable": "pass"}
+        assert (await client.put(f"{GUARDS}/dear", json=form)).json()["if_unavailable"] == "pass"
 
 
 async def until(done: Any) -> None:
@@ -362,51 +375,44 @@ async def until(done: Any) -> None:
     raise AssertionError("it did not happen")
 
 
-async def test_a_webhook_gets_the_event_beside_the_answer(hook):
-    async with serving() as (site, client):
-        told: list[GuardEvent] = []
-        site.server.guards.listeners.append(told.append)
-        form = {**FORM, "action": "webhook", "webhook": hook, "text": True}
-        await client.put(f"{GUARDS}/hooked", json=form)
-        assert await stream(client) == ("t1t2t3", "length")
-        await until(lambda: Hook.sent)
-        assert Hook.sent == [told[0].to_dict()]
-        assert (Hook.sent[0]["guard"], Hook.sent[0]["text"]) == ("hooked", "t1t2t3")
-        before = count("guard_events_dropped_total")
-        Hook.status = 500
-        with events() as found:
-            await stream(client)
-            await until(lambda: count("guard_events_dropped_total") == before + 1)
-        (failed,) = named(found, "guard.webhook_failed")
-        assert failed["problem"] == "it answered with the status 500"
+async def test_a_webhook_gets_the_event_beside_the_answer_and_again_until_it_is_accepted():
+    with Receiver([(503, {"retry-after": "0"}), 200, 400]) as receiver:
+        async with serving() as (site, client):
+            form = {**FORM, "action": "webhook", "webhook": receiver.url, "text": True}
+            await client.put(f"{GUARDS}/hooked", json=form)
+            with events() as logged:
+                assert await stream(client) == ("t1t2t3", "length")
+                await until(lambda: receiver.received)
+            first, second = (json.loads(body)["events"] for _, _, body in receiver.posts)
+            assert first == second
+            (told,) = named(logged, "guard.action")
+            (event,) = first
+            assert {name: told[name] for name in event if name in told} == {
+                name: event[name] for name in event if name not in ("id", "time")
+            }
+            assert event["text"] == "t1t2t3"
+            await stream(client)  # 400: it is not tried again
+            await until(lambda: site.server.events.undelivered)
+            counts = (await client.get("/v1/midstream/status")).json()["events"]["guards"]
+            assert counts == {"delivered": 1, "dropped": 1, "dead_letters": 0, "waiting": 0}
+            assert len(receiver.posts) == 3
 
 
 async def test_a_webhook_that_hangs_delays_no_answer_and_its_queue_is_bounded(monkeypatch):
-    monkeypatch.setattr(guard_event, "QUEUED", 2)
-    held: list[Any] = []
-
-    async def hang(reader: Any, writer: Any) -> None:
-        held.append(writer)
-
-    server = await asyncio.start_server(hang, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with serving() as (_, client):
-        webhook = {"url": f"http://127.0.0.1:{port}", "seconds": 0.5}
-        await client.put(
-            f"{GUARDS}/hanging", json={**FORM, "action": "webhook", "webhook": webhook}
-        )
-        before = count("guard_events_dropped_total")
-        start = asyncio.get_running_loop().time()
-        for _ in range(10):
-            assert (await client.post("/v1/completions", json=ASK)).status_code == 200
-        # Four are on their way and two wait.
-        assert count("guard_events_dropped_total") == before + 4
-        assert asyncio.get_running_loop().time() - start < 0.5
-        await until(lambda: count("guard_events_dropped_total") == before + 8)  # the deadline
-    await until(lambda: count("guard_events_dropped_total") == before + 10)
-    for writer in held:
-        writer.close()
-    server.close()
+    monkeypatch.setattr(event_log, "_OWN_BYTES", 600)
+    with Receiver([HANG]) as receiver:
+        async with serving() as (site, client):
+            webhook = {"url": receiver.url, "seconds": 0.3}
+            form = {**FORM, "action": "webhook", "webhook": webhook}
+            await client.put(f"{GUARDS}/hanging", json=form)
+            start = asyncio.get_running_loop().time()
+            for _ in range(10):
+                assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+            assert asyncio.get_running_loop().time() - start < 2.0
+            counts = site.server.events.counts["guards"]
+            assert counts.waiting in (1, 2)
+            assert counts.dropped == 10 - counts.waiting
+        assert site.server.events.counts["guards"].dropped == 10
 
 
 async def test_a_stream_of_several_completions_is_not_read_by_guards_that_observe():

@@ -56,7 +56,8 @@ class _Segments:
 class KeptScore(ProtocolMessage, frozen=True, array_like=True):
     """A probe's score, which the workers keep for the tokens of cached blocks."""
 
-    key: str  # digest in hex of how it is computed from a row: equal keys, equal scores
+    # Digest in hex of how it is computed from a row; equal keys in a plan have equal ranges.
+    key: str
     slot: Natural  # its column among the plan's scores
     ranges: Ranges  # positions that may have one
 
@@ -125,10 +126,25 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
     # What selects tokens by those before it reads each generated one, cached or not.
     firsts = [ranges[0][0] for ranges in reads if ranges]
     firsts += [automaton.start for automaton in plan.automata]
-    scores = tuple(
-        [score for probe in plan.probes if _is_kept(probe) for score in _kept_scores(plan, probe)]
-    )
+    kept = [probe for probe in plan.probes if _is_kept(probe)]
+    scores = _distinct([score for probe in kept for score in _kept_scores(plan, probe)])
     return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None), scores)
+
+
+def _distinct(scores: list[KeptScore]) -> tuple[KeptScore, ...]:
+    """Return scores where one that is read at other positions too has another key there: workers
+    keep a number of every row of a request, also of rows that its probe does not select.
+    """
+    known: dict[str, list[Ranges]] = {}
+    distinct = []
+    for score in scores:
+        ranges = known.setdefault(score.key, [])
+        if score.ranges not in ranges:
+            ranges.append(score.ranges)
+        if number := ranges.index(score.ranges):
+            score = KeptScore(f"{score.key}.{number}", score.slot, score.ranges)
+        distinct.append(score)
+    return tuple(distinct)
 
 
 def scanned(plan: ResolvedPlan) -> list[Ranges]:

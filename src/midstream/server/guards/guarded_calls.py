@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from midstream.deadlines import within
 from midstream.errors import MidstreamError, SpecError
 from midstream.plan.probe import Probe
 from midstream.server import audit_log
-from midstream.server.guards.guard_event import GuardEvent, Webhooks
+from midstream.server.guards.guard_event import GuardEvent
 from midstream.server.guards.hidden import hide
 from midstream.server.guards.judgement import GuardJudgement, judge
 from midstream.server.guards.second_stage import read_again
 from midstream.server.metrics import Metrics
+from midstream.steering.guard_definition import Webhook
 from midstream.steering.guards import ActiveGuard
 
 # Fingerprint of the key, or address, of the client whose request is answered; None: no guard
 # concerns it, as it is the server's own.
 ASKER: ContextVar[str | None] = ContextVar("midstream_asker", default=None)
 STOPPED = "content_filter"  # a finish reason that OpenAI's clients know
+READ_SECONDS = 60.0  # longest time of a second stage's request, with its waiting
 _TEXT = 500  # characters at the end of the generated text in an event
 _SHOWN = 500  # characters of a problem in the log
 # Actions that need not be done, where scores cannot be had.
@@ -37,15 +41,10 @@ class GuardedCalls:
     """Chooses the guards of calls. Call on the event loop."""
 
     metrics: Metrics
-    webhooks: Webhooks
-    # Are called with each event, on the event loop, and return at once.
-    listeners: list[Callable[[GuardEvent], None]] = field(default_factory=list)
+    # Is called with each event and its guard's webhook, on the event loop, and returns at once.
+    publish: Callable[[GuardEvent, Webhook | None], None]
     _llm: Any = None
     _generate: Any = None  # the engine's own method
-
-    @staticmethod
-    def of(metrics: Metrics) -> GuardedCalls:
-        return GuardedCalls(metrics, Webhooks(metrics.count_dropped_event))
 
     def connect(self, llm: Any, generate: Any) -> None:
         self._llm, self._generate = llm, generate
@@ -107,10 +106,7 @@ class GuardedCalls:
         """Count an event, log it, and pass it on."""
         self.metrics.count_action(guard, event.action)
         audit_log.log_event("guard.action", **event.to_dict())
-        if guard.definition.webhook is not None:
-            self.webhooks.send(guard.definition.webhook, event)
-        for listener in self.listeners:
-            listener(event)
+        self.publish(event, guard.definition.webhook)
 
 
 @dataclass(eq=False)
@@ -162,15 +158,16 @@ class GuardedCall:
         shown: list[dict[str, Any]] = []
         stopping: ActiveGuard | None = None
         for guard in sorted(self.guards, key=lambda guard: guard.definition.when is not None):
-            is_read, judgement = await self._judge(guard, judgements, output, completion, prompt)
-            self._calls.metrics.count_guarded(guard, is_read)
+            verdict = await self._judge(guard, judgements, output, completion, prompt)
+            judgement = verdict.judgement
+            self._calls.metrics.count_guarded(guard, verdict.is_read)
             if judgement is not None:
                 judgements[guard.name] = judgement
                 if guard.definition.probe is not None:
                     self._calls.metrics.observe_score(guard, judgement.peak)
-            if judgement is None or judgement.position is None:
+            if not verdict.acts:
                 continue
-            event = self._event(guard, judgement, index, text)
+            event = self._event(guard, verdict, index, text)
             self._calls.tell(event, guard)
             definition = guard.definition
             if definition.visible and definition.action != "shadow":
@@ -191,20 +188,19 @@ class GuardedCall:
         output: Any,
         completion: Any,
         prompt: Any,
-    ) -> tuple[bool, GuardJudgement | None]:
-        """Return whether a guard ran, and what it says."""
+    ) -> _Verdict:
+        """Return what a guard says; it may make a request of its own."""
         definition, condition = guard.definition, guard.definition.condition
         if guard.probe is not None and condition is not None:
-            judgement = judge(condition, completion.probes, guard.probe)
-            return judgement is not None, judgement
+            return _verdict(judge(condition, completion.probes, guard.probe))
         when = definition.when
         assert when is not None
         first = before.get(when.guard)
         if first is None or not first.is_beyond(when.above, when.below):
-            return False, None
+            return _verdict(None)
         if guard.later is None or condition is None:
             # It acts whenever its first stage lets it run.
-            return True, first._replace(position=first.position or 0)
+            return _verdict(first._replace(position=first.position or 0))
         whole = completion
         if self.is_delta:
             whole = _Ended(self._tokens[completion.index])
@@ -213,34 +209,35 @@ class GuardedCall:
             "name": f"{self.request_id}-{guard.name}-{completion.index}",
         }  # fmt: skip
         try:
-            probes = await read_again(self._calls.generate, prompt, output, whole, named)
-        except (MidstreamError, ValueError) as error:
+            reading = read_again(self._calls.generate, prompt, output, whole, named)
+            probes = await within(READ_SECONDS, reading)
+        except (MidstreamError, ValueError, asyncio.TimeoutError) as error:
+            problem = str(error)[:_SHOWN] or f"no scores within {READ_SECONDS:g} s"
+            self._calls.metrics.count_failure(guard)
             audit_log.log_event(
                 "guard.failed",
                 guard=guard.name,
                 version=guard.version,
                 request_id=self.request_id,
-                problem=str(error)[:_SHOWN],
+                problem=problem,
             )
-            return False, None
-        judgement = judge(condition, probes, guard.later)
-        return judgement is not None, judgement
+            return _Verdict(False, None, definition.if_unavailable == "act", problem)
+        return _verdict(judge(condition, probes, guard.later))
 
-    def _event(
-        self, guard: ActiveGuard, judgement: GuardJudgement, index: int, text: str
-    ) -> GuardEvent:
-        has_probe = guard.definition.probe is not None
+    def _event(self, guard: ActiveGuard, verdict: _Verdict, index: int, text: str) -> GuardEvent:
+        judgement = None if guard.definition.probe is None else verdict.judgement
         return GuardEvent(
             guard.name,
             guard.version,
             guard.definition.action,
-            judgement.position if has_probe else None,
-            judgement.score if has_probe else None,
+            None if judgement is None else judgement.position,
+            None if judgement is None else judgement.score,
             self.request_id,
             index,
             self.client,
             self.model,
             text if guard.definition.text else None,
+            verdict.problem,
         )
 
     def _stop(self, guard: ActiveGuard, completion: Any) -> None:
@@ -256,6 +253,20 @@ class GuardedCall:
         completion.text, completion.token_ids = definition.message, []
         if completion.logprobs is not None:
             completion.logprobs = []
+
+
+class _Verdict(NamedTuple):
+    """What a guard says of one completion."""
+
+    is_read: bool  # whether it ran, and its probe has read the completion
+    judgement: GuardJudgement | None
+    acts: bool
+    problem: str | None = None  # why it could not run
+
+
+def _verdict(judgement: GuardJudgement | None) -> _Verdict:
+    acts = judgement is not None and judgement.position is not None
+    return _Verdict(judgement is not None, judgement, acts)
 
 
 def _mixed(request_id: str, params: Any) -> str | None:

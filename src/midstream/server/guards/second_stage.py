@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
+from midstream.errors import SpecError
 from midstream.plan.probe import Probe
 from midstream.results.probe_scores import Probes
 
@@ -15,8 +16,8 @@ Generate = Callable[..., AsyncGenerator[Any, None]]
 async def read_again(
     generate: Generate, prompt: Any, output: Any, completion: Any, named: Mapping[str, Any]
 ) -> Probes | None:
-    """Return the scores of a probe of the prompt and the tokens of a completion; None: its prompt
-    is not of tokens.
+    """Return the scores of a probe of the prompt and the tokens of a completion; None: the probe's
+    phase has none. Raises SpecError if the prompt is not of tokens.
 
     Args:
         generate: the engine's.
@@ -29,7 +30,7 @@ async def read_again(
 
     tokens = output.prompt_token_ids
     if not tokens:
-        return None
+        raise SpecError("prompt", "is not of tokens, which a second stage reads")
     every = [*tokens, *completion.token_ids][: named["most"]]
     again: Any = {"prompt_token_ids": every}
     if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:

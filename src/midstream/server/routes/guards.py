@@ -72,6 +72,10 @@ class GuardBody(BaseModel):
     when: Any = Field(
         default=None, description='Its first stage: `{"guard": "cheap", "above": 1.0}`.'
     )
+    if_unavailable: Any = Field(
+        default=None,
+        description='What a second stage does that could not read the answer: "act" or "pass".',
+    )
     message: Any = Field(default=None, description="Is added to an answer that it stops.")
     visible: Any = Field(default=None, description="Whether clients that ask see that it acted.")
     text: Any = Field(default=None, description="Whether its events have generated text.")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from itertools import count
 from typing import Any
@@ -19,7 +22,7 @@ from midstream.config.event_sinks import (
     WebhookSettings,
 )
 from midstream.errors import ConfigError
-from midstream.sinks.daemon_threads import in_threads
+from midstream.sinks.daemon_threads import begin, in_threads
 from midstream.sinks.events.base import EventSink, SinkEvent
 from midstream.sinks.events.json_lines import JsonLinesFile, JsonLinesSink
 from midstream.sinks.events.kafka import KafkaSink
@@ -29,6 +32,8 @@ from midstream.sinks.events.webhook import WebhookSink
 _LOGGER = logging.getLogger(__name__)
 TEXT = "text"
 _KEPT = 100  # older files of dead letters, of 64 MiB
+_OWN = "guards"  # the name of the webhooks of guards
+_MOST_OWN, _OWN_BYTES = 32, 1 << 20  # of them, and bytes of events that wait for each
 
 
 class EventLog:
@@ -49,6 +54,11 @@ class EventLog:
         self._numbers = count(1)
         self._unwritable = 0  # events that have no JSON form
         self._queues: list[EventQueue] = []
+        self._lock = threading.Lock()  # held where what follows changes
+        # Of webhooks of guards, the last used at the end; those that end; and counts of ended ones.
+        self._own: OrderedDict[tuple[str, str, float], EventQueue] = OrderedDict()
+        self._left: list[EventQueue] = []
+        self._ended: Counter[str] = Counter()
         try:
             for name, sink_settings in settings.items():
                 self._queues.append(_opened(name, sink_settings))
@@ -56,42 +66,79 @@ class EventLog:
             self.close()
             raise
 
-    @property
-    def wants_text(self) -> bool:
-        """Whether a sink keeps the text that a guard acted on."""
-        return any(queue.settings.text for queue in self._queues)
+    def put(self, event: Mapping[str, Any], own: tuple[str, str, float] | None = None) -> None:
+        """Give an event to the sinks. Waits for none, raises nothing; any thread.
 
-    def put(self, event: Mapping[str, Any]) -> None:
-        """Give an event to the sinks. Waits for none, raises nothing; any thread."""
-        if not self._queues:
+        Args:
+            event: JSON values by name.
+            own: a webhook for this event besides: the name of its guard, its URL, and the seconds
+                of an attempt. It gets the text.
+        """
+        queues = self._queues if own is None else [*self._queues, self._own_queue(*own)]
+        if not queues:
             return
         name = f"{self._run}-{next(self._numbers)}"
         whole = {"id": name, "time": datetime.now(timezone.utc).isoformat(), **event}
         try:
             short = msgspec.json.encode({key: whole[key] for key in whole if key != TEXT})
-            full = msgspec.json.encode(whole) if self.wants_text and TEXT in whole else short
+            full = msgspec.json.encode(whole) if TEXT in whole else short
         except (TypeError, ValueError, OverflowError, RecursionError):
             self._unwritable += 1
             _LOGGER.exception("an event is no JSON, and lost")
             return
         now = time.monotonic()
-        for queue in self._queues:
+        for queue in queues:
             queue.put(SinkEvent(name, full if queue.settings.text else short, now))
+
+    def _own_queue(self, guard: str, url: str, seconds: float) -> EventQueue:
+        """Return the queue of a guard's webhook, which is made with its first event."""
+        key = guard, url, seconds
+        with self._lock:
+            if (queue := self._own.get(key)) is None:
+                settings = WebhookSettings(
+                    url=url, call_seconds=seconds, close_seconds=seconds, text=True,
+                    linger_seconds=0.0, queue_bytes=_OWN_BYTES,
+                )  # fmt: skip
+                queue = self._own[key] = EventQueue(f"{_OWN}.{guard}", _sink(settings), settings)
+                if len(self._own) > _MOST_OWN:
+                    _, old = self._own.popitem(last=False)
+                    self._left.append(old)
+                    begin(lambda: self._retire(old))
+            self._own.move_to_end(key)
+            return queue
+
+    def _retire(self, queue: EventQueue) -> None:
+        """End the queue of a webhook that no guard has used for long, and keep its counts."""
+        queue.close()
+        with self._lock:
+            if queue in self._left:
+                self._left.remove(queue)
+                self._ended.update(asdict(queue.counts))
 
     @property
     def undelivered(self) -> int:
         """Events of all sinks that were dropped or became dead letters, since the start."""
-        queues = sum(queue.counts.undelivered for queue in self._queues)
+        queues = sum(counts.undelivered for counts in self.counts.values())
         return queues + self._unwritable * len(self._queues)
 
     @property
     def counts(self) -> dict[str, EventCounts]:
-        """Counts by sink."""
-        return {queue.name: queue.counts for queue in self._queues}
+        """Counts by sink; of all webhooks of guards, if there are any, as `guards`."""
+        counts = {queue.name: queue.counts for queue in self._queues}
+        with self._lock:
+            own = [*self._own.values(), *self._left]
+            total = Counter(self._ended)
+        if own:
+            for queue in own:
+                total.update(asdict(queue.counts))
+            counts[_OWN] = EventCounts(**{key.name: total[key.name] for key in fields(EventCounts)})
+        return counts
 
     def close(self) -> None:
         """Send what waits, and close the sinks, each within its `close_seconds`; all at once."""
-        in_threads(EventQueue.close, self._queues, len(self._queues))
+        with self._lock:
+            queues = [*self._queues, *self._own.values(), *self._left]
+        in_threads(EventQueue.close, queues, len(queues))
 
 
 def _opened(name: str, settings: EventSettings) -> EventQueue:

@@ -11,7 +11,7 @@ from support.event_receiver import Receiver
 
 from midstream.config.event_sinks import read_events
 from midstream.errors import ConfigError
-from midstream.sinks.events import EventLog
+from midstream.sinks.events import EventLog, event_log
 
 CHILD = """
 import sys, time
@@ -39,7 +39,6 @@ def test_each_sink_gets_every_event_and_the_text_only_where_it_is_asked_for(tmp_
                 "webhook": {"url": receiver.url},
             })
         )  # fmt: skip
-        assert log.wants_text
         log.put({"guard": "g", "text": "a secret", "score": float("nan")})
         log.put({"guard": "g", "time": "then"})
         log.close()
@@ -60,7 +59,7 @@ def test_without_sinks_events_are_discarded():
     log = EventLog({})
     log.put({"guard": object()})
     log.close()
-    assert (log.undelivered, log.wants_text, log.counts) == (0, False, {})
+    assert (log.undelivered, log.counts) == (0, {})
 
 
 @pytest.mark.parametrize("event", [{"x": object()}, {"x": "\ud800"}, {"x": 2**70}])
@@ -112,3 +111,25 @@ def test_a_full_disk_is_waited_for(tmp_path, monkeypatch):
     log.close()
     assert [event["number"] for event in lines(path)] == [1]
     assert log.undelivered == 0
+
+
+def test_a_guards_own_webhook_gets_its_events_alone_and_one_that_is_unused_ends(monkeypatch):
+    monkeypatch.setattr(event_log, "_MOST_OWN", 1)
+    with Receiver() as first, Receiver() as second, Receiver() as sink:
+        log = EventLog(read_events({"webhook": {"url": sink.url, "linger_seconds": 0.01}}))
+        for number in range(3):
+            receiver = (first, second)[number % 2]
+            log.put({"guard": "g", "text": "a secret"}, ("g", receiver.url, 5.0))
+        log.put({"guard": "other"})
+        log.close()
+        bodies = [
+            [event for _, _, body in each.posts for event in json.loads(body)["events"]]
+            for each in (first, second, sink)
+        ]
+    assert [len(each) for each in bodies] == [2, 1, 4]
+    assert all(event["text"] == "a secret" for event in bodies[0] + bodies[1])
+    assert not any("text" in event for event in bodies[2])
+    ids = [event["id"] for event in bodies[2]]
+    assert {event["id"] for event in bodies[0]} == {ids[0], ids[2]}
+    assert {event["id"] for event in bodies[1]} == {ids[1]}
+    assert log.counts["guards"].delivered == 3
