@@ -14,6 +14,7 @@ from torch import Tensor
 from midstream.config.config import KEY
 from midstream.errors import BusyError, SpecError
 from midstream.plan import Plan
+from midstream.results.receipt import WeightVersion
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd, set_payload
 from midstream.runtime.frontend.engine_info import FrontEnds, describe
@@ -29,8 +30,9 @@ from midstream.runtime.frontend.rpc.parameters import fetch_parameter
 from midstream.runtime.frontend.rpc.replicas import busy, call, call_all, replicas_of
 from midstream.runtime.frontend.rpc.workers_usage import WorkersUsage
 from midstream.runtime.frontend.tracing import DelayedSpan
+from midstream.runtime.frontend.weight_watch import latest
 from midstream.runtime.protocol.request_payload import uid_of
-from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker
+from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker, ReadWeights
 from midstream.runtime.protocol.worker_info import WorkerInfo
 
 Deliver = Callable[[Any], Awaitable[None]]
@@ -73,6 +75,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._engine, self._client = engine, client
         self._usage, self._replicas = WorkersUsage(client), replicas_of(client, self._workers)
         self.directions.carry_out_later = self._replicas[0].batcher.carry_out
+        self.directions.is_shared = info.front_ends.count > 1
         self.changes.send_later = partial(call, client)
         self._calls: dict[CallPlan, GenerateCall] = {}
         self.plain = PlainCalls()
@@ -263,6 +266,10 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     async def parameter(self, name: str) -> Tensor:
         return await fetch_parameter(self._engine, self._replicas[0].batcher, name)
+
+    async def weight_version(self) -> WeightVersion:
+        answers = await call_all(self._client, ReadWeights())
+        return latest(state for mine in answers for state in mine)
 
     async def check_integrity(self) -> None:
         """Check the invariants of an idle engine, here and on the workers."""
