@@ -32,7 +32,6 @@ from midstream.api.updates import AsyncUpdates
 from midstream.config.config import KEY, Config, from_additional_config
 from midstream.errors import ConfigError
 from midstream.plan.control.controller import Controller
-from midstream.results.receipt import WeightVersion
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend import tracing
@@ -42,7 +41,6 @@ from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.frontend.rpc.replicas import call_all, check_loop
 from midstream.runtime.frontend.weight_memory import from_settings
-from midstream.runtime.frontend.weight_watch import watch_async_client
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_model, check_script, named_model
@@ -220,7 +218,6 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
                 deliver = client.add_request_async
                 # Replaced on this client alone.
                 client.add_request_async = lambda request: front.send(request, deliver)
-                watch_async_client(client, front.forget_readings)
                 install.set_front_end(self, front)
                 tracing.delay_spans(self.output_processor, front.spans_of)
                 self._front_end = front
@@ -246,10 +243,6 @@ class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
     def sites(self) -> SiteTable:
         """Return all sites: tapped, or the reason why not. RuntimeError before `ready()`."""
         return SiteTable.of(self.info.shape)
-
-    async def weight_version(self) -> WeightVersion:
-        """Return the version of the weights by now; RuntimeError before `ready()`."""
-        return await self._front.weight_version()
 
     async def parameter(self, name: str) -> Tensor:
         """Return a parameter; see `LLM.parameter`. Raises RuntimeError before `ready()`."""

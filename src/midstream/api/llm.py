@@ -29,7 +29,6 @@ from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
 from midstream.errors import SpecError, UnsupportedError
 from midstream.plan import Plan, Positions
-from midstream.results.receipt import WeightVersion
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend.engine_info import EngineInfo
@@ -150,15 +149,6 @@ class LLM(Updates, VllmLLM):
     def captures(self) -> ServerCaptures:
         """Server-wide captures: set, clear, list, collect."""
         return cast(ServerCaptures, self._front_end.captures)
-
-    @property
-    def weight_version(self) -> WeightVersion:
-        """The version of the model's weights by now; a receipt has those that its request ran on.
-
-        Raises:
-            BusyError: another thread uses this LLM.
-        """
-        return cast(WeightVersion, self._front_end.weight_version())
 
     def sites(self) -> SiteTable:
         """Return every site of every layer: tapped, or the reason why not."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +31,7 @@ from midstream.runtime.frontend.rpc.parameters import fetch_parameter
 from midstream.runtime.frontend.rpc.replicas import busy, call, call_all, replicas_of
 from midstream.runtime.frontend.rpc.workers_usage import WorkersUsage
 from midstream.runtime.frontend.tracing import DelayedSpan
-from midstream.runtime.frontend.weight_watch import latest
+from midstream.runtime.frontend.weight_watch import latest, watch_async_client
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker, ReadWeights
 from midstream.runtime.protocol.worker_info import WorkerInfo
@@ -66,7 +67,9 @@ class AsyncFrontEnd(BaseFrontEnd):
     @classmethod
     async def start(cls, engine: Any, client: Any) -> AsyncFrontEnd:
         """Create the front end, after asking the workers for their descriptions."""
-        return cls(await call_all(client, DescribeWorker()), engine, client)
+        front = cls(await call_all(client, DescribeWorker()), engine, client)
+        watch_async_client(client, front.forget_readings)
+        return front
 
     def __init__(self, answers: list[list[WorkerInfo]], engine: Any, client: Any) -> None:
         """Create it. `engine` is a proxy: the client's tasks, which keep this, must not keep it."""
@@ -256,12 +259,18 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         """Return what is in use, here and on the workers, and the totals of ended requests."""
+        usage = await self._usage.read(timeout)
+        versions = [
+            {"number": worker["weight_version"], "name": worker["weight_name"]}
+            for worker in usage["workers"]
+        ]
         return {
             "requests": len(self._admitted),
             "waiting": self._admission.waiting,
             "sinks": self.sinks.unwritten,
             "totals": self.completion.totals.to_dict(),
-            **await self._usage.read(timeout),
+            "weight_version": max(versions, key=itemgetter("number"), default=None),
+            **usage,
         }
 
     async def parameter(self, name: str) -> Tensor:

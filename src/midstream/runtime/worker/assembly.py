@@ -105,7 +105,7 @@ def assemble_worker(worker: Any, vllm_config: Any, config: Config) -> WorkerEndp
         lambda run: check_model(buffers, rank.decoder.layers, rank.taps, run),
     )
     switch.attach()
-    watch_weights(worker, session.requests.weights)
+    watch_weights(worker, session.requests.weights, attention.forget)
     adapter.attach(runner, Hooks(session, switch, _ahead(vllm_config)))
     return WorkerEndpoint(rank, session, attention, arena)
 

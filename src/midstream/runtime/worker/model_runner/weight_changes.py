@@ -12,9 +12,16 @@ import torch
 from midstream.runtime.worker.step.weight_states import WeightStates
 
 
-def watch_weights(worker: Any, states: WeightStates) -> None:
-    """Note what changes the weights of a worker whose model is loaded."""
+def watch_weights(worker: Any, states: WeightStates, forget: Callable[[], None]) -> None:
+    """Note what changes the weights of a worker whose model is loaded; call `forget` first, which
+    drops what was made of them.
+    """
     runner = worker.model_runner
+
+    def change(*_args: Any, **_kwargs: Any) -> None:
+        forget()
+        states.change()
+
     # By the model's own method too: trainers in the worker's process call nothing else.
     for owner, names in (
         (runner.get_model(), ("load_weights",)),
@@ -23,11 +30,11 @@ def watch_weights(worker: Any, states: WeightStates) -> None:
     ):
         for name in names:
             if hasattr(owner, name):
-                _before(owner, name, lambda *_args, **_kwargs: states.change())
+                _before(owner, name, change)
 
     def fall_asleep(level: int = 1) -> None:
         if level > 1:  # which drops them; level 1 brings the same ones back
-            states.change()
+            change()
 
     _before(worker, "sleep", fall_asleep)
     adapters = getattr(runner, "lora_manager", None)

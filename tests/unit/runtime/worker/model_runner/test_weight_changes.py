@@ -95,9 +95,9 @@ def watched():
     worker = SimpleNamespace(
         model_runner=runner, sleep=lambda level=1: level, update_weights=lambda update_info: None
     )
-    states = WeightStates()
-    watch_weights(worker, states)
-    return worker, states
+    states, forgotten = WeightStates(), []
+    watch_weights(worker, states, lambda: forgotten.append(states.current.number))
+    return worker, states, forgotten
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def watched():
     ],
 )
 def test_what_writes_or_drops_weights_is_a_change(watched, change, changes):
-    worker, states = watched
+    worker, states, forgotten = watched
     change(worker)
-    assert states.current.number == int(changes)
+    assert states.current.number == len(forgotten) == int(changes)
 
 
 def test_an_adapter_counts_if_its_name_had_other_weights(watched):
-    worker, states = watched
+    worker, states, _ = watched
     adapters, request = worker.model_runner.lora_manager, SimpleNamespace(lora_name="a")
     for value, name, number in [
         (1.0, "a", 0),
