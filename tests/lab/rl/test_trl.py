@@ -22,16 +22,16 @@ def test_the_reward_rises_and_each_step_samples_with_its_own_weights(
     datasets = pytest.importorskip("datasets")
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     direction = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3))
-    probe = Probe(direction, 1, name="kind", positions="generated")
+    probe = Probe(direction, 0, name="kind", site="resid_pre", positions="generated")
     config = trl.GRPOConfig(
-        output_dir=str(tmp_path), max_steps=STEPS, learning_rate=1e-2, beta=0.0, use_cpu=True,
-        per_device_train_batch_size=16, num_generations=16, max_completion_length=8,
+        output_dir=str(tmp_path), max_steps=STEPS, learning_rate=5e-3, beta=0.0, use_cpu=True,
+        per_device_train_batch_size=32, num_generations=32, max_completion_length=8,
         logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, bf16=False,
         lr_scheduler_type="constant", model_init_kwargs={"dtype": "float32"}, seed=1,
         gradient_checkpointing=False,
     )  # fmt: skip
     versions: list[set[int]] = []
-    with engine(talking_llama, midstream={"layers": [1], "sites": ["resid_post"]}) as llm:
+    with engine(talking_llama, midstream={"layers": [0], "sites": ["resid_pre"]}) as llm:
         reward = probe_reward(llm, probe)
 
         def noting(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -46,5 +46,6 @@ def test_the_reward_rises_and_each_step_samples_with_its_own_weights(
         trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     assert len(rewards) == STEPS
-    assert sum(rewards[-5:]) > sum(rewards[:5])
+    # The spread of a direction's product with embeddings of 0.15 in each of 64 numbers is 1.2.
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 1
     assert versions == [{number} for number in range(1, STEPS + 1)]
