@@ -9,7 +9,7 @@ from midstream.codecs import Raw, RowEncoding
 from midstream.plan import ModelShape
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.assembly import assemble
-from midstream.runtime.protocol.results import WorkerAnswer
+from midstream.runtime.protocol.results import WeightState, WorkerAnswer
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_index import CapturedRowIndex
@@ -48,11 +48,21 @@ def rows(taps, positions, version=0, dtype=torch.float32):
     return taps, list(positions)[0], stored(values.to(dtype))
 
 
-def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=(), dtype="float32"):
+def answer(
+    *requests,
+    stage=0,
+    tensor_rank=0,
+    tensor_ranks=1,
+    taps=(),
+    scores=(),
+    dtype="float32",
+    weights=(),
+):
     """One worker's answer for (id, done, [rows(…)], problem?), through its row index and outbox.
 
     Args:
         taps: more taps than those of the rows.
+        weights: numbers of the weights that every request ran on.
         scores: (first position, [[score of each slot], …]) of every request.
     """
     found = [tap for _, _, found, *_ in requests for own, *_ in found for tap in own]
@@ -64,6 +74,7 @@ def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=()
         request = RequestState(name, "u", plan, 0, [])
         request.done = np.array(done, np.uint16)
         request.problem = problem[0] if problem else ""
+        request.weights = [WeightState(number) for number in weights]
         for taps, first, shipment in found:
             length = len(shipment.rows()) // len(taps)
             kind = ledger.kind(tuple(map(names.index, taps)))

@@ -1,4 +1,4 @@
-"""Updates of running requests: base classes of the two engines."""
+"""Updates of running requests, and of weights: base classes of the two engines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from midstream.api.arguments import EditArgument
 from midstream.results.plan_update import PlanUpdate
+from midstream.results.receipt import WeightVersion
 from midstream.runtime.frontend.request.call_plan import CallPlan
 
 
@@ -14,6 +15,16 @@ class Updates:
     """Updates of an offline engine."""
 
     _front_end: Any
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """The version of the model's weights by now; a receipt has those that its request ran on.
+
+        Raises:
+            BusyError: another thread uses this LLM.
+        """
+        version: WeightVersion = self._front_end.weight_version()
+        return version
 
     def update(
         self, request_id: str, *, edits: EditArgument = None, scale: float | None = None
@@ -37,6 +48,15 @@ class AsyncUpdates:
     """Updates of an asynchronous engine."""
 
     _front: Any
+
+    async def weight_version(self) -> WeightVersion:
+        """Return the version of the model's weights by now, of several replicas the highest.
+
+        Raises:
+            RuntimeError: before `await llm.ready()`.
+        """
+        version: WeightVersion = await self._front.weight_version()
+        return version
 
     async def update(
         self,

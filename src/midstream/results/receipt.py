@@ -170,6 +170,23 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """A state of the model's weights.
+
+    Attributes:
+        number: 0 as the engine loaded them; a change gives the next one, as a reload, an update by
+            a trainer, or an adapter loaded with other weights under the same name.
+        name: as the caller calls it, by vLLM's `update_weight_version` or `finish_weight_update`.
+    """
+
+    number: int = 0
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.number} ({self.name})" if self.name else str(self.number)
+
+
+@dataclass(frozen=True, slots=True)
 class Action:
     """What a probe did when its scores met its condition.
 
@@ -275,6 +292,8 @@ class Receipt:
         versions: the versions of its plan and where each held, in order; empty if it was never
             changed.
         actions: what probes with an `act` did; of those that did nothing there is none.
+        weight_versions: the versions of the weights that it ran on, in order: more than one if
+            they changed while it ran. Empty: those that the engine loaded.
     """
 
     request_id: str
@@ -292,6 +311,12 @@ class Receipt:
     called: tuple[Called, ...] = ()
     versions: tuple[Version, ...] = ()
     actions: tuple[Action, ...] = ()
+    weight_versions: tuple[WeightVersion, ...] = ()
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """The version of the weights that it ended with."""
+        return self.weight_versions[-1] if self.weight_versions else WeightVersion()
 
     @property
     def status(self) -> str:
@@ -398,6 +423,7 @@ class Receipt:
                 for version in self.versions
             ],
             "actions": [_plain(action) for action in self.actions],
+            "weight_versions": [_plain(version) for version in self.weight_versions],
         }
 
     @staticmethod
@@ -448,6 +474,8 @@ class Receipt:
             for fn in self.called
         ]
         lines += [f"  {version}" for version in self.versions]
+        if self.weight_versions:
+            lines.append(f"  weights: version {', '.join(map(str, self.weight_versions))}")
         lines += [
             f"  {act.kind} by probe {act.name} at position {act.position}: {act.score:.6g}"
             for act in self.actions

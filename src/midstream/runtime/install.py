@@ -26,11 +26,13 @@ from midstream.runtime.core import (
     probe_stops,
     scored_blocks,
     vector_updates,
+    weight_epochs,
 )
 from midstream.runtime.core.parent_watch import end_with_parent
 from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.request.call_plan import has_plan, plan_of
 from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.protocol.rpc import RPC
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import (
     Settings,
@@ -79,6 +81,9 @@ def activate() -> None:
         _wrap("vllm.v1.engine.core", "EngineCore", "add_request", _core_add)
         _wrap("vllm.v1.engine.core", "EngineCore", "reset_prefix_cache", prefix_cache.reset)
         _wrap("vllm.v1.engine.core", "EngineCore", "collective_rpc", _core_rpc)
+        _wrap("vllm.v1.engine.core", "EngineCore", "add_lora", weight_epochs.after)
+        _wrap("vllm.v1.engine.core", "EngineCore", "wake_up", weight_epochs.after)
+        _wrap("vllm.v1.engine.core", "EngineCore", "remove_lora", weight_epochs.remove_lora)
         _wrap(
             "vllm.v1.core.kv_cache_manager",
             "KVCacheManager",
@@ -239,6 +244,7 @@ def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> A
     if is_enabled(vllm_config.additional_config):
         vector_updates.prepare(engine)
         controllers.prepare(engine)
+        weight_epochs.hear_names(engine)
         end_with_parent()
     return original(engine, vllm_config)
 
@@ -246,6 +252,7 @@ def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> A
 def _core_receive(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
     """Reject requests that bypassed validation; take the workers' vectors out of others."""
     if vector_updates.is_prepared(engine):
+        weight_epochs.prepare(engine)
         payload = payload_of(request.sampling_params)
         if payload is not None:
             vector_updates.take_update(engine, request.sampling_params, payload)
@@ -257,6 +264,7 @@ def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: An
     if vector_updates.is_prepared(engine):
         vector_updates.send_updates(engine)
         plan_versions.prepare(engine)
+        weight_epochs.see_request(engine, request)
     return original(engine, request, *rest)
 
 
@@ -268,9 +276,15 @@ def _core_rpc(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Answer what is for the engine core itself; the workers answer the rest."""
+    """Answer what is for the engine core itself; the workers answer the rest, and may have other
+    weights after a call that is not midstream's.
+    """
     answers = plan_versions.answer_rpc(engine, method, args)
-    return original(engine, method, timeout, args, kwargs) if answers is None else answers
+    if answers is not None:
+        return answers
+    if method == RPC:
+        return original(engine, method, timeout, args, kwargs)
+    return weight_epochs.after(original, engine, method, timeout, args, kwargs)
 
 
 def _process(

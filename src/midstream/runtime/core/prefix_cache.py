@@ -1,5 +1,5 @@
 """Prefix-cache keys and limits of requests with a plan. Rows that the front end has from earlier
-requests are not computed again, unless the cache was reset since: the model may have changed.
+requests are not computed again, unless the cache was reset or weights changed since.
 """
 
 from __future__ import annotations
@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from midstream.config.config import KEY, from_additional_config
+from midstream.config.config import KEY
+from midstream.runtime.core import weight_epochs
 from midstream.runtime.core.image_ranges import end_of_images, start_of_images
 from midstream.runtime.core.scored_blocks import ScoredBlocks
 from midstream.runtime.protocol.cache_keys import UNMARKED, CacheKeys, ChangedKeys
 from midstream.runtime.protocol.request_payload import payload_of
-from midstream.runtime.protocol.rpc import RPC, CountResets, arguments_of
 from midstream.runtime.vllm.attributes import CHANGED_KEYS, RESETS, SCORED_BLOCKS
 
 
@@ -29,9 +29,12 @@ def extra_keys(
     original: Callable[..., Any], request: Any, start: int, stop: int, *rest: Any, **kwargs: Any
 ) -> Any:
     """Add the key of edits to the extra keys that vLLM hashes with a block of positions [start,
-    stop): of the edits of its tokens, and of an image's tokens to which they attend ahead.
+    stop): of the edits of its tokens, and of an image's tokens to which they attend ahead. The
+    first block also has a key of the weights.
     """
     extra, mm_index = original(request, start, stop, *rest, **kwargs)
+    if not start and (weights := weight_epochs.extra_key(request, start)):
+        extra = (*(extra or ()), *weights)
     # Called for each block of each prompt: most requests are done here.
     if not getattr(request.sampling_params, "extra_args", None):
         return extra, mm_index
@@ -51,6 +54,7 @@ def computed_blocks(
     the scores to return, and to whole images whose tokens attend both ways: vLLM may split the
     rest of one between two steps.
     """
+    weight_epochs.renew_key(manager, request)
     payload = payload_of(request.sampling_params)
     if payload is None:
         return original(manager, request, *args, **kwargs)
@@ -93,13 +97,9 @@ def computed_blocks(
 
 
 def reset(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reset the prefix cache; count it if the front end keeps rows, which learns it by workers."""
-    done = original(engine, *args, **kwargs)
-    settings = from_additional_config(engine.vllm_config.additional_config)
-    if settings is not None and settings.reuse_bytes:
-        manager = engine.scheduler.kv_cache_manager
-        resets = 1 + (RESETS.get(manager) or 0)
-        RESETS.set(manager, resets)
-        message = arguments_of(CountResets(resets))
-        engine.model_executor.collective_rpc(RPC, args=message, non_block=True)
+    """Reset the prefix cache, and the rows that the front end keeps. Trainers in the worker's
+    process reset it when they have written the weights, by no call of the engine's.
+    """
+    done = weight_epochs.after(original, engine, *args, **kwargs)
+    weight_epochs.count_reset(engine)
     return done

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from midstream.config.config import KEY
 from midstream.errors import BusyError, SpecError
 from midstream.plan import Plan
+from midstream.results.receipt import WeightVersion
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd, set_payload
 from midstream.runtime.frontend.engine_info import FrontEnds, describe
@@ -29,8 +31,9 @@ from midstream.runtime.frontend.rpc.parameters import fetch_parameter
 from midstream.runtime.frontend.rpc.replicas import busy, call, call_all, replicas_of
 from midstream.runtime.frontend.rpc.workers_usage import WorkersUsage
 from midstream.runtime.frontend.tracing import DelayedSpan
+from midstream.runtime.frontend.weight_watch import latest, watch_async_client
 from midstream.runtime.protocol.request_payload import uid_of
-from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker
+from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker, ReadWeights
 from midstream.runtime.protocol.worker_info import WorkerInfo
 
 Deliver = Callable[[Any], Awaitable[None]]
@@ -64,7 +67,9 @@ class AsyncFrontEnd(BaseFrontEnd):
     @classmethod
     async def start(cls, engine: Any, client: Any) -> AsyncFrontEnd:
         """Create the front end, after asking the workers for their descriptions."""
-        return cls(await call_all(client, DescribeWorker()), engine, client)
+        front = cls(await call_all(client, DescribeWorker()), engine, client)
+        watch_async_client(client, front.forget_readings)
+        return front
 
     def __init__(self, answers: list[list[WorkerInfo]], engine: Any, client: Any) -> None:
         """Create it. `engine` is a proxy: the client's tasks, which keep this, must not keep it."""
@@ -73,6 +78,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._engine, self._client = engine, client
         self._usage, self._replicas = WorkersUsage(client), replicas_of(client, self._workers)
         self.directions.carry_out_later = self._replicas[0].batcher.carry_out
+        self.directions.is_shared = info.front_ends.count > 1
         self.changes.send_later = partial(call, client)
         self._calls: dict[CallPlan, GenerateCall] = {}
         self.plain = PlainCalls()
@@ -253,16 +259,26 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         """Return what is in use, here and on the workers, and the totals of ended requests."""
+        usage = await self._usage.read(timeout)
+        versions = [
+            {"number": worker["weight_version"], "name": worker["weight_name"]}
+            for worker in usage["workers"]
+        ]
         return {
             "requests": len(self._admitted),
             "waiting": self._admission.waiting,
             "sinks": self.sinks.unwritten,
             "totals": self.completion.totals.to_dict(),
-            **await self._usage.read(timeout),
+            "weight_version": max(versions, key=itemgetter("number"), default=None),
+            **usage,
         }
 
     async def parameter(self, name: str) -> Tensor:
         return await fetch_parameter(self._engine, self._replicas[0].batcher, name)
+
+    async def weight_version(self) -> WeightVersion:
+        answers = await call_all(self._client, ReadWeights())
+        return latest(state for mine in answers for state in mine)
 
     async def check_integrity(self) -> None:
         """Check the invariants of an idle engine, here and on the workers."""

@@ -130,11 +130,12 @@ class BaseFrontEnd:
         self._row_reuse = RowReuse(config.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
         self._resolver = PlanResolver(info, engine)
-        self.weights = WeightMemory(config.readout_bytes, self._is_used, self._forget_weights)
+        self.weights = WeightMemory(config.readout_bytes, self._is_used, self.forget_readings)
         self.lenses = LensRegistry(self.weights, info.shape)
         self.saes = SaeRegistry(self.weights, info.shape, config.reconstructed)
         self.vectors.saes = self.saes.source
         self.directions = DirectionCache(self.lenses, info.shape, engine)
+        self.directions.outdated = self.forget_readings
         self._resolver.readings.registries = Registries(self.lenses, self.saes, self.directions)
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
@@ -168,7 +169,8 @@ class BaseFrontEnd:
         # Pooling requests have an output_kind as well, but no tokens to generate.
         return is_for_all and hasattr(params, "max_tokens")
 
-    def _forget_weights(self) -> None:
+    def forget_readings(self) -> None:
+        """Forget what was computed from the model's weights, or from registered ones."""
         self._resolver.forget()
         self.directions.forget()
 

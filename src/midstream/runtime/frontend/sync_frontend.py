@@ -13,6 +13,7 @@ from torch import Tensor
 
 from midstream.errors import SpecError
 from midstream.plan import Plan
+from midstream.results.receipt import WeightVersion
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd
 from midstream.runtime.frontend.engine_info import describe
@@ -38,12 +39,14 @@ from midstream.runtime.frontend.rpc.parameters import check_awake, read_paramete
 from midstream.runtime.frontend.rpc.rpc_client import Started, carry_out_whole, start_rpc
 from midstream.runtime.frontend.step_controllers import StepControllers
 from midstream.runtime.frontend.weight_memory import from_settings
+from midstream.runtime.frontend.weight_watch import latest, watch_client
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.runtime.protocol.rpc import (
     RPC,
     A,
     DescribeWorker,
+    ReadWeights,
     ReleaseRequests,
     RpcRequest,
     arguments_of,
@@ -93,6 +96,7 @@ class FrontEnd(BaseFrontEnd):
         self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
         for message in from_settings((self.lenses, self.saes), engine.vllm_config):
             self._call(message)
+        watch_client(engine.engine_core, self.forget_readings)
         self._reporter, self._reports = ReceiptReporter(self._config), True
         self._running: dict[str, AdmittedRequest] = {}
         self._finished: list[_FinishedRequest] = []
@@ -287,6 +291,9 @@ class FrontEnd(BaseFrontEnd):
     def parameter(self, name: str) -> Tensor:
         check_awake(self._is_sleeping())
         return carry_out(read_parameter(name), self._call)
+
+    def weight_version(self) -> WeightVersion:
+        return latest(self._call(ReadWeights()))
 
     def _call(self, request: RpcRequest[A]) -> list[A]:
         with self.use.call():

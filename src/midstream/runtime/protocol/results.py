@@ -87,6 +87,13 @@ class DosesHeader(ProtocolMessage, frozen=True, array_like=True):
         return _NUMBER * (3 * self.columns + self.positions * (1 + self.columns))
 
 
+class WeightState(ProtocolMessage, frozen=True, array_like=True):
+    """A state of the weights: number 0 is that of the start, and each change has a higher one."""
+
+    number: Natural = 0
+    name: str = ""  # the caller's; empty: none was given
+
+
 class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Results of one vLLM request."""
 
@@ -103,6 +110,8 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     # (number, first position) of each later one of its plan
     versions: list[tuple[Natural, Natural]] = []
     doses: list[DosesHeader] = []
+    # It ran on these, ascending; none: on that of the start alone, without a name.
+    weights: list[WeightState] = []
 
     @property
     def nbytes(self) -> int:
@@ -213,6 +222,7 @@ class WorkerResult:
         self.functions = header.functions
         self.versions = tuple(header.versions)
         self.has_doses = bool(header.doses)
+        self.weights = tuple([(state.number, state.name) for state in header.weights])
         self._leased = leased
         end = header.states * _STATE
         self._states = data[:end]
@@ -244,7 +254,8 @@ class WorkerResult:
         scores = [(header.nbytes, *header.runs) for header, _ in self._scores]
         counts = [(count.index, count.calls, count.rows) for count in self.functions]
         known = self.problem, self.dropped, self.versions, tuple(rows), tuple(scores), tuple(counts)
-        return self.worker, self._leased is None, self._states.tobytes(), known
+        states = self._states.tobytes()
+        return self.worker, self.weights, self._leased is None, states, known
 
     def forms(self) -> list[BlockForm] | None:
         """Return the forms of the blocks; None: rows are in the arena, large, or between others."""

@@ -9,7 +9,7 @@ from midstream.errors import MessageError
 from midstream.plan.resolved import LensMap
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage, pack, unpack
 from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
-from midstream.runtime.protocol.results import StepChecksum
+from midstream.runtime.protocol.results import StepChecksum, WeightState
 from midstream.runtime.protocol.scores import RequestScores, Span
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.protocol.worker_info import WorkerInfo, WorkerRank
@@ -66,6 +66,8 @@ class WorkerUsage(ProtocolMessage, frozen=True):
     arena: dict[str, int]  # bytes and counts of `Arena.used`, and `budget_bytes`
     ring_rows: int  # capacity of the staging ring, in vectors of the stream's width
     steps: dict[str, int]  # totals of `StepCounts`
+    weight_version: Natural = 0  # see `WeightState`, of the next step
+    weight_name: str = ""
 
 
 class IntegrityReport(ProtocolMessage, frozen=True):
@@ -114,6 +116,16 @@ class CountResets(RpcRequest[Acknowledged], frozen=True):
     """Report how often the prefix cache was reset; from the engine core, before the next step."""
 
     resets: Natural
+
+
+class ReadWeights(RpcRequest[WeightState], frozen=True):
+    """Return the state of the weights that the next step runs on."""
+
+
+class NameWeights(RpcRequest[Acknowledged], frozen=True):
+    """Call the weights of the next step by a name of the caller's; from the engine core."""
+
+    name: str
 
 
 class DropScores(RpcRequest[Acknowledged], frozen=True):

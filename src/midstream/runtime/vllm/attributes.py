@@ -47,6 +47,10 @@ SCORE_NUMBERS: Attribute[tuple[int, ...]] = Attribute("midstream_score_numbers")
 SCORED_BLOCKS: Attribute[Any] = Attribute("midstream_scored_blocks")
 # On a KVCacheManager: how often its prefix cache was reset, if the front end keeps rows.
 RESETS: Attribute[int] = Attribute("midstream_resets")
+# On a KVCacheManager: the WeightEpochs of its engine core.
+WEIGHT_EPOCHS: Attribute[Any] = Attribute("midstream_weight_epochs")
+# On a Request in the engine core: the key of the weights that its first block is hashed with.
+WEIGHT_KEY: Attribute[str] = Attribute("midstream_weight_key")
 # On a Scheduler: the executor of its engine core, by which workers learn of changed plans.
 EXECUTOR: Attribute[Any] = Attribute("midstream_executor")
 # On a Scheduler: by vLLM's id of requests that end with the next step, their stop reasons and

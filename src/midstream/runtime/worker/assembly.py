@@ -16,6 +16,7 @@ from midstream.runtime.worker.endpoint import WorkerEndpoint
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
+from midstream.runtime.worker.model_runner.weight_changes import watch_weights
 from midstream.runtime.worker.rank_agreement import RankLinks, all_ranks, sum_over_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.readouts.head_adapters import HeadAdapters
@@ -104,6 +105,7 @@ def assemble_worker(worker: Any, vllm_config: Any, config: Config) -> WorkerEndp
         lambda run: check_model(buffers, rank.decoder.layers, rank.taps, run),
     )
     switch.attach()
+    watch_weights(worker, session.requests.weights, attention.forget)
     adapter.attach(runner, Hooks(session, switch, _ahead(vllm_config)))
     return WorkerEndpoint(rank, session, attention, arena)
 

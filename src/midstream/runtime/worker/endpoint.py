@@ -50,6 +50,10 @@ class WorkerEndpoint:
                     self._session.requests.plans.update_vectors(update)
             case rpc.CountResets():
                 self._session.requests.resets = request.resets
+            case rpc.ReadWeights():
+                return self._session.requests.weights.current
+            case rpc.NameWeights():
+                self._session.requests.weights.name(request.name)
             case rpc.DropScores():
                 self._session.drop_scores(request.keys)
             case rpc.BlankScores():
@@ -134,12 +138,15 @@ class WorkerEndpoint:
         steps = asdict(self._session.counts)
         for name in ("ring_last", "ring_most"):
             steps[name] = -(-steps[name] * self._rank.buffers.unit // self._rank.hidden_size)
+        weights = self._session.requests.weights.current
         return rpc.WorkerUsage(
             stage=self._rank.stage,
             tensor_rank=self._rank.tensor_rank,
             arena={**self._arena.used, "budget_bytes": self._arena.budget},
             ring_rows=self._rank.ring_rows,
             steps=steps,
+            weight_version=weights.number,
+            weight_name=weights.name,
         )
 
     def _collect(self, request: rpc.CollectResults) -> rpc.CollectedResults:

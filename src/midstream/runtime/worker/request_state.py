@@ -15,7 +15,7 @@ from midstream.ops import layout
 from midstream.plan import ResolvedPlan
 from midstream.plan.resolved import ResolvedBias, ResolvedFunction, path_of
 from midstream.runtime.protocol.rank_parts import SplitScore
-from midstream.runtime.protocol.results import DoseSums
+from midstream.runtime.protocol.results import DoseSums, WeightState
 from midstream.runtime.protocol.segments import FOREVER, Edits, PatternRead, PlanSegment
 from midstream.runtime.worker.row_block import RowBlock
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, ScoreRows
@@ -110,6 +110,8 @@ class RequestState:
     streamed: int = 0  # position up to which its rows were delivered while it ran
     oldest_step: int = 0  # number of a step of the row index before which it has no rows
     resets: int = 0  # of the prefix cache when it began
+    first_step: int = 0
+    weights: list[WeightState] = field(default_factory=list)  # set when it ends
     functions: list[FunctionUse] = field(default_factory=list)
     done: NDArray[np.uint16] = field(default_factory=lambda: _NO_STATES)  # set when settled
     doses: list[DoseSums] = field(default_factory=list)  # likewise

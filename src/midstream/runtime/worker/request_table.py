@@ -19,6 +19,7 @@ from midstream.runtime.worker.request_state import (
     Segment,
 )
 from midstream.runtime.worker.step.slot_table import SlotTable
+from midstream.runtime.worker.step.weight_states import WeightStates
 from midstream.runtime.worker.step_recorder import StepRecorder
 
 _LOGGER = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class RequestTable:
     ) -> None:
         self.plans = resources.plans
         self.resets = 0
+        self.weights = WeightStates()
         self._slots = slots
         self._recorder = recorder
         self._checksum = links.checksum
@@ -96,6 +98,7 @@ class RequestTable:
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,
             resets=self.resets,
+            first_step=self._recorder.counts.steps + 1,
             functions=functions,
         )
         self._slots.add(request)
@@ -159,6 +162,8 @@ class RequestTable:
                 if later.plan is not None:
                     self.plans.release(later.plan)
             self._slots.retire(request)
+            steps = self._recorder.counts.steps
+            request.weights = self.weights.of_steps(request.first_step, steps)
             ended.append(request)
         if ended:
             last = self._slots.last_step[[request.slot for request in ended]]

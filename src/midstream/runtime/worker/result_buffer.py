@@ -107,6 +107,7 @@ class ResultBuffer:
             ],
             versions=[(version.number, version.position) for version in request.later],
             doses=doses,
+            weights=request.weights,
         )
 
     def inline(self, names: list[str], front_end: int = 0) -> list[bytes | None]:

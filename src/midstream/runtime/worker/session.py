@@ -106,6 +106,7 @@ class WorkerSession:
         began = time.perf_counter_ns()
         plan = self._planner.plan(batch)
         recorder.counts.steps += 1
+        self.requests.weights.begin_step(recorder.counts.steps)
         recorder.counts.planner_ns += time.perf_counter_ns() - began
         if self.checksum is not None:
             self.checksum.add_step(batch, plan, self._tables)

@@ -37,6 +37,7 @@ _STATUS = {
     "events": {"jsonl": {"delivered": 12, "dropped": 0, "dead_letters": 0, "waiting": 0}},
     "requests": 0,
     "waiting": 0,
+    "weight_version": {"number": 3, "name": "step 300"},
     "workers_age_seconds": 0.0,
 }
 

@@ -22,6 +22,7 @@ from midstream.runtime.protocol.results import (
     RowsHeader,
     ScoresHeader,
     StepChecksum,
+    WeightState,
 )
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.vector_update import VectorUpdate
@@ -60,6 +61,8 @@ CALLS = [
     (rpc.ReadData("u", 16, 32), rpc.ResultData(b"\x00\xff")),
     (rpc.DiscardData("u"), rpc.Acknowledged()),
     (rpc.DropScores(["00ff"]), rpc.Acknowledged()),
+    (rpc.ReadWeights(), WeightState(2, "step 7")),
+    (rpc.NameWeights("step 7"), rpc.Acknowledged()),
     (rpc.BlankScores("00ff", [3, 1], [0, 7]), rpc.Acknowledged()),
     (rpc.ReleaseRequests([]), rpc.Acknowledged()),
     (rpc.ReadParameter("x", 0, 2), rpc.ParameterRows([], [2, 1], "float16", 0, b"abcd")),

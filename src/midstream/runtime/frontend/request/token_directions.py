@@ -19,7 +19,8 @@ from midstream.plan.vectors.vector import Vector
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.frontend.rpc.fetch import Exchange
-from midstream.runtime.protocol.rpc import ReadDirections, TokenDirections
+from midstream.runtime.protocol.results import WeightState
+from midstream.runtime.protocol.rpc import ReadDirections, ReadWeights, TokenDirections
 from midstream.sites import Tap
 from midstream.validation import at, read_int, read_word
 
@@ -42,6 +43,9 @@ class DirectionCache:
     def __init__(self, lenses: LensRegistry, shape: ModelShape, engine: Any) -> None:
         self._lenses, self._shape, self._engine = lenses, shape, engine
         self._found: dict[DirectionKey, Vector] = {}
+        # Whether other front ends may change the weights unseen, and what to do if one did.
+        self.is_shared, self.outdated = False, self.forget
+        self._weights = 0
         # None: that has to be awaited, by `fetch` before a plan is resolved
         self.carry_out: Callable[[Exchange[None]], None] | None = None
         self.carry_out_later: Callable[[Exchange[None]], Awaitable[None]] | None = None
@@ -54,6 +58,12 @@ class DirectionCache:
 
     def reading(self, keys: Mapping[DirectionKey, str]) -> Exchange[None]:
         """Ask the workers for directions that are not there, by their path in a plan, if any."""
+        if self.is_shared:
+            states: list[WeightState] = yield ReadWeights()
+            number = max(state.number for state in states)
+            if number != self._weights:
+                self._weights = number
+                self.outdated()
         for key, path in keys.items():
             if key in self._found:
                 continue

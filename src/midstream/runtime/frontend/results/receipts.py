@@ -29,6 +29,7 @@ from midstream.results.receipt import (
     Receipt,
     Selected,
     Version,
+    WeightVersion,
 )
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 from midstream.runtime.frontend.results.actions import actions_of
@@ -129,6 +130,9 @@ def make_receipt(
         called=_called(plan, parts, length, tokens),
         versions=versions,
         actions=actions_of(plan, completion, length, probes, held),
+        weight_versions=tuple(
+            WeightVersion(*state) for state in sorted({s for part in parts for s in part.weights})
+        ),
     )
 
 

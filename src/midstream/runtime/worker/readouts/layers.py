@@ -73,6 +73,13 @@ class RankAttention:
         """Return the attention that reads the queries of a tap, by its index."""
         return self._by_tap[tap]
 
+    def forget(self) -> None:
+        """Read anew, when it is next needed, what layers have of the model's weights: sinks of
+        attention, and scales of keys.
+        """
+        for name in ("_by_tap", "_found"):
+            vars(self).pop(name, None)
+
     @functools.cached_property
     def reasons(self) -> dict[int, str]:
         """For each layer whose attention cannot be computed again, by number, why not."""

@@ -270,6 +270,9 @@ def test_what_requests_of_one_plan_share_is_only_what_the_workers_said_alike():
     shared = plan_of(captures=[([PRE, POST], EVERYWHERE)], prompt_len=3)
     for what in ("ok", "a problem", "ok", "not finite", "a row is missing", "ok", "a problem"):
         assert assembled(shared, [answer(sent[what])]).receipt == alone[what], what
+    for weights in ([1, 2], [2], []):
+        found = assembled(shared, [answer(sent["ok"], weights=weights)]).receipt
+        assert [version.number for version in found.weight_versions] == weights
     failed = output()
     failed.outputs[0].finish_reason = "error"
     assemble_on(failed, shared, [answer(sent["ok"])])

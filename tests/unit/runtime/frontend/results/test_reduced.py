@@ -44,7 +44,7 @@ def receipt(counted: int | None, dropped: int = 0) -> Receipt:
     place = SimpleNamespace(stage=0, tensor_rank=0, tensor_ranks=1, replica=0, place="0")
     states = np.full(LENGTH, APPLIED_0, np.uint16)
     part: Any = SimpleNamespace(
-        problem="", dropped=dropped, worker=place, states=states, versions=()
+        problem="", dropped=dropped, worker=place, states=states, versions=(), weights=()
     )
     completion = SimpleNamespace(finish_reason="length", stop_reason=None, token_ids=[1, 2, 3])
     return make_receipt(

@@ -106,6 +106,17 @@ def test_a_layer_is_read_with_its_own_attributes() -> None:
     assert layer.layout.strides == (GROUPS * DIM, DIM, 1)
 
 
+def test_sinks_of_other_weights_are_read_anew() -> None:
+    module = attention(impl_sinks=torch.arange(4.0).bfloat16())
+    every = found(module)
+    heads = torch.tensor([1, 3])
+    assert every.at(3).form.of_heads(heads).sinks.tolist() == [1, 3]
+    module.impl.sinks += 4
+    every.forget()
+    assert every.at(3).form.of_heads(heads).sinks.tolist() == [5, 7]
+    assert every.reasons == {}
+
+
 def test_quantised_keys_and_queries_are_read_with_their_scales() -> None:
     given: dict[str, Any] = {**BYTES, **ONES, "_k_scale": torch.tensor(2.0)}
     given["impl_do_kv_cache_update"] = write8
