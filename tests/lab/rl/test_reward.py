@@ -193,19 +193,23 @@ def test_completions_of_a_server_come_with_their_scores():
         asked.append(body)
         receipt = Receipt("r", 2, 2, (), None, weight_versions=(WeightVersion(4),)).to_dict()
         scores = {"kind": {"positions": [1], "token_ids": [5], "scores": [2.5]}}
-        choice = {
-            "index": 0, "text": "x", "finish_reason": "length", "token_ids": [5, 6],
-            "logprobs": {"token_logprobs": [-0.5, -0.25]},
-            "midstream": {"probes": scores, "receipt": receipt},
-        }  # fmt: skip
-        return httpx.Response(200, json={"id": "r", "choices": [choice]})
+        choices = [
+            {
+                "index": nth, "text": "x", "finish_reason": "length", "token_ids": [5, 6 + nth],
+                "logprobs": {"token_logprobs": [-0.5, -0.25]},
+                "midstream": {"probes": scores, "receipt": receipt},
+            }
+            for nth in (1, 0)
+        ]  # fmt: skip
+        return httpx.Response(200, json={"id": "r", "choices": choices})
 
     http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server")
     reward = probe_reward(Client(http=http), PROBE)
     fields = reward.rollout(["ab", "c"], trainer_of())
-    assert fields["completion_ids"] == [[5, 6]] * 2
+    assert fields["completion_ids"] == [[5, 6], [5, 7]]
     assert fields["logprobs"] == [[-0.5, -0.25]] * 2
     assert fields["weight_version"] == [4, 4]
     assert fields["probe_scores"] == [{"kind": [2.5]}] * 2
-    assert sorted(body["prompt"] for body in asked) == [[97, 98], [99]]
-    assert {body["return_token_ids"] for body in asked} == {True}
+    (body,) = asked
+    assert body["prompt"] == [[97, 98], [99]]
+    assert (body["return_token_ids"], body["logprobs"], body["max_tokens"]) == (True, 0, 5)

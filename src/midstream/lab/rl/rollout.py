@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from midstream.errors import SpecError, UnsupportedError
@@ -12,7 +11,6 @@ from midstream.plan import Probe
 
 # Fields of the completions, which trainers hand to reward functions by name.
 SCORES, ROWS, VERSION = "probe_scores", "activations", "weight_version"
-_REQUESTS = 32  # to a server at a time
 
 
 class Sampled(NamedTuple):
@@ -73,9 +71,7 @@ class Rollout:
         settings = {**sampling_of(trainer.args), **self._sampling}
         engine = self._engine
         if isinstance(engine, Client):
-            with ThreadPoolExecutor(_REQUESTS) as threads:
-                futures = [threads.submit(self._served, engine, ids, settings) for ids in given]
-                sampled = [future.result() for future in futures]
+            sampled = self._served(engine, given, settings)
         else:
             if engine is None:
                 engine = trainer.vllm_generation.llm  # which TRL has updated
@@ -102,26 +98,27 @@ class Rollout:
         outputs = engine.generate(requests, params, use_tqdm=False)
         return [_sampled(ids, output) for ids, output in zip(prompts, outputs, strict=True)]
 
-    def _served(self, client: Client, prompt: list[int], settings: Mapping[str, Any]) -> Sampled:
-        output = client.complete(
-            prompt,
-            **settings,
-            logprobs=0,
-            return_token_ids=True,
-            **self._reads,
-        )
-        (choice,) = output.raw["choices"]
-        (completion,) = output.outputs
-        assert completion.receipt is not None
-        completion.receipt.check()
-        return Sampled(
-            prompt,
-            list(choice["token_ids"]),
-            list(choice["logprobs"]["token_logprobs"]),
-            _scores(completion.probes),
-            completion.activations,
-            completion.receipt.weight_version.number,
-        )
+    def _served(
+        self, client: Client, prompts: Sequence[list[int]], settings: Mapping[str, Any]
+    ) -> list[Sampled]:
+        options = {**settings, "logprobs": 0, "return_token_ids": True, **self._reads}
+        output = client.complete([*prompts], **options)
+        choices = sorted(output.raw["choices"], key=lambda choice: int(choice["index"]))
+        sampled = []
+        for prompt, choice, completion in zip(prompts, choices, output.outputs, strict=True):
+            assert completion.receipt is not None
+            completion.receipt.check()
+            sampled.append(
+                Sampled(
+                    prompt,
+                    list(choice["token_ids"]),
+                    list(choice["logprobs"]["token_logprobs"]),
+                    _scores(completion.probes),
+                    completion.activations,
+                    completion.receipt.weight_version.number,
+                )
+            )
+        return sampled
 
 
 def _sampled(prompt: list[int], output: Any) -> Sampled:
