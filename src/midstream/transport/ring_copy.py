@@ -204,7 +204,7 @@ class CudaCopy:
 class CudaShipment:
     """A shipment in progress on the copy stream; `memory`: tally and scores in pinned memory."""
 
-    __slots__ = ("_arrival", "_log", "_memory", "_scores", "_staging", "extents")
+    __slots__ = ("_log", "_memory", "_scores", "_staging", "arrival", "extents")
 
     def __init__(
         self,
@@ -217,23 +217,23 @@ class CudaShipment:
         """Create it; `staging` gets the memory back, and `log` the scores before."""
         self.extents = extents
         self._memory = memory
-        self._arrival = arrival
+        self.arrival = arrival
         self._staging = staging
         self._log = log
         self._scores: HostScores | None = None
 
     def ready(self) -> bool:
-        return self._arrival.is_past()
+        return self.arrival.is_past()
 
     def wait(self) -> None:
-        self._arrival.wait()
+        self.arrival.wait()
 
     def tally(self) -> Tensor:
-        self._arrival.wait()
+        self.arrival.wait()
         return self._memory[0]
 
     def scores(self) -> HostScores:
-        self._arrival.wait()
+        self.arrival.wait()
         # vLLM may send a step's output, with its scores, from a thread of its own.
         with self._log.lock:
             if self._scores is None:
