@@ -273,7 +273,8 @@ def test_in_bfloat16_scores_are_those_of_the_rows_for_256_classes_too(tiny_llama
         rows = first.activations["resid_post", LAYER].double().numpy()
         close(first.probes["many"], softmax(rows @ many.astype("f8").T), 1e-3)
         for name in FAMILIES:
-            close(first.probes[name], expected(name, rows), 1e-2)
+            # A row of bfloat16 is off by 2 ** -9 of it; sums of two heads by more.
+            close(first.probes[name], expected(name, rows), 3e-2)
         for name in ("many", *FAMILIES):
             assert torch.equal(again.probes[name][:128], first.probes[name][:128])
         inspect(llm).check_integrity()

@@ -95,7 +95,10 @@ class ScoreLog:
         with self.lock:
             rows, columns = self._memory.shape
             if columns != slots or self._end + size > rows:
-                self._memory, self._end = torch.empty((max(_ROWS, size), slots)), 0
+                # Steps are recorded in inference mode, and read outside.
+                with torch.inference_mode(False):
+                    self._memory = torch.empty((max(_ROWS, size), slots))
+                self._end = 0
             added = HostScores(self._memory, self._end, size)
             self._end += size
         if size:

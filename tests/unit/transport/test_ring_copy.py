@@ -360,6 +360,18 @@ def test_scores_stay_while_later_shipments_use_their_memory(model_stream, monkey
         assert torch.equal(shipment.scores().values, scores(5) + step)
 
 
+def test_scores_of_a_step_are_kept_whether_the_memory_was_made_in_inference_mode_or_not():
+    log = ScoreLog()
+    with torch.inference_mode():
+        first = log.add(scores(5))
+    second = log.add(scores(5) + 1)
+    with torch.inference_mode():
+        third = log.add(scores(5) + 2)
+    assert first.memory is second.memory is third.memory
+    for offset, added in enumerate((first, second, third)):
+        assert torch.equal(added.values, scores(5) + offset)
+
+
 def test_few_bytes_are_copied_on_the_models_stream_and_what_is_queued_need_not_wait(model_stream):
     transport = CudaTransport(ring(), make_arena())
     for _ in range(3):

@@ -14,7 +14,7 @@ from midstream.config.config import Config, from_additional_config
 from midstream.runtime.protocol.cache_keys import KeptScore
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, BlankScores, DropScores, RpcRequest, arguments_of
-from midstream.runtime.vllm.attributes import SCORE_NUMBERS, SCORED_BLOCKS
+from midstream.runtime.vllm.attributes import SCORE_NUMBERS, SCORED_BLOCKS, SCORES_FILLED
 from midstream.runtime.vllm.kv_cache import KvBlocks, full_attention_blocks
 
 # Host memory of a worker for kept scores, and the most scores that it keeps of a token.
@@ -145,7 +145,7 @@ class ScoredBlocks:
         scores = () if payload is None else payload.keys.scores
         if not scores:
             return
-        wanted = _Wanted(scores, self.numbers_of(request, scores), self.size, None)
+        wanted = self._filled_by(request, scores)
         for index, block in enumerate(blocks, first):
             coverage = wanted.of_block(index)
             if not coverage or block.block_hash is None:
@@ -155,6 +155,14 @@ class ScoredBlocks:
             if served and served[0] is not block:
                 self._duplicates.setdefault(block.block_hash, set()).add(block.block_id)
                 self._hashes[block.block_id] = block.block_hash
+
+    def _filled_by(self, request: Any, scores: Sequence[KeptScore]) -> _Wanted:
+        """Return what the blocks that a request fills have; made once."""
+        filled: _Wanted | None = SCORES_FILLED.get(request)
+        if filled is None or filled.scores is not scores:
+            filled = _Wanted(scores, self.numbers_of(request, scores), self.size, None)
+            SCORES_FILLED.set(request, filled)
+        return filled
 
     def forget(self, blocks: Iterable[Any]) -> None:
         """Forget the scores of blocks that get other content."""
@@ -182,6 +190,7 @@ class _Wanted:
         kept: set[int] | None,
     ) -> None:
         """Create it; `kept`: the numbers that count; None: all do."""
+        self.scores = scores
         self._scores = sorted(zip(numbers, scores, strict=True), key=itemgetter(0))
         self._size = size
         self._kept = kept

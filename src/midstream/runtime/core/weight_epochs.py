@@ -74,7 +74,8 @@ def prepare(engine: Any) -> None:
         return
 
     def keyed(request: Any) -> Any:
-        if WEIGHT_KEY.get(request) is None:
+        # Called in each step of each request.
+        if not request.block_hashes and WEIGHT_KEY.get(request) is None:
             WEIGHT_KEY.set(request, epochs.key(request.lora_request))
         return hashes(request)
 

@@ -43,6 +43,8 @@ DECLARED: Attribute[dict[str, Any]] = Attribute("midstream_declared_controllers"
 VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
 # On a Request in the engine core: of each of its kept scores, the number in `ScoredBlocks`.
 SCORE_NUMBERS: Attribute[tuple[int, ...]] = Attribute("midstream_score_numbers")
+# On a Request in the engine core: which scores the blocks that it fills have.
+SCORES_FILLED: Attribute[Any] = Attribute("midstream_scores_filled")
 # On a BlockPool: its ScoredBlocks, if the workers keep scores with its blocks.
 SCORED_BLOCKS: Attribute[Any] = Attribute("midstream_scored_blocks")
 # On a KVCacheManager: how often its prefix cache was reset, if the front end keeps rows.
