@@ -70,6 +70,13 @@ def put(
         str | None,
         typer.Option(metavar="JSON", help='Its first stage: {"guard": "cheap", "above": 1.0}.'),
     ] = None,
+    if_unavailable: Annotated[
+        str | None,
+        typer.Option(
+            metavar="act|pass",
+            help="With --when: whether an answer that its second stage cannot judge is acted on.",
+        ),
+    ] = None,
     visible: Annotated[
         bool, typer.Option("--visible", help="Clients that ask see that it acted.")
     ] = False,
@@ -92,7 +99,7 @@ def put(
     scope = {"models": model, "keys": key, "share": share}
     fields: dict[str, Any] = {
         "above": above, "below": below, "for_": tokens, "pool": pool, "output": output,
-        "action": action, "message": message, "webhook": webhook,
+        "action": action, "message": message, "webhook": webhook, "if_unavailable": if_unavailable,
         "visible": visible or None, "text": text or None,
         "scope": {name: value for name, value in scope.items() if value} or None,
         "edits": None if edits is None else read_json_option("--edits", edits),

@@ -108,6 +108,10 @@ def test_a_guard_by_the_name_of_vectors_and_one_with_a_first_stage(site):
     cheap, dear = site.engine.guards.active()
     assert (cheap.definition.condition.below, cheap.definition.scope.models) == (-1.5, ("fake",))
     assert dear.definition.when.guard == "cheap"
+    run("put", "judge", "mood", "--above", "1", "--when", '{"guard": "cheap"}',
+        "--if-unavailable", "pass")  # fmt: skip
+    assert site.engine.guards.active()[-1].definition.if_unavailable == "pass"
+    run("delete", "judge")
     edits = json.dumps([{"op": "steer", "vector": {"name": "mood"}, "layer": 1}])
     run("put", "calm", "mood", "--above", "1", "--action", "switch", "--edits", edits)
     assert site.engine.guards.active()[0].probe.act.edits[0].op == "steer"
