@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, SupportsIndex, TypeGuard, cast
 
@@ -16,6 +16,7 @@ from midstream.plan.vectors.vector import Vector
 from midstream.sites import SiteName, Tap
 from midstream.validation import at, kind, read_fields, read_int, show
 
+_SHOWN = 8
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -89,6 +90,15 @@ class CapturedRows(FrozenFields):
 
 def is_captured(value: object) -> TypeGuard[CapturedRows | Mapping[str, object]]:
     return isinstance(value, CapturedRows) or (isinstance(value, Mapping) and "captured" in value)
+
+
+def no_rows(tap: Tap, known: Collection[Tap]) -> SpecError:
+    """Return the error of a site and layer of which no rows were captured."""
+    shown = ", ".join(f"{site} at layer {layer}" for site, layer in list(known)[:_SHOWN])
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return SpecError(
+        "layer", f"no rows of {tap[0]} at layer {tap[1]} were captured; there are {shown}{more}"
+    )
 
 
 def not_here() -> SpecError:

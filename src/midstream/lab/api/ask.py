@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from midstream.errors import ReceiptError, SpecError
 from midstream.plan import Replace, Steer
-from midstream.plan.captured_rows import CapturedRows, is_captured
+from midstream.plan.captured_rows import CapturedRows, is_captured, no_rows
 from midstream.plan.heads import read_ordered_indices
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.selection import read_site
@@ -119,15 +119,7 @@ class AskRequest:
             return self._by_value(source)
         activations = source if hasattr(source, "positions_of") else _activations_of(source)
         if self.tap not in activations:
-            has = ", ".join(
-                f"{site} at layer {layer}" for site, layer in activations.keys()[:_SHOWN]
-            )
-            more = f" and {len(activations) - _SHOWN} more" if len(activations) > _SHOWN else ""
-            raise SpecError(
-                "layer",
-                f"no rows of {self.site} at layer {self.layer} were captured; there are "
-                f"{has}{more}",
-            )
+            raise no_rows(self.tap, activations.keys())
         rows = activations[self.tap]
         if self.positions is None:
             return self._checked(rows)

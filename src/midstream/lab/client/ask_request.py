@@ -9,7 +9,7 @@ from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import CHAT, Exchange, call, complete
 from midstream.errors import SpecError
 from midstream.lab.api.ask import MOST_TOKENS, AskRequest, check_placed
-from midstream.plan.captured_rows import CapturedRows
+from midstream.plan.captured_rows import CapturedRows, no_rows
 from midstream.plan.positions.items import Text
 from midstream.validation import show
 
@@ -62,9 +62,6 @@ def _count(rows: CapturedRows) -> Exchange[int]:
     known = kept[rows.id]
     count = known.get(f"{rows.site}.{rows.layer}", 0)
     if not count:
-        raise SpecError(
-            "layer",
-            f"no rows of {rows.site} at layer {rows.layer} were captured; there are "
-            f"{', '.join(list(known)[:8])}",
-        )
+        names = [name.rpartition(".") for name in known]
+        raise no_rows((rows.site or "", rows.layer or 0), [(site, int(n)) for site, _, n in names])
     return int(count)

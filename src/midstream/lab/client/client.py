@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from midstream.client import client
@@ -14,6 +13,7 @@ from midstream.lab.fit import Directions
 from midstream.lab.sweep import Sweep
 from midstream.lab.sweep.async_run import OnCell
 from midstream.plan.forms import LayersLike, PositionsLike
+from midstream.sinks.daemon_threads import in_threads
 from midstream.sites import SiteName
 from midstream.validation import suggests
 
@@ -131,7 +131,4 @@ class Client(client.Client):
             httpx.HTTPError: the server is unreachable, or the connection failed.
         """
         exchanges = questions(sources, question, layer, options)
-        if len(exchanges) == 1:
-            return [self._run(exchanges[0])]
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            return list(threads.map(self._run, exchanges))
+        return in_threads(self._run, exchanges, _AT_ONCE)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from midstream.errors import SpecError
-from midstream.plan.captured_rows import CapturedRows, EarlierRows, OpenRows
+from midstream.plan.captured_rows import CapturedRows, EarlierRows, OpenRows, no_rows
 from midstream.plan.heads import head_size
 from midstream.plan.operations.gate import Gate
 from midstream.plan.operations.local import Edit, Local
@@ -27,8 +27,6 @@ from midstream.plan.vectors.named_lookup import (
 from midstream.plan.vectors.named_vector import Named
 from midstream.plan.vectors.vector import Vector
 from midstream.validation import at, listed
-
-_SHOWN = 8
 
 E = TypeVar("E", bound=Edit)
 
@@ -152,11 +150,7 @@ def _of_layer(
     layer = index_from_start(rows.layer, shape.num_layers)
     tap = (rows.site or sites.names[0], layer)
     if tap not in source.taps:
-        shown = ", ".join(f"{site} at layer {layer}" for site, layer in source.taps[:_SHOWN])
-        more = f" and {len(source.taps) - _SHOWN} more" if len(source.taps) > _SHOWN else ""
-        raise SpecError(
-            "layer", f"no rows of {tap[0]} at layer {layer} were captured; there are {shown}{more}"
-        )
+        raise no_rows(tap, source.taps)
     return source.read(tap, rows.positions)
 
 
