@@ -1,10 +1,14 @@
-"""Questions to a running server about rows that it keeps, against transformers with hooks."""
+"""Questions to a running server about rows that it keeps, and to an async engine, against
+transformers with hooks.
+"""
 
 import asyncio
 
 import pytest
+import torch
 from support import asking_model
 from support.asking_model import Hooked, placing
+from support.async_calls import results_of
 from support.serving import NAME, command, running
 
 from midstream import AsyncClient, Capture, Client
@@ -70,3 +74,20 @@ def test_a_server_answers_about_the_rows_of_a_handle_as_hooks_do(url, model):
         client.delete(kept.outputs[0].captured)
         with pytest.raises(ServerError, match="there are no rows"):
             client.ask(kept, QUESTIONS[0], FROM, positions=4, **ASKED)
+
+
+def test_an_async_engine_answers_questions_beside_other_requests_as_hooks_do(model, tmp_path):
+    found, hooked = results_of("system.questions_async", model, tmp_path), Hooked(model)
+    rows = hooked.rows(hooked.prompt("the parrot sleeps"), FROM)
+    assert len(found["answers"]) == len(QUESTIONS)
+    for (tokens, edited), question in zip(found["answers"], QUESTIONS, strict=True):
+        ids = hooked.prompt(f"Layer: {FROM}\n{' ?' * len(rows)} \n{question}")
+        where = ids.index(hooked.tokenizer.convert_tokens_to_ids(" ?"))
+        assert tokens == hooked.answer(ids, INTO, placing(rows, where), LENGTH)[0]
+        assert edited == len(rows)
+    for ids, tokens in found["others"]:
+        assert tokens == hooked.answer(ids, INTO, lambda h: torch.Tensor(), LENGTH)[0]
+    assert found["refused"] == [
+        "layers: ask() has no such argument",
+        "into: layer 99 is out of range: the model has 4 layers, expected 0 to 3",
+    ]

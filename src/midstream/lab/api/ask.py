@@ -15,6 +15,8 @@ from midstream.plan.captured_rows import CapturedRows, is_captured, no_rows
 from midstream.plan.heads import read_ordered_indices
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.selection import read_site
+from midstream.plan.vectors.matrix import read_rows
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import Tap
 from midstream.validation import MAX_ITEMS, at, check_text, kind, read_int, read_word, show
 
@@ -80,7 +82,9 @@ class AskRequest:
         return self.site, self.layer
 
     def pairs(self) -> list[tuple[Any, str]]:
-        """Return each source with its question; one of them is for all of the others."""
+        """Return the rows of each source (see `rows_of`) with its question; one source or question
+        is for all of the others.
+        """
         sources = _several(self.sources)
         questions = _several(self.question)
         for name, values in (("sources", sources), ("question", questions)):
@@ -96,12 +100,21 @@ class AskRequest:
                 "question",
                 f"{len(questions)} for {len(sources)} sources; give one, or one for each source",
             )
-        if len(sources) == 1:
-            sources *= count
-        return list(zip(sources, questions * (count // len(questions)), strict=True))
+        rows = [self._rows_of(source, index) for index, source in enumerate(sources)]
+        if len(rows) == 1:
+            rows *= count
+        return list(zip(rows, questions * (count // len(questions)), strict=True))
 
-    def rows_of(self, source: Any) -> Any:
-        """Return the rows of a source, [rows, width]; or the reference to those of a server."""
+    def _rows_of(self, source: Any, index: int) -> tuple[Vector, ...] | CapturedRows:
+        try:
+            return self.rows_of(source)
+        except SpecError as error:
+            if source is self.sources:
+                raise
+            raise type(error)(error.path, f"{error.problem} (of sources[{index}])") from None
+
+    def rows_of(self, source: Any) -> tuple[Vector, ...] | CapturedRows:
+        """Return the rows of a source; or the reference to those of a server."""
         captured = getattr(source, "captured", None)
         only: Any = getattr(source, "outputs", ())
         if captured is None and len(only) == 1:
@@ -134,17 +147,16 @@ class AskRequest:
                 )
         return self._checked(rows[[known[position] for position in self.positions]])
 
-    def _by_value(self, rows: Any) -> Any:
+    def _by_value(self, rows: Any) -> tuple[Vector, ...]:
         if self.positions is not None:
             raise SpecError("positions", "rows by value have no positions; give those rows alone")
         return self._checked(rows[None] if len(rows.shape) == 1 else rows)
 
-    def _checked(self, rows: Any) -> Any:
+    def _checked(self, rows: Any) -> tuple[Vector, ...]:
         if len(rows.shape) != 2:
             raise SpecError("sources", f"expected rows [rows, width], got shape {list(rows.shape)}")
-        if not 1 <= len(rows) <= MAX_ITEMS:
-            raise SpecError("sources", f"expected 1 to {MAX_ITEMS} rows, got {len(rows)}")
-        return rows
+        with at("sources"):
+            return read_rows(rows, MAX_ITEMS)
 
     def content(self, count: int, question: str) -> str:
         """Return the user's message about so many rows."""
@@ -185,7 +197,7 @@ class AskRequest:
             )
         return list(range(first, stop))
 
-    def edit(self, rows: Any, positions: Any) -> Steer | Replace:
+    def edit(self, rows: tuple[Vector, ...] | CapturedRows, positions: Any) -> Steer | Replace:
         """Return the edit that puts rows at positions, in their order."""
         place: dict[str, Any] = {"layer": self.into, "positions": positions}
         with naming_arguments():

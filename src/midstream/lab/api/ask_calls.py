@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
     from midstream.api.outputs import GenerateOutput, StreamedOutput
+
+_FIELDS = {field.name for field in dataclasses.fields(AskRequest)}
 
 
 class OfflineQuestions:
@@ -134,6 +137,9 @@ class AsyncQuestions:
         """
         llm: Any = self
         await llm.ready()
+        for name in fields:
+            if name not in _FIELDS:
+                raise SpecError(name, "ask() has no such argument")
         request = AskRequest(sources, question, layer, **fields)
         prompts, edits = _batch(llm, request, chat or {})
         params = _greedy() if sampling_params is None else sampling_params
@@ -156,8 +162,7 @@ def _batch(
         if name not in TEMPLATE_ARGUMENTS:
             raise SpecError(name, "ask() has no such argument")
     prompts, edits = [], []
-    for source, question in request.pairs():
-        rows = request.rows_of(source)
+    for rows, question in request.pairs():
         if isinstance(rows, CapturedRows):
             raise not_here().under("sources")
         messages = [{"role": "user", "content": request.content(len(rows), question)}]

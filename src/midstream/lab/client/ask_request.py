@@ -11,6 +11,7 @@ from midstream.errors import SpecError
 from midstream.lab.api.ask import MOST_TOKENS, AskRequest, check_placed
 from midstream.plan.captured_rows import CapturedRows, no_rows
 from midstream.plan.positions.items import Text
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import show
 
 CAPTURES = "/v1/midstream/captures"
@@ -28,13 +29,15 @@ def questions(
         if name in body:
             raise SpecError(name, "ask() makes its own; omit it")
     request = AskRequest(sources, question, layer, **fields)
-    return [_answer(request, source, text, body) for source, text in request.pairs()]
+    return [_answer(request, rows, text, body) for rows, text in request.pairs()]
 
 
 def _answer(
-    request: AskRequest, source: Any, question: str, body: Mapping[str, Any]
+    request: AskRequest,
+    rows: tuple[Vector, ...] | CapturedRows,
+    question: str,
+    body: Mapping[str, Any],
 ) -> Exchange[ServedOutput]:
-    rows = request.rows_of(source)
     if not isinstance(rows, CapturedRows):
         count = len(rows)
     else:
