@@ -103,6 +103,8 @@ def test_what_is_not_there_or_was_not_captured_is_refused_by_name(both, site, ke
         ((captured, "is ? it", 1), "placeholder", "twice"),
         ((captured, "", 1), "question", "expected a text"),
         (("x", QUESTION, 1), "sources", "got `str`"),
+        ((captured.at(0), "is ? it", 1), "sources.positions", "in one place"),
+        ((CapturedRows("x", 0, 2), QUESTION, 1), "sources.layer", "2, and the argument is 1"),
     ):
         positions = {"positions": 1} if "?" in arguments[1][:5] else {}
         with pytest.raises(SpecError, match=problem) as caught:

@@ -121,9 +121,7 @@ class AskRequest:
             captured = getattr(only[0], "captured", None)
         if is_captured(source) or captured is not None:
             with at("sources"):
-                rows = CapturedRows.parse(source if captured is None else captured)
-            chosen = self.positions or rows.positions or None
-            return CapturedRows(rows.id, chosen, self.layer, self.site)
+                return self._by_handle(CapturedRows.parse(captured or source))
         if len(only) > 1:
             raise SpecError(
                 "sources", f"this output has {len(only)} completions; give one of its outputs"
@@ -146,6 +144,16 @@ class AskRequest:
                     f"{position}; there are {has}",
                 )
         return self._checked(rows[[known[position] for position in self.positions]])
+
+    def _by_handle(self, rows: CapturedRows) -> CapturedRows:
+        if self.positions is not None and rows.positions:
+            raise SpecError("positions", "given as an argument too; give them in one place")
+        for name in ("layer", "site"):
+            own = getattr(rows, name)
+            if own not in (None, getattr(self, name)):
+                raise SpecError(name, f"{own!r}, and the argument is {getattr(self, name)!r}")
+        positions = self.positions or rows.positions or None
+        return CapturedRows(rows.id, positions, self.layer, self.site)
 
     def _by_value(self, rows: Any) -> tuple[Vector, ...]:
         if self.positions is not None:
