@@ -19,6 +19,7 @@ from support.tokenizers import byte_level
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
+    "docs/ask.md",
     "docs/attention.md",
     "docs/attribution.md",
     "docs/coming-from.md",
@@ -72,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     tokenizer = byte_level()
     # One token each, as in SmolLM2, and as in models that think.
-    tokenizer.add_tokens([" Paris", " London", " Berlin", "<think>", "</think>"])
+    tokenizer.add_tokens([" ?", " Paris", " London", " Berlin", "<think>", "</think>"])
     config = hf.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN,

@@ -377,6 +377,13 @@ CALLS: dict[str, Rule] = {
     **dict.fromkeys(
         ("score.texts", "score.prompts"), has_test(ENGINE + "test_scores_are_those_of_their_texts")
     ),
+    **dict.fromkeys(
+        ("ask.sources", "ask.question"),
+        has_test(
+            "tests/engine/test_ask.py::"
+            "test_several_questions_are_answered_in_one_batch_each_with_its_own_rows"
+        ),
+    ),
     "stack.outputs": has_test(ENGINE + "test_outputs_are_stacked_in_the_order_of_the_list"),
     **dict.fromkeys(
         (f"{method}.{field}" for method in ("fit", "fit_async", "from_rows")
@@ -392,7 +399,8 @@ CALLS: dict[str, Rule] = {
 }  # fmt: skip
 # Arguments of functions and methods that are one prompt, one chat, an object or options.
 ONE_OF = {
-    "activations.prompt", "attribution_patching.clean", "attribution_patching.corrupt",
+    "activations.prompt", "ask.chat", "ask.lora_request", "ask.use_tqdm",
+    "attribution_patching.clean", "attribution_patching.corrupt",
     "attribution_patching.llm", "attribution_patching.twin", "beam_search.args", "call.json",
     "card.self",
     "chat.args", "chat.messages", "complete.prompt", "cosine.rows", "enqueue.args",

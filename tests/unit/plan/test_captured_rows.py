@@ -5,7 +5,17 @@ import torch
 from support.refusals import refused
 
 from midstream.errors import SpecError
-from midstream.plan import CapturedRows, Gate, ModelShape, Plan, Prompt, Replace, Scale, Vector
+from midstream.plan import (
+    CapturedRows,
+    Gate,
+    ModelShape,
+    Plan,
+    Prompt,
+    Replace,
+    Scale,
+    Steer,
+    Vector,
+)
 from midstream.plan.operations import has_captured
 from midstream.plan.resolve.resolve import resolve
 
@@ -60,6 +70,9 @@ def test_a_malformed_reference_is_rejected_by_its_path():
         ({"captured": ID, "positions": []}, "rows.positions", "1 to 4096 items, got 0"),
         ({"captured": ID, "positions": [1, 1]}, "rows.positions", "twice"),
         ({"captured": ID, "rows": 1}, "rows", "unknown field 'rows'"),
+        ({"captured": ID, "layer": "all"}, "rows.layer", "`int`, got `str`"),
+        ({"captured": ID, "layer": 1, "site": "resid"}, "rows.site", "did you mean `resid_post`"),
+        ({"captured": ID, "site": "resid_post"}, "rows.site", "is for `layer`, which is missing"),
     )
 
 
@@ -83,6 +96,25 @@ def test_each_layer_gets_the_rows_that_were_captured_there():
     assert whole.rows == tuple(row(2, 0, position) for position in POSITIONS)
 
 
+def test_the_rows_of_a_named_layer_go_to_each_layer_of_the_edit():
+    placed = {"positions": [4, 7], "norm": "match"}
+    plan = fill(
+        Steer(rows=CapturedRows(ID, [3, 0], layer=-1), layer=0, **placed),
+        Replace({"captured": ID, "positions": 2, "layer": 0}, layer=[0, 1]),
+        Gate(Steer(rows=CapturedRows(ID, 2, 0, "resid_post"), layer=1), [1.0, 0.0]),
+        Steer(rows=CapturedRows(ID, [0, 2]), layer="all", positions=[1, 2]),
+    )
+    first, second, gated, *last = plan.edits
+    assert first == Steer(rows=(row(2, 2, 3), row(2, 2, 0)), layer=0, **placed)
+    assert second == Replace(row(2, 0, 2), layer=[0, 1])
+    assert gated.edit == Steer(row(2, 0, 2), layer=1)
+    assert [edit.rows for edit in last] == [tuple(row(2, n, p) for p in (0, 2)) for n in (0, 2)]
+    assert [plan.origin(index) for index in range(5)] == [0, 1, 2, 3, 3]
+    assert len(resolve(plan, SHAPE, Prompt(9), 2).edits) == 7
+    moved = CapturedRows(ID, 1, 0, "resid_post").at([2])
+    assert moved == CapturedRows.parse(moved.emit()) == CapturedRows(ID, 2, 0, "resid_post")
+
+
 def test_each_head_gets_its_own_part_of_the_rows():
     (edit,) = fill(Replace(CapturedRows(ID, 3), layer=1, site="z", head=[0, 2])).edits
     assert (edit.heads, edit.dims, edit.rows) == ((), (0, 1, 4, 5), (row(6, 1, 3),))
@@ -100,6 +132,18 @@ def test_what_was_not_captured_is_rejected_by_name():
         (Replace(CapturedRows(ID), layer=1, site="z", head=0, dims=2), "dims", "2 is out of range"),
         (Replace(CapturedRows(ID), layer=1, head=0), "head", "not of heads"),
         (Replace(CapturedRows(ID), layer=1, site="z", head=0, norm="keep"), "norm", "unsupported"),
+        (Steer(rows=CapturedRows(ID), layer=1, site="z", head=0), "head", "rows, which are of all"),
+        (
+            Steer(rows=CapturedRows(ID, layer=5), layer=1),
+            "rows.layer",
+            "no rows of resid_post at "
+            "layer 5 were captured; there are resid_post at layer 0, z at layer 1, resid_post at",
+        ),
+        (
+            Replace(CapturedRows(ID, layer=0), layer=1, site=["resid_pre", "resid_post"]),
+            "rows.site",
+            "say which the rows are of",
+        ),
     ):
         refused(
             lambda edit: fill(Scale(1.0, 0), edit),
@@ -109,7 +153,7 @@ def test_what_was_not_captured_is_rejected_by_name():
 
 
 def test_elsewhere_than_on_the_server_a_reference_is_rejected():
-    plan = Plan.make(None, Replace(CapturedRows(ID), layer=0))
-    with pytest.raises(SpecError, match="only in a request to that server") as caught:
-        resolve(plan, SHAPE, Prompt(4), 2)
-    assert caught.value.path == "edits[0].rows.captured"
+    for edit in (Replace(CapturedRows(ID), layer=0), Steer(rows=CapturedRows(ID), layer=0)):
+        with pytest.raises(SpecError, match="only in a request to that server") as caught:
+            resolve(Plan.make(None, edit), SHAPE, Prompt(4), 2)
+        assert caught.value.path == "edits[0].rows.captured"

@@ -110,6 +110,7 @@ EDITS = [
     Reconstruct("a", layer=3, site="mlp_out", norm="keep"),
     Replace({"captured": "Yt3-2Wc0mUAF", "positions": [3, 0]}, layer=1),
     Replace(CapturedRows("Yt3-2Wc0mUAF"), layer="all"),
+    Steer(rows=CapturedRows("Yt3-2Wc0mUAF", [3, 1], 12, "resid_mid"), layer=1, norm="match"),
     Replace(V, 0, dims=(1, 3)),
     Scale(2, 0, dims=[4, 1]),
     Scale(V, 0, shift=W, head=[2, 0], site="z"),

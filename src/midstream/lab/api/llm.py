@@ -1,8 +1,9 @@
-"""`midstream.LLM`: the offline engine, with sweeps, scores of texts and `tune`."""
+"""`midstream.LLM`: the offline engine, with sweeps, questions, scores of texts and `tune`."""
 
 from __future__ import annotations
 
 from midstream.api import llm
+from midstream.lab.api.ask_calls import OfflineQuestions
 from midstream.lab.api.cached_run import CachedRuns
 from midstream.lab.api.evaluations import Evaluations
 from midstream.lab.api.sweep_calls import OfflineSweeps
@@ -30,5 +31,5 @@ _INSTEAD = {
 
 
 @suggests(_INSTEAD)
-class LLM(OfflineSweeps, Evaluations, CachedRuns, llm.LLM):
+class LLM(OfflineSweeps, OfflineQuestions, Evaluations, CachedRuns, llm.LLM):
     """vLLM's offline engine, with midstream enabled."""

@@ -6,6 +6,9 @@ from contextlib import aclosing
 from typing import Any
 
 from midstream.client import async_client
+from midstream.client.outputs import ServedOutput
+from midstream.deadlines import all_of
+from midstream.lab.client.ask_request import questions
 from midstream.lab.client.client import INSTEAD
 from midstream.lab.client.fit_request import FitRequest, fit
 from midstream.lab.client.sweep_stream import SweepStream, sweep_body
@@ -61,3 +64,9 @@ class AsyncClient(async_client.AsyncClient):
             model,
         )  # fmt: skip
         return await self._run(fit(request))
+
+    async def ask(
+        self, sources: Any, question: str | list[str], layer: int, **options: Any
+    ) -> list[ServedOutput]:
+        """Ask the model questions about activations, at the same time; see `Client.ask`."""
+        return await all_of(map(self._run, questions(sources, question, layer, options)))

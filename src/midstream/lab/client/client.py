@@ -1,21 +1,26 @@
-"""`midstream.Client`: the blocking client, with sweeps and fits."""
+"""`midstream.Client`: the blocking client, with sweeps, fits and questions."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from midstream.client import client
+from midstream.client.outputs import ServedOutput
+from midstream.lab.client.ask_request import questions
 from midstream.lab.client.fit_request import FitRequest, fit
 from midstream.lab.client.sweep_stream import SweepStream, sweep_body
 from midstream.lab.fit import Directions
 from midstream.lab.sweep import Sweep
 from midstream.lab.sweep.async_run import OnCell
 from midstream.plan.forms import LayersLike, PositionsLike
+from midstream.sinks.daemon_threads import in_threads
 from midstream.sites import SiteName
 from midstream.validation import suggests
 
 # Names of `LLM` and of the `openai` client.
 _ANSWER = "write client.complete(prompt, …) or client.chat(messages, …)"
+# Questions that are sent at the same time.
+_AT_ONCE = 16
 INSTEAD = {
     **dict.fromkeys(("generate", "create", "completions", "responses", "run_with_cache"), _ANSWER),
     "register": "write client.vectors.register(name, vectors)",
@@ -100,3 +105,30 @@ class Client(client.Client):
             model,
         )  # fmt: skip
         return self._run(fit(request))
+
+    def ask(
+        self, sources: Any, question: str | list[str], layer: int, **options: Any
+    ) -> list[ServedOutput]:
+        """Ask the model questions about activations: rows of an earlier request are placed at the
+        placeholder tokens of a chat's message, and the model answers.
+
+        Args:
+            sources: answers whose rows the server keeps (`activations="keep"`), references to
+                these, `output.outputs[0].captured`; or answers with activations, or rows, which are
+                sent. One, or a list.
+            question, layer: as for `midstream.LLM.ask`.
+            **options: other arguments of `midstream.LLM.ask`, except `sampling_params`, `use_tqdm`
+                and `lora_request`; all others are fields of the body of `/v1/chat/completions`,
+                such as `model`, the name of an adapter, `max_tokens` and `chat_template_kwargs`.
+
+        Returns:
+            One answer per question.
+
+        Raises:
+            SpecError: an argument is malformed, or the server keeps no such rows.
+            ServerError: the server rejected a request.
+            ReceiptError: a placeholder was no single token.
+            httpx.HTTPError: the server is unreachable, or the connection failed.
+        """
+        exchanges = questions(sources, question, layer, options)
+        return in_threads(self._run, exchanges, _AT_ONCE)

@@ -103,6 +103,8 @@ Source = PromptSource | ZeroSource | NumberSource | NameSource | RowsSource | Ca
 
 def read_source(value: Any) -> Source:
     """Read a source from any of its forms. A text is a prompt, except "zero" and "mean:NAME"."""
+    if is_captured(value):
+        return _read_captured(CapturedRows.parse(value))
     if isinstance(value, Source):
         return value
     if isinstance(value, str):
@@ -112,8 +114,6 @@ def read_source(value: Any) -> Source:
         return NumberSource(number) if number else ZeroSource()
     if isinstance(value, Named):
         return _named(value)
-    if is_captured(value):
-        return CapturedRows.parse(value)
     if hasattr(value, "positions_of") and hasattr(value, "items"):
         return _of_activations(value, None)
     if hasattr(value, "prompt_token_ids") and hasattr(value, "outputs"):
@@ -123,6 +123,12 @@ def read_source(value: Any) -> Source:
     if isinstance(value, (list, tuple)) and value:
         return PromptSource(value)
     raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
+
+
+def _read_captured(value: CapturedRows) -> CapturedRows:
+    if value.layer is not None:
+        raise SpecError("layer", "unsupported in a sweep: each layer gets its own rows; omit it")
+    return value
 
 
 def _read_text(value: str) -> Source:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from midstream.errors import SpecError
-from midstream.plan.captured_rows import CapturedRows, OpenRows
+from midstream.plan.captured_rows import CapturedRows, EarlierRows, OpenRows, no_rows
 from midstream.plan.heads import head_size
 from midstream.plan.operations.gate import Gate
 from midstream.plan.operations.local import Edit, Local
@@ -15,10 +15,18 @@ from midstream.plan.operations.plain import PlainEdit
 from midstream.plan.operations.replace import Replace
 from midstream.plan.operations.steer import Steer
 from midstream.plan.positions.positions import Positions
+from midstream.plan.selection import Sites
 from midstream.plan.shape import ModelShape, VectorSize
-from midstream.plan.vectors.named_lookup import Lookup, NamedEdits, find_taps, from_start
+from midstream.plan.vectors.named_lookup import (
+    Lookup,
+    NamedEdits,
+    find_taps,
+    from_start,
+    index_from_start,
+)
 from midstream.plan.vectors.named_vector import Named
-from midstream.validation import at
+from midstream.plan.vectors.vector import Vector
+from midstream.validation import at, listed
 
 E = TypeVar("E", bound=Edit)
 
@@ -88,8 +96,12 @@ def _scaled_edit(edit: E, factor: float) -> E:
 
 def has_captured(edit: Edit) -> bool:
     """Return whether an edit has rows of an earlier request."""
-    inner = edit.edit if isinstance(edit, Gate) else edit
-    return isinstance(inner, Replace) and isinstance(inner.rows, CapturedRows)
+    return _captured_of(edit.edit if isinstance(edit, Gate) else edit) is not None
+
+
+def _captured_of(edit: Edit) -> CapturedRows | None:
+    rows = edit.rows if isinstance(edit, (Replace, Steer)) else None
+    return rows if isinstance(rows, CapturedRows) else None
 
 
 def fill_edit(edit: Edit, open_rows: OpenRows, shape: ModelShape) -> tuple[Edit, ...]:
@@ -104,11 +116,14 @@ def fill_edit(edit: Edit, open_rows: OpenRows, shape: ModelShape) -> tuple[Edit,
 
 
 def _fill(edit: PlainEdit, open_rows: OpenRows, shape: ModelShape) -> tuple[PlainEdit, ...]:
-    if not isinstance(edit, Replace) or not isinstance(edit.rows, CapturedRows):
+    rows = _captured_of(edit)
+    if rows is None or not isinstance(edit, (Replace, Steer)):
         return (edit,)
-    rows = edit.rows
     with at("rows"):
         source = open_rows(rows.id)
+    if rows.layer is not None:
+        with at("rows"):
+            return (edit.replace(rows=_of_layer(rows, source, edit.sites, shape)),)
     captured: dict[str, Any] = {rows.id: dict.fromkeys(source.taps)}
     taps = find_taps(captured, from_start(edit.layers, shape.num_layers), edit.sites, edit.left)
     assert taps is not None, "captured rows have taps"
@@ -118,9 +133,25 @@ def _fill(edit: PlainEdit, open_rows: OpenRows, shape: ModelShape) -> tuple[Plai
             mine = source.read(tap, rows.positions)
         place: dict[str, Any] = {"site": tap[0], "layer": tap[1]}
         if edit.heads:
+            if isinstance(edit, Steer):
+                raise SpecError("head", "unsupported with captured rows, which are of all heads")
             place |= {"head": None, "dims": _columns(edit, shape.size(tap))}
         edits.append(edit.replace(rows=mine, **place))
     return tuple(edits)
+
+
+def _of_layer(
+    rows: CapturedRows, source: EarlierRows, sites: Sites, shape: ModelShape
+) -> tuple[Vector, ...]:
+    """Return the rows of the layer that is named, whatever layers the edit has."""
+    assert rows.layer is not None
+    if rows.site is None and len(sites) > 1:
+        raise SpecError("site", f"missing: the edit has {listed(sites)}; say which the rows are of")
+    layer = index_from_start(rows.layer, shape.num_layers)
+    tap = (rows.site or sites.names[0], layer)
+    if tap not in source.taps:
+        raise no_rows(tap, source.taps)
+    return source.read(tap, rows.positions)
 
 
 def _columns(edit: Replace, size: VectorSize) -> list[int]:

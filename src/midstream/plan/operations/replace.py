@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings, only_set
-from midstream.plan.captured_rows import CapturedRows, is_captured
+from midstream.plan.captured_rows import CapturedRows, is_captured, not_here
 from midstream.plan.heads import read_indices, with_dims
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, one_edit, read_norm, read_scalar, rows_by_value
@@ -90,11 +89,7 @@ class Replace(Operation):
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         if isinstance(self.rows, CapturedRows):
-            raise SpecError(
-                "rows.captured",
-                "rows that a server cached can be used only in a request to that server; give the "
-                "rows themselves",
-            )
+            raise not_here()
         rows = rows_by_value("rows", self.rows, width)
         flags = Flags.ROW_BY_POSITION if len(rows) > 1 else Flags.NONE
         step = Instruction(Op.REPLACE, write=rows, a=float32(self.alpha), flags=flags)

@@ -12,6 +12,7 @@ from midstream.errors import ScaleWarning, SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.plan import forms
 from midstream.plan.argument_names import accept_spellings
+from midstream.plan.captured_rows import CapturedRows, is_captured, not_here
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, one_edit, read_scalar, rows_by_value
 from midstream.plan.tokens import LOGIT, STREAM, read_kind, read_token
@@ -54,7 +55,7 @@ class Steer(Operation):
         vector: v, a vector of the model's hidden size; or a name, whose scale multiplies `scale`;
             or several vectors, one per layer; None with `rows` and with `token`.
         rows: two or more vectors of that size, one per selected token, in the order of
-            `positions`; else empty.
+            `positions`, or a reference to rows that a server has; else empty.
         scale: finite, within float32's range.
         norm: None, "match" or "keep".
         token: id or text of a token, whose direction is v; None: `vector` or `rows` is.
@@ -64,7 +65,7 @@ class Steer(Operation):
     op = "steer"
 
     vector: Vector | Named | tuple[Vector, ...] | None
-    rows: tuple[Vector, ...]
+    rows: tuple[Vector, ...] | CapturedRows
     scale: float
     norm: str | None
     token: int | str | None
@@ -81,7 +82,7 @@ class Steer(Operation):
         phase: forms.PhaseLike | None = None,
         norm: Literal["match", "keep"] | None = None,
         exclude: forms.PositionsLike | None = None,
-        rows: forms.RowsLike | None = None,
+        rows: forms.RowsLike | CapturedRows | None = None,
         head: forms.IndicesLike | None = None,
         *,
         token: SupportsIndex | str | None = None,
@@ -105,7 +106,8 @@ class Steer(Operation):
             exclude: positions to exclude.
             rows: instead of `vector`: [n, width], n at most 4096, with n selected positions, which
                 get them in the order in which they are listed; their number is checked when the
-                plan is resolved. A row may be zero. One row is one vector.
+                plan is resolved. A row may be zero. One row is one vector. In a request to a server
+                also a CapturedRows: rows that the server cached for an earlier request.
             head: an attention head, counted from 0, or several: only these are changed, each in the
                 same way, at a site whose vectors are of heads. Vectors then have the size of a
                 head. None: the whole vector.
@@ -163,6 +165,9 @@ class Steer(Operation):
         if vector is not None:
             raise SpecError("rows", "`vector` is given too; give one of them")
         with at("rows"):
+            if is_captured(rows):
+                self._set(rows=CapturedRows.parse(rows))
+                return None
             vectors = read_rows(rows, MAX_ITEMS)
             if not any(row.norm for row in vectors):
                 raise SpecError("", "all rows are zero, so that the edit would change nothing")
@@ -206,6 +211,8 @@ class Steer(Operation):
                 "is replaced by its direction in the edits of a request alone; use "
                 "llm.lenses.direction(token, layer) as the vector here",
             )
+        if isinstance(self.rows, CapturedRows):
+            raise not_here()
         if self.rows:
             rows = rows_by_value("rows", self.rows, width)
         else:
@@ -230,7 +237,8 @@ class Steer(Operation):
         if self.norm == "match":
             is_huge, shown = size > MAX_MATCHED, f"{size:.3g} times the norm of h"
         else:
-            rows = self.vector if isinstance(self.vector, tuple) else (self.vector, *self.rows)
+            listed_rows = self.rows if isinstance(self.rows, tuple) else ()
+            rows = self.vector if isinstance(self.vector, tuple) else (self.vector, *listed_rows)
             # All have one size.
             vectors = [row for row in rows if isinstance(row, Vector)]
             norm = size * max((row.norm for row in vectors), default=0.0)
