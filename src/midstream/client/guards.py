@@ -112,7 +112,8 @@ class ServedGuards:
             probe: a Probe, its dict, or the name of vectors that the server has; None: only a guard
                 with `when` has none.
             **fields: `above` or `below`, `for_`, `pool`, `output`, `action`, `edits`, `webhook`,
-                `scope`, `when`, `if_unavailable`, `message`, `visible`, `text`, `training`; see the page on guards.
+                `scope`, `when`, `if_unavailable`, `message`, `visible`, `text`, `training`; see the
+                page on guards.
 
         Raises:
             SpecError: the `info` of the Probe names another model than the server's.
