@@ -6,19 +6,21 @@ import datetime
 import os
 import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 # Commit of a copied tree; a trailing "+" means uncommitted changes.
 COMMIT = os.environ.get("COMMIT", "")
 
 
-def describe() -> dict[str, Any]:
-    """Return machine, versions and commit as JSON values."""
+def describe(checkout: Path | None = None) -> dict[str, Any]:
+    """Return machine, versions and commit as JSON values; `checkout`: of midstream, None: this."""
     import torch
     import vllm
 
     import midstream
 
+    git = ["git", "-C", str(checkout or ".")]
     device = "cpu"
     driver = None
     if torch.cuda.is_available():
@@ -36,11 +38,11 @@ def describe() -> dict[str, Any]:
         "midstream": midstream.__version__,
         # A copy of the tree on a GPU host may have no git history: then COMMIT is set.
         "commit": COMMIT.removesuffix("+")
-        or _output(["git", "rev-parse", "--short", "HEAD"])
+        or _output([*git, "rev-parse", "--short", "HEAD"])
         or "unknown",
         "changed": COMMIT.endswith("+")
         if COMMIT
-        else bool(_output(["git", "status", "--porcelain", "--untracked-files=no"])),
+        else bool(_output([*git, "status", "--porcelain", "--untracked-files=no"])),
     }
 
 

@@ -1,7 +1,7 @@
 """CPU time of one HTTP request in the server's processes, by what the request asks for.
 
     python benchmarks/request_cost.py [--hidden 576] [--layers 30] [--clients 16] \
-        [--seconds 280] [--json FILE]
+        [--seconds 280] [--json FILE] [--beside CHECKOUT]
 
 A server of a model with random weights and little work a token runs on this machine, so that the
 cost of requests is not lost in that of the model. Clients without pauses send requests of one kind;
@@ -10,6 +10,10 @@ the result. Kinds take turns in rounds, and figures are medians over rounds. On 
 device, the worker is in the engine core's process, and the model is compiled and runs in CUDA
 graphs; on a CPU the worker has its own, and the model runs eagerly. With --profiles,
 `pstats` reads what is written: one profile of the main thread of each process.
+
+What a request costs depends on what else the machine does. With --beside, a server of another
+checkout of midstream runs as well, and for each kind of a round the two take turns; the results of
+the other go to a file that has its commit in the name.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import machine
 import serving
 
+ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 199
 START_SECONDS = 300
 # Requests in flight, and CPU time of threads that wait for others, vary less with one thread.
@@ -58,10 +64,11 @@ OPTIONS = (
     "--kv-cache-memory-bytes=1073741824", "--gpu-memory-utilization=0.05",
 )  # fmt: skip
 # Runs first in each of the server's processes. Processes that wait for each other spin, which
-# charges the time of one to the others: here they sleep.
+# charges the time of one to the others: here they sleep, and seldom look, as each look costs the
+# engine core some 10 µs, and their number is that of milliseconds that the worker's step took.
 STARTUP = """
 import cProfile, os, signal, time
-os.sched_yield = lambda: time.sleep(0.0005)
+os.sched_yield = lambda: time.sleep(0.005)
 profile = cProfile.Profile(time.thread_time)
 def start(*_):
     profile.enable()
@@ -87,23 +94,50 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", help="kinds of requests to measure [all]")
     parser.add_argument("--profiles", type=Path, help="folder for a profile of each process")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--beside", type=Path, help="another checkout, measured in turn")
     args = parser.parse_args()
     end = time.monotonic() + (args.seconds or math.inf)
     bodies = requests(args)
     if args.kinds:
         bodies = {name: bodies[name] for name in args.kinds}
-    given = ("hidden", "layers", "clients", "requests", "prompt", "tokens", "rounds")
-    results: dict[str, Any] = {
+    sources = [ROOT, *filter(None, [args.beside])]
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        model, sides = make_model(Path(name) / "model", args.hidden, args.layers), []
+        for source in sources:
+            folder = Path(name) / f"server {len(sides)}"
+            folder.mkdir()
+            started = stack.enter_context(server(model, folder, source, args.profiles))
+            processes = processes_of(psutil.Process(started.pid))
+            side = Side(started.url, processes, described(args, source), args.json)
+            if side.json is not None and source != ROOT:
+                commit = side.results["machine"]["commit"]
+                side.json = side.json.with_stem(f"{side.json.stem}-{commit}")
+            sides.append(side)
+        measure(sides, bodies, args, end)
+    for side in sides:
+        write_table(side.results)
+
+
+@dataclass(eq=False)
+class Side:
+    """A server, and what was measured of it."""
+
+    url: str
+    processes: dict[int, str]  # names by their ids
+    results: dict[str, Any]
+    json: Path | None
+    rounds: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by kind
+
+
+def described(args: argparse.Namespace, source: Path) -> dict[str, Any]:
+    """Return the results of a checkout's server before the first round."""
+    asked = ("hidden", "layers", "clients", "requests", "prompt", "tokens", "rounds")
+    return {
         "benchmark": "request_cost",
-        "machine": {**machine.describe(), "cores": os.cpu_count()},
-        **{name: getattr(args, name) for name in given},
+        "machine": {**machine.describe(source), "cores": os.cpu_count()},
+        **{name: getattr(args, name) for name in asked},
         "kinds": {},
     }
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model", args.hidden, args.layers)
-        with server(model, Path(folder), args.profiles) as started:
-            measure(results, bodies, started, args, end)
-    write_table(results)
 
 
 def requests(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -157,12 +191,14 @@ def make_model(folder: Path, hidden: int, layers: int) -> Path:
 
 
 @contextmanager
-def server(model: Path, folder: Path, profiles: Path | None) -> Iterator[serving.Server]:
-    """Start a server, yield it once it answers, and stop it."""
+def server(
+    model: Path, folder: Path, source: Path, profiles: Path | None
+) -> Iterator[serving.Server]:
+    """Start a server of a checkout, yield it once it answers, and stop it."""
     import torch
 
     (folder / "sitecustomize.py").write_text(STARTUP)
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(folder), str(source / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     if profiles is not None:
         profiles.mkdir(parents=True, exist_ok=True)
@@ -177,46 +213,49 @@ def server(model: Path, folder: Path, profiles: Path | None) -> Iterator[serving
 
 
 def measure(
-    results: dict[str, Any],
-    bodies: dict[str, dict[str, Any]],
-    server: serving.Server,
-    args: argparse.Namespace,
-    end: float,
+    sides: list[Side], bodies: dict[str, dict[str, Any]], args: argparse.Namespace, end: float
 ) -> None:
     """Add the CPU time of each kind of request to the results; the first round is a warm-up. No
     round begins that would not end before `end`, on the monotonic clock.
     """
-    processes = processes_of(psutil.Process(server.pid))
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in bodies}
     longest = 0.0
-    for nth in range(args.rounds + 1):
+    for number in range(args.rounds + 1):
         started = time.monotonic()
         if started + longest > end:
             break
-        if nth == 1 and args.profiles:
-            tell(processes, signal.SIGRTMIN + 1)
+        if number == 1 and args.profiles:
+            tell(sides, signal.SIGRTMIN + 1)
         for name, body in bodies.items():
-            number = args.requests if nth else args.requests // 4
-            before, steps = cpu_seconds(processes), steps_of(server.url)
-            began = time.perf_counter()
-            asyncio.run(send(server.url, body, number, args))
-            took = time.perf_counter() - began
-            spent, steps = cpu_seconds(processes), steps_of(server.url) - steps
-            if nth:
-                found = {each: 1e3 * (spent[each] - before[each]) / number for each in spent}
-                more = {"steps_per_request": steps / number, "requests_per_s": number / took}
-                rounds[name].append({**found, **more})
-                results["kinds"][name] = {
-                    each: statistics.median(one[each] for one in rounds[name])
-                    for each in rounds[name][0]
-                }
+            # Who is first alternates, as a load of others may begin or end meanwhile.
+            for side in sides[:: 1 if number % 2 else -1]:
+                figures = measure_kind(side, body, args, args.requests // (1 if number else 4))
+                if number:
+                    side.rounds.setdefault(name, []).append(figures)
         # The first round has a quarter of the requests.
-        longest = max(longest, (time.monotonic() - started) * (1 if nth else 4))
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=1) + "\n")
+        longest = max(longest, (time.monotonic() - started) * (1 if number else 4))
+        for side in sides:
+            side.results["kinds"] = {
+                name: {what: statistics.median(of[what] for of in rounds) for what in rounds[0]}
+                for name, rounds in side.rounds.items()
+            }
+            if side.json:
+                side.json.write_text(json.dumps(side.results, indent=1) + "\n")
     if args.profiles:
-        tell(processes, signal.SIGRTMIN + 2)
+        tell(sides, signal.SIGRTMIN + 2)
         time.sleep(3)
+
+
+def measure_kind(
+    side: Side, body: dict[str, Any], args: argparse.Namespace, number: int
+) -> dict[str, float]:
+    """Send requests of one kind; return their figures."""
+    before, steps = cpu_seconds(side.processes), steps_of(side.url)
+    began = time.perf_counter()
+    asyncio.run(send(side.url, body, number, args))
+    took = time.perf_counter() - began
+    spent, steps = cpu_seconds(side.processes), steps_of(side.url) - steps
+    figures = {name: 1e3 * (spent[name] - before[name]) / number for name in spent}
+    return {**figures, "steps_per_request": steps / number, "requests_per_s": number / took}
 
 
 def processes_of(server: psutil.Process) -> dict[int, str]:
@@ -240,10 +279,11 @@ def steps_of(url: str) -> int:
     return steps
 
 
-def tell(processes: dict[int, str], number: int) -> None:
+def tell(sides: list[Side], number: int) -> None:
     """Send a signal to each process."""
-    for pid in processes:
-        os.kill(pid, number)
+    for side in sides:
+        for pid in side.processes:
+            os.kill(pid, number)
 
 
 def cpu_seconds(processes: dict[int, str]) -> dict[str, float]:

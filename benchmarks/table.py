@@ -337,7 +337,7 @@ def request_cost(result: dict[str, Any]) -> str:
     rows = [
         [
             kind,
-            *(f"{one[name]:.1f} ms" for name in processes),
+            *(f"{one[name]:.2f} ms" for name in processes),
             f"{one['steps_per_request']:.2f}",
             f"{one['requests_per_s']:.0f}",
         ]

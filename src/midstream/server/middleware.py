@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,8 +31,10 @@ from midstream.validation import encoded, read_json, read_json_members
 _MARK = f'"{KEY}"'.encode()
 _KEY_OF = re.compile(rb"%b\s*:" % _MARK)
 _ESCAPE = b"\\u00"
+_ESCAPES = b"\\u"
 _WIDE = b"\0"  # occurs in UTF-16 and UTF-32, which JSON parsers accept as well
 _SHORT = 1 << 16  # bytes of a body that is parsed in about a millisecond
+_FLAT = 200  # brackets of a body whose depth no parser minds
 _DIGITS = 18  # most digits of a plausible content length
 _OWN = ("/v1/midstream", "/v1/steering", "/midstream")
 _METRICS = "/metrics"
@@ -39,6 +42,7 @@ STEERING_HEADER = b"x-midstream-steering"
 _WRITES = frozenset({"POST", "PUT", "PATCH"})
 _FORM_FIELD = re.compile(rf'(?<![A-Za-z])(?i:name)="?{KEY}["\s;]'.encode())
 _FORM_BYTES = len(f'name="{KEY}"') + 1  # of a match, and what is before it
+_Writer = Callable[[dict[str, Any]], bytes]
 
 
 class _Parsed(NamedTuple):
@@ -277,12 +281,12 @@ class _Replay:
 
 def _parse_if_asked(
     body: bytes, fields: frozenset[str] | None
-) -> tuple[dict[str, Any], Callable[[dict[str, Any]], bytes]] | None:
+) -> tuple[dict[str, Any], _Writer] | None:
     """Return a body that concerns midstream, and its writer; None: it does not, or is no JSON."""
-    write: Callable[[dict[str, Any]], bytes] = _dumped
+    write: _Writer = _dumped
     try:
         if len(body) <= _SHORT:
-            value = read_json(body)
+            value, write = _read_short(body)
         else:
             value, text, places = read_json_members(body)
             if isinstance(value, dict):
@@ -299,6 +303,21 @@ def _parse_if_asked(
     if not isinstance(value, dict):
         return None
     return (value, write) if fields is not None or _has_field(value) else None
+
+
+def _read_short(body: bytes) -> tuple[object, _Writer]:
+    """Return a short body's value, as `read_json` does, and its writer."""
+    # msgspec takes a fifth of the time of Python's JSON. What it reads is what `read_json` reads if
+    # no field occurs twice in an object: one would be lost, and with it a colon. It refuses numbers
+    # that overflow, which only Python's writes, and takes deeper values than Python.
+    if _ESCAPES not in body and body.count(b"[") + body.count(b"{") <= _FLAT:
+        try:
+            value = msgspec.json.decode(body)
+            if msgspec.json.encode(value).count(b":") == body.count(b":"):
+                return value, msgspec.json.encode
+        except (msgspec.MsgspecError, RecursionError):
+            pass
+    return read_json(body), _dumped
 
 
 def _dumped(value: dict[str, Any]) -> bytes:

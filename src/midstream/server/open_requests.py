@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
 
 from midstream.config.config import KEY
 from midstream.server.http_request import RequestContext
 
 _XARGS = "vllm_xargs"
 _ID_BYTES = 16
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 def carry_id(body: dict[str, Any]) -> str:
@@ -23,6 +26,21 @@ def carry_id(body: dict[str, Any]) -> str:
     return name
 
 
+class Entry(AbstractContextManager[None], Generic[K, V]):
+    """A value that is in a dict for the duration of the context."""
+
+    __slots__ = ("_key", "_value", "_values")
+
+    def __init__(self, values: dict[K, V], key: K, value: V) -> None:
+        self._values, self._key, self._value = values, key, value
+
+    def __enter__(self) -> None:
+        self._values[self._key] = self._value
+
+    def __exit__(self, *error: object) -> None:
+        del self._values[self._key]
+
+
 class OpenRequests:
     """The contexts of the requests that are not answered yet. Call on the event loop."""
 
@@ -32,14 +50,9 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._contexts)
 
-    @contextmanager
-    def opened(self, name: str, context: RequestContext) -> Iterator[None]:
+    def opened(self, name: str, context: RequestContext) -> Entry[str, RequestContext]:
         """Have a request, of an id of `carry_id`, among these for the duration of the context."""
-        self._contexts[name] = context
-        try:
-            yield
-        finally:
-            del self._contexts[name]
+        return Entry(self._contexts, name, context)
 
     def find(self, params: Any) -> RequestContext | None:
         """Return the context whose id an engine call's parameters carry; None: they carry none."""

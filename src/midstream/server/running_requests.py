@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from midstream.errors import HttpError
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.server.open_requests import Entry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,14 +33,9 @@ class RunningRequests:
     def __init__(self) -> None:
         self._calls: dict[int, RunningCall] = {}
 
-    @contextmanager
-    def running(self, call: RunningCall) -> Iterator[None]:
+    def running(self, call: RunningCall) -> Entry[int, RunningCall]:
         """Have a call among these for the duration of the context."""
-        self._calls[id(call)] = call
-        try:
-            yield
-        finally:
-            del self._calls[id(call)]
+        return Entry(self._calls, id(call), call)
 
     def find(self, request_id: str, client: str) -> list[RunningCall]:
         """Return a request's calls by the response's id or a call's, in order of choices."""

@@ -57,6 +57,42 @@ async def test_a_byte_order_mark_in_front_of_a_body_changes_nothing():
     assert all("receipt" in answer.json()["midstream"] for answer in answers)
 
 
+@pytest.mark.parametrize(
+    "twice",
+    [
+        '"prompt": "x", "prompt": "y"',
+        '"prompt": "x", "a": {"b": [{"c": 1, "d": 2, "c": 1}]}',
+        '"prompt": ":", "a": {"b": "\\u003a", "b": 1}',
+        '"prompt": "\\u003a", "a": 1, "a": 1',
+    ],
+)
+async def test_no_field_of_a_body_may_occur_twice(twice):
+    body = f'{{{twice}, "max_tokens": 3, "midstream": {json.dumps(ASKS)}}}'
+    async with serving() as (site, client):
+        answer = await post(client, body.encode())
+    assert answer.status_code == 400
+    assert "duplicate JSON field" in answer.json()["error"]["message"]
+    assert not site.seen
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "-0", "-0.0", "1E5", "1e400", "-1e400", "5e-324", "0.1", "1.7976931348623157e308",
+        "9007199254740993.0", "123456789012345678901234567890", "-9223372036854775809", "[]", "{}",
+        '"\\ud800"', '"\\u003a:"', '"\\/\\n"', '"é😀 "', '{"": {"a:b": null}}', "[true, 1, 1.0]",
+    ],
+)  # fmt: skip
+def test_vllm_gets_what_python_reads_of_a_body(value):
+    body = f'{{"x": {value}, "midstream": {json.dumps(ASKS)}, "y": [{value}]}}'.encode()
+    parsed = middleware._parse("/v1/completions", frozenset(), body)
+    read = json.loads(parsed.body)
+    assert repr(read.pop("vllm_xargs")) == repr({"midstream": parsed.id})
+    wanted = json.loads(body)
+    del wanted["midstream"]
+    assert repr(read) == repr(wanted) == repr({name: parsed.value[name] for name in wanted})
+
+
 async def test_a_chats_plan_knows_its_messages_and_template():
     messages = [{"role": "user", "content": "hi"}]
     async with serving() as (site, client):

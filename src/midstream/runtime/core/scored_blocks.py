@@ -52,6 +52,7 @@ class ScoredBlocks:
         # Blocks of equal content beside the one that vLLM finds, by its hash and by their ids.
         self._duplicates: dict[Any, set[int]] = {}
         self._hashes: dict[int, Any] = {}
+        self._filled: _Wanted | None = None  # of the last request that filled a block
 
     def __len__(self) -> int:
         return len(self._coverage)
@@ -139,12 +140,15 @@ class ScoredBlocks:
                 return duplicate
         return None
 
-    def add(self, request: Any, pool: Any, blocks: Sequence[Any], first: int) -> None:
+    def add(
+        self,
+        request: Any,
+        scores: Sequence[KeptScore],
+        pool: Any,
+        blocks: Sequence[Any],
+        first: int,
+    ) -> None:
         """Note the scores of blocks that a request fills, from its block `first` on."""
-        payload = payload_of(request.sampling_params)
-        scores = () if payload is None else payload.keys.scores
-        if not scores:
-            return
         wanted = self._filled_by(request, scores)
         for index, block in enumerate(blocks, first):
             coverage = wanted.of_block(index)
@@ -159,8 +163,12 @@ class ScoredBlocks:
     def _filled_by(self, request: Any, scores: Sequence[KeptScore]) -> _Wanted:
         """Return what the blocks that a request fills have; made once."""
         filled: _Wanted | None = SCORES_FILLED.get(request)
-        if filled is None or filled.scores is not scores:
-            filled = _Wanted(scores, self.numbers_of(request, scores), self.size, None)
+        if filled is None or filled.scores != scores:
+            numbers = self.numbers_of(request, scores)
+            filled = self._filled
+            # Most requests have the scores of the last one.
+            if filled is None or filled.numbers != numbers or filled.scores != scores:
+                filled = self._filled = _Wanted(scores, numbers, self.size, None)
             SCORES_FILLED.set(request, filled)
         return filled
 
@@ -190,7 +198,7 @@ class _Wanted:
         kept: set[int] | None,
     ) -> None:
         """Create it; `kept`: the numbers that count; None: all do."""
-        self.scores = scores
+        self.scores, self.numbers = scores, numbers
         self._scores = sorted(zip(numbers, scores, strict=True), key=itemgetter(0))
         self._size = size
         self._kept = kept
@@ -265,12 +273,15 @@ def cache_full_blocks(
 ) -> Any:
     """Note the scores of the blocks that vLLM caches, which their request asked for."""
     out = original(pool, request, *args, **kwargs)
-    scored: ScoredBlocks | None = SCORED_BLOCKS.get(pool)
+    payload = payload_of(request.sampling_params)
+    scores = () if payload is None else payload.keys.scores
+    scored: ScoredBlocks | None = SCORED_BLOCKS.get(pool) if scores else None
     if scored is not None:
         passed = dict(zip(_PASSED, args, strict=False)) | kwargs
         if passed["kv_cache_group_id"] == scored.group:
             first = passed["num_cached_blocks"]
-            scored.add(request, pool, passed["blocks"][first : passed["num_full_blocks"]], first)
+            blocks = passed["blocks"][first : passed["num_full_blocks"]]
+            scored.add(request, scores, pool, blocks, first)
     return out
 
 

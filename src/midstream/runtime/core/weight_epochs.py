@@ -85,10 +85,11 @@ def prepare(engine: Any) -> None:
 def renew_key(manager: Any, request: Any) -> None:
     """Hash a request that is about to begin anew if its key is not that of the weights by now."""
     epochs: WeightEpochs | None = WEIGHT_EPOCHS.get(manager)
-    if epochs is None or WEIGHT_KEY.get(request) is None:
+    known = None if epochs is None else WEIGHT_KEY.get(request)
+    if epochs is None or known is None:
         return
     key = epochs.key(request.lora_request)
-    if key != WEIGHT_KEY.get(request):
+    if key != known:
         WEIGHT_KEY.set(request, key)
         del request.block_hashes[:]
         request.update_block_hashes()
@@ -97,8 +98,10 @@ def renew_key(manager: Any, request: Any) -> None:
 def see_request(engine: Any, request: Any) -> None:
     """Note the adapter of a request that arrives."""
     adapter = getattr(request, "lora_request", None)
+    if adapter is None:
+        return
     epochs: WeightEpochs | None = WEIGHT_EPOCHS.get(engine.scheduler.kv_cache_manager)
-    if adapter is not None and epochs is not None and epochs.see_adapter(adapter):
+    if epochs is not None and epochs.see_adapter(adapter):
         count_reset(engine)
 
 

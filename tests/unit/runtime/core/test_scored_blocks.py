@@ -108,8 +108,9 @@ class Engine:
             for index in full:
                 blocks[index].block_hash = hashes[index]
                 self.pool.served.append(blocks[index])
-            if full:
-                self.scored.add(request, self.pool, [blocks[index] for index in full], full[0])
+            if full and scores:
+                filled = [blocks[index] for index in full]
+                self.scored.add(request, scores, self.pool, filled, full[0])
             self.compute(tokens, scores, start, end)
             if start == length:
                 for cached in self.cache.take_new():
