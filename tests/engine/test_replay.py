@@ -196,6 +196,8 @@ def test_a_damaged_record_is_refused_by_line_and_field(path):
     scored = lines[list(KINDS).index("scored") * len(PROMPTS)]
     for changes, said in (
         ({"format": "x"}, "line 1.*format: expected midstream-record-1"),
+        ({"settings__trust_remote_code": True}, r"settings.*trust_remote_code"),
+        ({"settings__midstream__controllers": {"c": "os:system"}}, r"settings.*controllers"),
         ({"request__prompt_token_ids": [-1]}, "request.prompt_token_ids"),
         ({"results__0__logprobs": []}, r"results\[0\].*logprobs: expected a list of 8"),
         ({"results__0__scores__p__f32": "AAAA"}, r"scores\.p.*f32: expected float32"),

@@ -67,7 +67,7 @@ def replay(
         first = read[0]
         if first.engine.get("batch_invariant"):
             environment = {"VLLM_BATCH_INVARIANT": "1"}
-        if any(one.adapter for one in read):
+        if any(request.adapter for request in read):
             arguments.setdefault("enable_lora", True)
         settings = {**arguments_of(first.engine, first.settings), **arguments}
         with defaults(environment), quiet(verbose=verbose, descriptor=2):

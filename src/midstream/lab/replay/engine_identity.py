@@ -9,12 +9,18 @@ from typing import Any
 
 from midstream.config.config import KEY, from_additional_config
 from midstream.errors import SpecError
-from midstream.validation import show
+from midstream.validation import at, read_fields, show
 
 # Arguments of `LLM` by the field of the identity that they set.
 _ARGUMENTS = (
     *("revision", "dtype", "quantization", "kv_cache_dtype", "enforce_eager"),
     *("tensor_parallel_size", "pipeline_parallel_size"),
+)
+# Settings of midstream that decide what runs. Those that name files or Python code are left out: a
+# record may be somebody else's.
+_SETTINGS = (
+    *("sites", "layers", "tapped_model", "codec", "return", "probes", "doses", "maps"),
+    *("gate_states", "reductions", "unscored_tokens", "on_nonfinite", "max_dose"),
 )
 
 
@@ -52,7 +58,22 @@ def settings_of(llm: Any) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     section = from_additional_config(config.additional_config)
     assert section is not None, "the engine has midstream"
-    return {KEY: section.to_dict(), "max_model_len": config.model_config.max_model_len}
+    known = section.to_dict()
+    return {
+        KEY: {name: known[name] for name in _SETTINGS if name in known},
+        "max_model_len": config.model_config.max_model_len,
+    }
+
+
+def check_settings(value: object) -> None:
+    """Check that settings of a record name neither files nor code.
+
+    Raises:
+        SpecError: there is one that `settings_of` does not return.
+    """
+    fields = read_fields(value, required=(), optional=(KEY, "max_model_len"))
+    with at(KEY):
+        read_fields(fields.get(KEY, {}), required=(), optional=_SETTINGS)
 
 
 def arguments_of(identity: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Limits:
     median: float
 
 
-# By dtype: bits of the mantissa, and the limits.
+# By dtype: bits of the mantissa, and the limits; those of bfloat16 are the paper's.
 LIMITS = {
     "bfloat16": (7, Limits(38, 10, 8)),
     "float32": (23, Limits(8, 256, 128)),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midstream.errors import SpecError, StoreError
-from midstream.lab.replay.engine_identity import identify, settings_of
+from midstream.lab.replay.engine_identity import check_settings, identify, settings_of
 from midstream.plan import Capture, Plan
 from midstream.plan.sink_target import MEMORY
 from midstream.results.activations import Activations
@@ -132,6 +132,8 @@ class RecordedRequest:
         for name, known in (("engine", dict), ("settings", dict), ("results", list)):
             if not isinstance(fields[name], known):
                 raise SpecError(name, f"expected `{known.__name__}`, got {kind(fields[name])}")
+        with at("settings"):
+            check_settings(fields["settings"])
         with at("request"):
             parts = ("prompt_token_ids", "sampling", "plan", "adapter")
             sent: Any = read_fields(fields["request"], required=parts, optional=())
@@ -195,19 +197,19 @@ class Recorder:
         plan = Plan.make(**asked)
         bound = None if plan is None else _bound(plan, llm)
         several = isinstance(sampling_params, Sequence)
-        each = [*sampling_params] if several else [sampling_params] * len(prompts)
-        if len(each) != len(prompts):
-            raise SpecError("sampling_params", f"{len(each)} for {len(prompts)} prompts")
+        listed = [*sampling_params] if several else [sampling_params] * len(prompts)
+        if len(listed) != len(prompts):
+            raise SpecError("sampling_params", f"{len(listed)} for {len(prompts)} prompts")
         for index, prompt in enumerate(prompts):
             extra = set(prompt) - {"prompt", "prompt_token_ids"} if isinstance(prompt, dict) else ()
             if extra:
                 raise SpecError(
                     f"prompts[{index}].{min(extra)}", "only tokens are recorded: leave it out"
                 )
-        params = [recordable(one) for one in each]
-        sampling = [sampling_to_dict(one) for one in params]
+        params = [*map(recordable, listed)]
+        sampling = [*map(sampling_to_dict, params)]
         outputs = llm.generate(
-            prompts, [attached(one, bound) for one in params], lora_request=lora_request,
+            prompts, [attached(own, bound) for own in params], lora_request=lora_request,
             use_tqdm=False,
         )  # fmt: skip
         adapter = lora_request and {
@@ -238,7 +240,9 @@ def recorded(
 def results_of(output: Any) -> tuple[RecordedResult, ...]:
     """Return the exact results of each completion of an output."""
     alone = len(output.outputs) == 1
-    return tuple(_result(output if alone else each, each) for each in output.outputs)
+    return tuple(
+        _result(output if alone else completion, completion) for completion in output.outputs
+    )
 
 
 def receipt_digest(receipt: Receipt) -> str:

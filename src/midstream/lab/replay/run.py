@@ -167,7 +167,7 @@ def _compare(index: int, record: RecordedRequest, output: Any) -> Iterator[Diffe
 
 
 def _compare_results(
-    place: tuple[int, int],
+    which: tuple[int, int],
     length: int,
     before: RecordedResult,
     after: RecordedResult,
@@ -180,28 +180,28 @@ def _compare_results(
             str(tokens[same]) if same < len(tokens) else "the end"
             for tokens in (before.tokens, after.tokens)
         ]
-        yield Difference(*place, "tokens", length + same, None, *shown)
+        yield Difference(*which, "tokens", length + same, None, *shown)
     first = _common(before.logprobs[:same], after.logprobs[:same])
     if first < same:
         pairs = before.logprobs[:same], after.logprobs[:same]
         shown = [repr(logprobs[first]) for logprobs in pairs]
         amount = float(np.abs(np.subtract(*pairs)).max())
-        yield Difference(*place, "logprobs", length + first, amount, *shown)
+        yield Difference(*which, "logprobs", length + first, amount, *shown)
     end = length + same if before.tokens != after.tokens else 1 << 62
     for name in sorted({*before.scores, *after.scores}):
-        yield from _compare_scores(place, name, end, before, after)
+        yield from _compare_scores(which, name, end, before, after)
     for name in sorted({*before.rows, *after.rows}):
-        yield from _compare_rows(place, name, end, (before, after), activations)
+        yield from _compare_rows(which, name, end, (before, after), activations)
     if end == 1 << 62 and before.receipt != after.receipt:
-        yield Difference(*place, "receipt", -1)
+        yield Difference(*which, "receipt", -1)
 
 
 def _compare_scores(
-    place: tuple[int, int], name: str, end: int, before: RecordedResult, after: RecordedResult
+    which: tuple[int, int], name: str, end: int, before: RecordedResult, after: RecordedResult
 ) -> Iterator[Difference]:
     pair = before.scores.get(name), after.scores.get(name)
     if pair[0] is None or pair[1] is None:
-        yield Difference(*place, f"scores {name}", -1, None, *map(_presence, pair))
+        yield Difference(*which, f"scores {name}", -1, None, *map(_presence, pair))
         return
     bits = [
         dict(zip(scores.positions, map(bytes, scores.numbers()), strict=True))
@@ -213,15 +213,15 @@ def _compare_scores(
     numbers = [
         dict(zip(scores.positions, scores.numbers(), strict=True)) for scores in (pair[0], pair[1])
     ]
-    shared = [at for at in numbers[0] if at in numbers[1] and at < end]
-    gaps = [np.abs(numbers[0][at] - numbers[1][at]).max() for at in shared]
+    shared = [place for place in numbers[0] if place in numbers[1] and place < end]
+    gaps = [np.abs(numbers[0][place] - numbers[1][place]).max() for place in shared]
     shown = [str(values.get(position, np.array([])).tolist()) for values in numbers]
     amount = float(np.nanmax(gaps)) if gaps and not np.isnan(gaps).all() else None
-    yield Difference(*place, f"scores {name}", position, amount, *shown)
+    yield Difference(*which, f"scores {name}", position, amount, *shown)
 
 
 def _compare_rows(
-    place: tuple[int, int],
+    which: tuple[int, int],
     name: str,
     end: int,
     results: tuple[RecordedResult, RecordedResult],
@@ -229,35 +229,35 @@ def _compare_rows(
 ) -> Iterator[Difference]:
     pair = [result.rows.get(name) for result in results]
     if pair[0] is None or pair[1] is None:
-        yield Difference(*place, f"rows {name}", -1, None, *map(_presence, pair))
+        yield Difference(*which, f"rows {name}", -1, None, *map(_presence, pair))
         return
     digests = [dict(zip(rows.positions, rows.digests, strict=True)) for rows in pair if rows]
     position = _first(digests[0], digests[1], end)
     if position is not None:
         amount = None if activations is None else _gap(name, end, activations)
-        yield Difference(*place, f"rows {name}", position, amount)
+        yield Difference(*which, f"rows {name}", position, amount)
 
 
 def _gap(name: str, end: int, activations: tuple[Activations, Activations]) -> float | None:
     """Return the largest difference of the decoded rows that both have before a position."""
     site, _, layer = name.rpartition(".")
     rows = [
-        dict(zip(each.positions_of(site, int(layer)).tolist(), each[site, int(layer)].float(),
+        dict(zip(part.positions_of(site, int(layer)).tolist(), part[site, int(layer)].float(),
                  strict=True))
-        for each in activations
+        for part in activations
     ]  # fmt: skip
     gaps = [
-        float((rows[0][at].flatten() - rows[1][at].flatten()).abs().max())
-        for at in rows[0]
-        if at in rows[1] and at < end
+        float((rows[0][place].flatten() - rows[1][place].flatten()).abs().max())
+        for place in rows[0]
+        if place in rows[1] and place < end
     ]
     return max(gaps, default=None)
 
 
 def _first(before: Mapping[int, Any], after: Mapping[int, Any], end: int) -> int | None:
     """Return the first position before `end` at which two differ; None: there is none."""
-    differ = (at for at in sorted({*before, *after}) if before.get(at) != after.get(at))
-    return next((at for at in differ if at < end), None)
+    places = (place for place in sorted({*before, *after}) if place < end)
+    return next((place for place in places if before.get(place) != after.get(place)), None)
 
 
 def _common(before: Sequence[Any], after: Sequence[Any]) -> int:
