@@ -68,6 +68,7 @@ COMMANDS = {
     "serve": "midstream.cli.serve",
     "studio": "midstream.cli.studio",
     "capture": "midstream.lab.cli.capture",
+    "replay": "midstream.lab.cli.replay",
     "sweep": "midstream.lab.cli.sweep",
     "docs": "midstream.cli.docs",
 }

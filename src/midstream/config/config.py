@@ -130,7 +130,9 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
             captured, edited or probed. "startup": while the engine starts. "lazy": when the first
             request needs it; all requests wait for that. "always": every step runs the tapped
             model, and vLLM's own is not compiled; a request's rounding is then the same whatever
-            other requests ask for.
+            other requests ask for. "exact": the same, and the engine starts only with vLLM's batch
+            invariance (VLLM_BATCH_INVARIANT=1, on a GPU): tokens and logprobs of a request are then
+            the same bits whether it is captured or not, and whatever else runs.
         hooks: "local": requests from Python may have edits by Python functions, see `Local`. The
             engine then runs eagerly, without compilation and CUDA graphs, as if `enforce_eager`
             were set. "off": such edits are rejected.
@@ -183,7 +185,7 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
     codec: str = "raw"
     return_: Return = SHARDED
     check_ranks: bool = False
-    tapped_model: Literal["startup", "lazy", "always"] = "startup"
+    tapped_model: Literal["startup", "lazy", "always", "exact"] = "startup"
     hooks: Literal["off", "local"] = "off"
     controllers: Mapping[str, Any] = field(default_factory=dict)
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -163,6 +163,10 @@ def capture(
     keep_prompts: Annotated[
         bool, typer.Option("--keep-prompts", help="Store the texts with the rows.")
     ] = False,
+    record: Annotated[
+        bool,
+        typer.Option("--record", help="Store each request as well, for midstream replay."),
+    ] = False,
     revision: Annotated[str, typer.Option(help="Revision of the model.")] = "",
     dtype: Annotated[str, typer.Option(help="Dtype of the engine.")] = "auto",
     engine_args: Annotated[
@@ -268,6 +272,7 @@ def capture(
             split=split,
             limit=limit,
             keep_prompts=keep_prompts,
+            record=record,
             revision=revision,
             dtype=dtype,
             engine_args=arguments,

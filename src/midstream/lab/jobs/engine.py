@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +13,8 @@ from midstream.errors import MidstreamError, SpecError
 from midstream.lab.jobs.job import Job, check_model
 from midstream.lab.jobs.prompt_tokens import PromptParts, PromptTokens
 from midstream.lab.jobs.records import Failed, Record
+from midstream.lab.replay.engine_identity import identify, settings_of
+from midstream.lab.replay.record import recorded, sampling_to_dict
 from midstream.plan import Capture, Plan
 from midstream.plan.positions.positions import Positions, Span
 from midstream.results.activations import Activations, with_heads
@@ -37,6 +39,7 @@ class Reply:
     receipt: Receipt
     activations: Activations = field(repr=False)  # [rows, width] at every site
     parts: PromptParts = field(default_factory=PromptParts)
+    record: Mapping[str, Any] | None = None  # for `midstream replay`; None: not asked for
 
 
 class EngineWork(Protocol):
@@ -53,6 +56,9 @@ class EngineWork(Protocol):
 
     @property
     def keep_prompts(self) -> bool: ...
+
+    @property
+    def record(self) -> bool: ...
 
 
 class Engine(Protocol):
@@ -127,10 +133,12 @@ class VllmEngine:
         self._llm = llm
         self._chat = work.chat
         self._plan = work.plan
+        self._identity = (identify(llm), settings_of(llm)) if work.record else None
         self._params: Any = SamplingParams(
             temperature=0,
             max_tokens=work.max_tokens,
             detokenize=work.keep_prompts,
+            logprobs=0 if work.record else None,
             extra_args={KEY: self._plan},
         )
         self._lines: dict[str, int] = {}
@@ -152,6 +160,12 @@ class VllmEngine:
 
         from midstream.runtime.frontend.request.prompt.inputs import named_refusals
 
+        if (
+            self._identity is not None
+            and not isinstance(record.prompt, PromptTokens)
+            and has_media(record.prompt)
+        ):
+            raise SpecError("", "it has media, which a record has not: omit --record")
         number = self._llm.request_counter.counter
         try:
             with named_refusals():
@@ -224,4 +238,17 @@ class VllmEngine:
             finish_reason=completion.finish_reason,
             receipt=receipt,
             activations=with_heads(output.activations, {}),  # stores have whole vectors
+            record=self._record(output),
         )
+
+    def _record(self, output: Any) -> dict[str, Any] | None:
+        if self._identity is None:
+            return None
+        (capture,) = self._plan.captures
+        assert isinstance(capture, Capture)
+        # By number, whatever of the conversation or the documents they were found by.
+        rows = output.activations
+        places = [Span(place, place + 1) for place in rows.positions_of(*rows.keys()[0]).tolist()]
+        plan = Plan(captures=(replace(capture, positions=Positions(places)),))
+        sampling = sampling_to_dict(self._params)
+        return recorded(output, sampling, plan, *self._identity).to_dict()

@@ -71,7 +71,7 @@ _OF_TOKENS = ("truncate", "pack", "separator", "exclude", "roles")
 _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("model", "data", "out", "tag", "prompt_field", "subset", "split"), str),
     **dict.fromkeys(("revision", "dtype", "errors", "format", "exclude"), str),
-    **dict.fromkeys(("chat", "keep_prompts", "resume", "roles"), bool),
+    **dict.fromkeys(("chat", "keep_prompts", "record", "resume", "roles"), bool),
     "capture": Capture,
     "engine_args": Mapping,
     "flush_seconds": numbers.Real,
@@ -100,6 +100,8 @@ class Job:
         split: split of a Hugging Face dataset.
         limit: number of lines to read; None: all.
         keep_prompts: store the texts of prompt and answer with the rows.
+        record: store with each line its request and the bits of its results, for
+            `midstream replay`.
         revision: revision of the model; empty: its default.
         dtype: dtype of the engine; `auto`: the model's own.
         engine_args: further arguments of `vllm.LLM`.
@@ -149,6 +151,7 @@ class Job:
     exclude: str = ""
     roles: bool = False
     flush_seconds: float = FLUSH_SECONDS
+    record: bool = False
 
     def __post_init__(self) -> None:
         for name in ("model", "data", "out", "errors"):

@@ -43,6 +43,7 @@ class LiveWork:
     max_tokens: int
     chat: bool = False
     keep_prompts: bool = False
+    record: bool = False
 
 
 class LiveRows(IterableDataset[dict[str, Any]]):

@@ -14,6 +14,7 @@ from midstream.errors import StoreError
 from midstream.lab.jobs.engine import Reply
 from midstream.lab.jobs.job import Job
 from midstream.lab.jobs.request_ids import LINE, TERMS
+from midstream.lab.replay.record import RECORD
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Origin
 from midstream.sinks.delivery import DeliveredRows, DeliverySource, Label
@@ -63,6 +64,8 @@ class StoreWriter:
             finish_reason=reply.finish_reason,
         )
         metadata = {LINE: reply.line, TERMS: self._terms, **reply.parts.to_metadata()}
+        if reply.record is not None:
+            metadata[RECORD] = reply.record
         delivery = source.delivery(
             Label(request, self._tag, metadata),
             self._plan,

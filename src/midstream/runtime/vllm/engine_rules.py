@@ -140,6 +140,12 @@ RULES: tuple[Rule, ...] = (
         "Python functions do not run in compiled graphs",
     ),
     Rule(
+        'midstream.tapped_model = "exact" without VLLM_BATCH_INVARIANT=1 on a GPU',
+        lambda c: _is_exact(c) and not _is_batch_invariant(c),
+        "a request's sums depend on what else is in its steps: set the variable, or use "
+        '"always" without that promise',
+    ),
+    Rule(
         "enable_elastic_ep",
         lambda c: bool(getattr(c.parallel_config, "enable_elastic_ep", False)),
         "workers and replicas start and stop while requests run",
@@ -214,6 +220,18 @@ def check_script() -> None:
 def _calls_functions(vllm_config: Any) -> bool:
     config = from_additional_config(vllm_config.additional_config)
     return config is not None and config.hooks == "local"
+
+
+def _is_exact(vllm_config: Any) -> bool:
+    config = from_additional_config(vllm_config.additional_config)
+    return config is not None and config.tapped_model == "exact"
+
+
+def _is_batch_invariant(vllm_config: Any) -> bool:
+    import vllm.envs as envs
+
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cuda")
+    return device != "cpu" and bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
 def _is_other_executor(backend: object) -> bool:

@@ -70,6 +70,9 @@ REFUSED = {
         "additional_config": {"midstream": {"hooks": "local"}},
         "model_config__enforce_eager": False,
     },
+    'midstream.tapped_model = "exact" without VLLM_BATCH_INVARIANT=1 on a GPU': {
+        "additional_config": {"midstream": {"tapped_model": "exact"}},
+    },
     "enable_elastic_ep": {"parallel_config__enable_elastic_ep": True},
     "an encoder-decoder model": {"model_config__is_encoder_decoder": True},
     "cpu_offload_gb with UVA switched off": {"offload_config__uva__cpu_offload_gb": 4},
@@ -119,7 +122,23 @@ def test_all_that_is_wrong_is_named_at_once():
     }
     with pytest.raises(UnsupportedError) as caught:
         check_settings(config(**changes))
-    assert len(str(caught.value).splitlines()) == 1 + len(RULES)
+    # A tapped model is either lazy or exact.
+    assert len(str(caught.value).splitlines()) == 1 + len(RULES) - 1
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "starts"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_exact_results_need_batch_invariance_which_a_cpu_has_not(envs, device, variable, starts):
+    envs.VLLM_BATCH_INVARIANT = variable
+    made = config(additional_config={"midstream": {"tapped_model": "exact"}})
+    made.device_config = SimpleNamespace(device_type=device)
+    if starts:
+        check_settings(made)
+    else:
+        with pytest.raises(UnsupportedError, match='set the variable, or use "always"'):
+            check_settings(made)
 
 
 NEW = """

@@ -146,8 +146,8 @@ def _targets(decoder: Decoder, taps: Iterable[Tap]) -> list[nn.Module]:
 
 def _why_one_model(copies: TappedCopies, vllm_config: Any, config: Config) -> str | None:
     """Return why the model itself is tapped; None if a copy of it is."""
-    if config.tapped_model == "always":
-        return 'tapped_model is "always"'
+    if config.tapped_model in ("always", "exact"):
+        return f'tapped_model is "{config.tapped_model}"'
     import vllm.envs as envs
 
     # Dynamo alone keeps what it compiles by function, and both models have the same functions.

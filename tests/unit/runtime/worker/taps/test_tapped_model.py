@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from midstream.config.config import KEY
+from midstream.config.config import KEY, Config
 from midstream.runtime.worker.model_runner.model_switch import PLAIN, TAPPED, ModelSwitch
 from midstream.runtime.worker.taps import tapped_model
 from midstream.runtime.worker.taps.tapped_model import (
@@ -169,6 +169,12 @@ def test_a_module_with_a_forward_of_its_own_is_found():
     layer = of(model, LAYERS[1])
     layer.forward = lambda x: x
     assert len(TappedCopies(model, [layer]).with_own_forward()) == 1
+
+
+@pytest.mark.parametrize("setting", ["always", "exact"])
+def test_an_exact_engine_has_one_model(setting):
+    reason = tapped_model._why_one_model(None, None, Config(tapped_model=setting))
+    assert reason == f'tapped_model is "{setting}"'
 
 
 NAMED: dict[str, nn.Module] = {}
