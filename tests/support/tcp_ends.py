@@ -1,4 +1,6 @@
-"""Both ends of a sink `tcp`, processes that may be killed: `sender` or `receiver`, FOLDER PORT."""
+"""Both ends of a sink `tcp`, processes that may be killed: `sender` or `receiver`, FOLDER PORT
+TRANSPORT.
+"""
 
 import json
 import sys
@@ -39,9 +41,10 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def send(folder: Path, port: int) -> None:
+def send(folder: Path, port: int, transport: str) -> None:
     """Send what no earlier process was told is stored, as a caller that asks again does."""
-    sink = TcpSink(str(folder / "spool"), port, spool_bytes=SPOOL, linger_seconds=120)
+    more: dict[str, Any] = {"linger_seconds": 120, "transport": transport}
+    sink = TcpSink(str(folder / "spool"), port, spool_bytes=SPOOL, **more)
     sink.open(ORIGIN)
     queue = SinkQueue("tcp", sink, 4096)
     stored = set(lines(folder / "stored"))
@@ -57,7 +60,7 @@ def send(folder: Path, port: int) -> None:
     queue.close()
 
 
-def receive(folder: Path, port: int) -> None:
+def receive(folder: Path, port: int, _: str) -> None:
     """Keep what no earlier process kept, until all is there; slower than the sender."""
     known = {line["id"] for line in lines(folder / "rows")}
     reader = TcpRows("127.0.0.1", port)
@@ -74,4 +77,5 @@ def receive(folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    {"sender": send, "receiver": receive}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    _, end, own_folder, own_port, by = sys.argv
+    {"sender": send, "receiver": receive}[end](Path(own_folder), int(own_port), by)

@@ -15,15 +15,18 @@ KILLS = 12
 ENDS = ("sender", "receiver")
 
 
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
 @pytest.mark.parametrize("seed", range(10 if NIGHTLY else 1))
 def test_every_row_is_kept_once_bit_by_bit_whichever_end_is_killed(
-    seed: int, tmp_path: Path
+    seed: int, transport: str, tmp_path: Path
 ) -> None:
+    if transport == "nixl":
+        pytest.importorskip("nixl", reason="scripts/nixl.sh installs it", exc_type=ImportError)
     chance, port = random.Random(seed), str(serving.free_port())
     log = (tmp_path / "log").open("wb")
 
     def start(end: str) -> Any:
-        arguments = ("-m", "support.tcp_ends", end, tmp_path, port)
+        arguments = ("-m", "support.tcp_ends", end, tmp_path, port, transport)
         more = {"stdout": log, "stderr": subprocess.STDOUT, "env": serving.environment()}
         return own_process.start(*arguments, **more)
 

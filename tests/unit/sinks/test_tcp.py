@@ -23,9 +23,11 @@ from midstream.sinks.tcp import TcpRows, TcpSink
 from midstream.sinks.tcp import sink as tcp_sink
 
 
-@pytest.fixture
-def sent(tmp_path: Path) -> Iterator[TcpSink]:
-    sink = TcpSink(str(tmp_path / "spool"), 0)
+@pytest.fixture(params=["tcp", "nixl"])
+def sent(tmp_path: Path, request: Any) -> Iterator[TcpSink]:
+    if request.param == "nixl":
+        pytest.importorskip("nixl", reason="scripts/nixl.sh installs it", exc_type=ImportError)
+    sink = TcpSink(str(tmp_path / "spool"), 0, transport=request.param)
     sink.open(ORIGIN)
     yield sink
     sink.close()

@@ -66,7 +66,8 @@ class ServedRows:
             if len(set(self._taps)) < len(self._taps):
                 raise SpecError("", f"a tap is listed twice in {show(taps)}")
             self._captures = [
-                Capture(layer, site, positions="prompt") for site, layer in self._taps
+                Capture.parse({"layers": [layer], "sites": [site], "positions": "prompt"})
+                for site, layer in self._taps
             ]
         with at("edits"):
             try:

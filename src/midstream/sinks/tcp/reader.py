@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import socket
 import time
@@ -17,12 +18,14 @@ from midstream.errors import BusyError, ServerError, SpecError
 from midstream.plan.control.controller import read_seconds
 from midstream.results.activations import Activations
 from midstream.results.serialization import unpack
-from midstream.sinks.tcp.sink import MOST_HELLO, NUMBER, VERSION, keep_alive, shut
+from midstream.sinks.tcp.nixl import Agent
+from midstream.sinks.tcp.sink import MOST_HELLO, NUMBER, PLACE, VERSION, keep_alive, shut
 from midstream.sinks.tcp.spool import CRC, LENGTHS, MOST_HEADER, MOST_ROWS
 from midstream.validation import at, kind, read_count, show
 
 WINDOW_BYTES = 256 << 20
 REMEMBERED = 1_000_000
+MOST_PLACE = 16 << 20
 _PAUSE_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
 
@@ -89,6 +92,7 @@ class TcpRows(IterableDataset[Received]):
         self._since: set[str] = set()  # of these, yielded and not acknowledged
         self._open: dict[int, int] = {}  # bytes of records without acknowledgement, by number
         self._socket: socket.socket | None = None
+        self._agent: Agent | None = None  # where the sink's transport is NIXL
         self.doubles = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +143,7 @@ class TcpRows(IterableDataset[Received]):
                 try:
                     file = self._connected()
                     while self._socket is not None:
-                        number, header, data = _record(file)
+                        number, header, data = self._record(file)
                         self._open[number] = len(data)
                         if self._is_new(number, header["id"]):
                             yield Received(header["id"], unpack(data), header["positions"], header)
@@ -152,6 +156,17 @@ class TcpRows(IterableDataset[Received]):
                 time.sleep(_PAUSE_SECONDS)
         finally:
             self._disconnect()
+
+    def _record(self, file: BinaryIO) -> tuple[int, dict[str, Any], bytes]:
+        """Return number, header and rows of the next record; see `_parsed`."""
+        (number,) = NUMBER.unpack(_exactly(file, NUMBER.size))
+        if self._agent is None:
+            return number, *_parsed(number, file)
+        (length,) = PLACE.unpack(_exactly(file, PLACE.size))
+        if length > MOST_PLACE:
+            raise ServerError(500, f"record {number}: {length} bytes say where it is")
+        record = self._agent.read(json.loads(_exactly(file, length)))
+        return number, *_parsed(number, io.BytesIO(record))
 
     def _is_new(self, number: int, name: str) -> bool:
         """Return whether a record's id is unknown, and know it. A double is acknowledged, unless
@@ -185,12 +200,16 @@ class TcpRows(IterableDataset[Received]):
         line = file.readline(MOST_HELLO)
         if not line.endswith(b"\n"):
             raise EOFError
+        transport = ""
         try:
-            problem = json.loads(line)["error"]
+            greeting = json.loads(line)
+            problem, transport = greeting["error"], greeting["transport"]
         except (ValueError, TypeError, KeyError):
             problem = f"expected a sink tcp, got {show(line[:100].decode(errors='replace'))}"
         if problem:
             raise ServerError(403, f"{self._address[0]}:{self._address[1]}: {problem}")
+        if transport == "nixl" and self._agent is None:
+            self._agent = Agent()
         end.settimeout(self._wait)
         return file
 
@@ -211,14 +230,13 @@ class TcpRows(IterableDataset[Received]):
             del self._known[next(iter(self._known))]
 
 
-def _record(file: BinaryIO) -> tuple[int, dict[str, Any], bytes]:
-    """Return number, header and rows of the next record.
+def _parsed(number: int, file: BinaryIO) -> tuple[dict[str, Any], bytes]:
+    """Return header and rows of a record.
 
     Raises:
         EOFError: the connection ended.
         ServerError: the record is damaged.
     """
-    (number,) = NUMBER.unpack(_exactly(file, NUMBER.size))
     header_bytes, row_bytes = LENGTHS.unpack(_exactly(file, LENGTHS.size))
     if header_bytes > MOST_HEADER or row_bytes > MOST_ROWS:
         raise ServerError(500, f"record {number} has {header_bytes} and {row_bytes} bytes")
@@ -230,7 +248,7 @@ def _record(file: BinaryIO) -> tuple[int, dict[str, Any], bytes]:
     header: dict[str, Any] = json.loads(text)
     if not isinstance(header.get("id"), str) or not isinstance(header.get("positions"), dict):
         raise ServerError(500, f"record {number} has no id or positions")
-    return number, header, data
+    return header, data
 
 
 def _exactly(file: BinaryIO, count: int) -> bytes:

@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -20,11 +20,14 @@ from midstream.plan.control.controller import read_seconds
 from midstream.results.receipt import CaptureResult
 from midstream.results.serialization import PackedRows
 from midstream.sinks.base import Delivery, Origin, Sink
+from midstream.sinks.tcp.nixl import Agent
 from midstream.sinks.tcp.spool import Spool, number_of
 from midstream.validation import read_count
 
 VERSION = 1
 NUMBER = struct.Struct(">Q")  # of a record, before it and as its acknowledgement
+PLACE = struct.Struct(">I")  # length of where NIXL reads a record
+TRANSPORTS = ("tcp", "nixl")
 MOST_HELLO = 4096
 MOST_READERS = 64
 SPOOL_BYTES = 8 << 30
@@ -52,6 +55,7 @@ class TcpSink(Sink):
         spool_bytes: int = SPOOL_BYTES,
         wait_seconds: float = WAIT_SECONDS,
         linger_seconds: float = 0.0,
+        transport: str = "tcp",
     ) -> None:
         """Args:
         root: folder of the spool, of this sink alone.
@@ -62,6 +66,7 @@ class TcpSink(Sink):
         spool_bytes: most bytes that wait for readers on disk, or one record.
         wait_seconds: how long a write waits for room; then its request fails.
         linger_seconds: how long closing waits for readers to take what is left.
+        transport: how rows travel: "tcp", or "nixl", which readers have too.
         """
         if not isinstance(root, str) or not root:
             raise ValueError(f"root: expected the path of a folder, got {root!r}")
@@ -72,6 +77,11 @@ class TcpSink(Sink):
                 f"token_file: missing; other hosts reach {host!r}: name a file with a secret that "
                 "readers send, or listen at 127.0.0.1"
             )
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport: expected {' or '.join(TRANSPORTS)}, got {transport!r}")
+        self._transport = transport
+        self._agent: Agent | None = None
+        self._agent_lock = threading.Lock()
         self._root = os.path.abspath(os.path.expanduser(root))
         self._host, self._port, self._token_file = host, port, token_file
         self._most = read_count(spool_bytes)
@@ -94,6 +104,7 @@ class TcpSink(Sink):
                 raise ValueError(f"token_file: {self._token_file} is empty")
         import torch
 
+        self._agent = Agent() if self._transport == "nixl" else None
         self._origin = origin
         self._dtype = getattr(torch, origin.dtype)
         self._spool = Spool(self._root, self._most)
@@ -152,14 +163,33 @@ class TcpSink(Sink):
                 file = self._spool.take(reader, window, _LOOK_SECONDS)
                 if file is not None:
                     with file:
-                        reader.sendall(NUMBER.pack(number_of(file)))
-                        reader.sendfile(file)
+                        self._send(reader, file)
         except (OSError, KeyError) as error:
             _LOGGER.info("a reader of the sink tcp is gone: %r", error)
         finally:
             self._readers.discard(reader)
-            self._spool.end(reader)
+            self._end(reader)
             reader.close()
+
+    def _send(self, reader: socket.socket, file: BinaryIO) -> None:
+        number = number_of(file)
+        if self._agent is None:
+            reader.sendall(NUMBER.pack(number))
+            reader.sendfile(file)
+            return
+        with self._agent_lock:
+            place = self._agent.offer(number, file)
+        reader.sendall(NUMBER.pack(number) + PLACE.pack(len(place)) + place)
+
+    def _end(self, reader: socket.socket) -> None:
+        """Let other readers have what one has not acknowledged."""
+        for number in self._spool.end(reader):
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        if self._agent is not None:
+            with self._agent_lock:
+                self._agent.release(number)
 
     def _greeted(self, reader: socket.socket) -> int:
         """Return a reader's window in bytes after its greeting; 0: it is refused."""
@@ -174,7 +204,7 @@ class TcpSink(Sink):
             window = read_count(hello["window"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             problem = f"expected a reader's greeting: {error}"
-        about = {"midstream": VERSION, "error": problem}
+        about = {"midstream": VERSION, "error": problem, "transport": self._transport}
         if not problem:
             about["model"] = self._origin.model
         reader.sendall(json.dumps(about).encode() + b"\n")
@@ -185,11 +215,13 @@ class TcpSink(Sink):
         try:
             with reader.makefile("rb") as file:
                 while len(data := file.read(NUMBER.size)) == NUMBER.size:
-                    self._spool.acknowledge(reader, NUMBER.unpack(data)[0])
+                    number = NUMBER.unpack(data)[0]
+                    self._spool.acknowledge(reader, number)
+                    self._release(number)
         except (OSError, KeyError) as error:
             _LOGGER.info("a reader of the sink tcp is gone: %r", error)
         finally:
-            self._spool.end(reader)
+            self._end(reader)
             shut(reader)
 
 

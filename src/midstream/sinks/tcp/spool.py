@@ -161,12 +161,13 @@ class Spool:
         os.unlink(self._path(number))
         self._remove(number)
 
-    def end(self, reader: object) -> None:
-        """Let other readers have the records that one has not acknowledged."""
+    def end(self, reader: object) -> list[int]:
+        """Let other readers have the records that one has not acknowledged; return those."""
         with self._changed:
             held = self._held.pop(reader, {})
             self._ready = dict.fromkeys(sorted({*self._ready, *held}))
             self._changed.notify_all()
+        return [*held]
 
     def wait_empty(self, seconds: float) -> bool:
         """Return whether all records are acknowledged within a time."""
