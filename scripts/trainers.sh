@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Exports for draft models, read by speculators and SpecForge. These need other packages than the
+# Exports for draft models, read by speculators and SpecForge, and speculators' online training. These need other packages than the
 # extra dev has, so this installs them alone, into a folder beside the virtual environment.
 #   scripts/trainers.sh [FOLDER]     default: .trainers
 set -euo pipefail
@@ -12,4 +12,4 @@ if [ ! -d "$folder" ]; then
   mv "$folder.part" "$folder"
 fi
 export PYTHONPATH=$PWD/src:$PWD/tests:$folder${PYTHONPATH:+:$PYTHONPATH}
-"$python" -m pytest -q tests/lab/export/test_draft_readers.py
+"$python" -m pytest -q tests/lab/export/test_draft_readers.py tests/system/test_online.py

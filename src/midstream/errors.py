@@ -204,6 +204,7 @@ _EXTRA_OF = {
     "gguf": "fit",
     "jinja2": "vllm",
     "matplotlib": "plot",
+    "nixl": "nixl",
     "pandas": "sweep",
     "prometheus_client": "vllm",
     "psutil": "vllm",

@@ -136,6 +136,7 @@ class Sink(ABC):
             collected, in seconds.
         piece_bytes: with "rows", the size in bytes at which they are collected earlier. The
             computed part of a prompt is known only with the first generated token.
+        wait_seconds: how long a write may wait for a reader, besides the time of a call.
         names: the names that running requests have taken; set by `open`. None: requests may give
             their rows the same name.
     """
@@ -147,6 +148,7 @@ class Sink(ABC):
     group_seconds: float = 0.0
     piece_seconds: float = 1.0
     piece_bytes: int = 16 << 20
+    wait_seconds: float = 0.0
     names: NameClaims | None = None
 
     def open(self, origin: Origin) -> None:

@@ -18,6 +18,7 @@ BUILTIN = {
     "log": "midstream.sinks.log:LogSink",
     "npz": "midstream.sinks.files:FileSink",
     "store": "midstream.sinks.store_sink:StoreSink",
+    "tcp": "midstream.sinks.tcp:TcpSink",
 }
 
 

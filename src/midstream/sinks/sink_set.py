@@ -50,7 +50,8 @@ class SinkSet:
             for config, sink in made:
                 sink.open(origin)
                 self._sinks[config.name] = sink
-                times = QueueTimes(call=config.call_seconds, close=config.close_seconds)
+                longest = config.call_seconds + sink.wait_seconds
+                times = QueueTimes(call=longest, close=config.close_seconds)
                 self._queues[config.name] = SinkQueue(config.name, sink, config.queue_bytes, times)
         except BaseException:
             self.close()

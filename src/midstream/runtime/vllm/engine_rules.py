@@ -51,7 +51,7 @@ class Rule(NamedTuple):
     """An unsupported setting, as the user writes it; why it is unsupported, and what to do."""
 
     setting: str
-    found: Callable[[Any], bool]
+    found: Callable[[Any], bool | str]  # a text says what it is
     reason: str
 
 
@@ -66,7 +66,18 @@ SPECULATION = (
     "mtp",
     "medusa",
     "mlp_speculator",
+    "extract_hidden_states",
 )
+
+# Connectors of `kv_transfer_config` that hand out hidden states and bring no KV: each request's KV
+# is computed here, or comes from the prefix cache, whose keys have the edits.
+HIDDEN_STATE_READERS = (
+    "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector:"
+    "ExampleHiddenStatesConnector",
+    "hs_connectors.mooncake_hidden_states_connector:MooncakeHiddenStatesConnector",
+)
+# What a connector brings KV by.
+_LOADING = ("get_num_new_matched_tokens", "start_load_kv", "wait_for_layer_load")
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -116,9 +127,11 @@ RULES: tuple[Rule, ...] = (
         "the device then decides which rows belong to which request",
     ),
     Rule(
-        "kv_transfer_config",
-        lambda c: getattr(c, "kv_transfer_config", None) is not None,
-        "KV from another engine or store may have been computed with other edits",
+        "kv_transfer_config of a connector that brings KV",
+        lambda c: _bringing_kv(getattr(c, "kv_transfer_config", None)),
+        "KV from another engine or store may have been computed with other edits; of connectors, "
+        f"{', '.join(path.partition(':')[2] for path in HIDDEN_STATE_READERS)} and classes of "
+        "these, which only read hidden states, are supported, also in a MultiConnector",
     ),
     Rule(
         'midstream.tapped_model = "lazy" with data parallelism',
@@ -172,7 +185,11 @@ RULES: tuple[Rule, ...] = (
 
 def check_settings(vllm_config: Any) -> None:
     """Check an engine's settings against all rules."""
-    refused = [f"{rule.setting}: {rule.reason}" for rule in RULES if rule.found(vllm_config)]
+    refused = []
+    for rule in RULES:
+        if found := rule.found(vllm_config):
+            got = f"; got {found}" if isinstance(found, str) else ""
+            refused.append(f"{rule.setting}: {rule.reason}{got}")
     if refused:
         raise UnsupportedError(
             "midstream is enabled, but does not support these engine settings; change them, or "
@@ -222,6 +239,7 @@ def _calls_functions(vllm_config: Any) -> bool:
     return config is not None and config.hooks == "local"
 
 
+<<<<<<< HEAD
 def _is_exact(vllm_config: Any) -> bool:
     config = from_additional_config(vllm_config.additional_config)
     return config is not None and config.tapped_model == "exact"
@@ -232,6 +250,28 @@ def _is_batch_invariant(vllm_config: Any) -> bool:
 
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cuda")
     return device != "cpu" and bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+=======
+def _bringing_kv(transfer: Any) -> str:
+    """Return the connector of a `KVTransferConfig` that may bring KV, and why; empty: none does."""
+    name = getattr(transfer, "kv_connector", None)
+    if name is None:
+        return ""
+    if name == "MultiConnector" and not transfer.kv_connector_module_path:
+        inner = transfer.kv_connector_extra_config.get("connectors", [])
+        found = [_bringing_kv(type(transfer)(**dict(settings))) for settings in inner]
+        return next((f"{text}, in a MultiConnector" for text in found if text), "")
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        cls = KVConnectorFactory.get_connector_class(transfer)
+    except (ImportError, AttributeError, ValueError) as error:
+        return f"{name}, which cannot be imported ({type(error).__name__}: {error})"
+    for base in cls.__mro__:
+        if f"{base.__module__}:{base.__qualname__}" in HIDDEN_STATE_READERS:
+            own = [one for one in _LOADING if getattr(cls, one) is not getattr(base, one)]
+            return f"{name}, which has its own {' and '.join(own)}" if own else ""
+    return str(name)
+>>>>>>> w-connect
 
 
 def _is_other_executor(backend: object) -> bool:

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from midstream.errors import UnsupportedError
-from midstream.runtime.vllm.engine_rules import RULES, SPECULATION, check_settings
+from midstream.runtime.vllm.engine_rules import (
+    HIDDEN_STATE_READERS,
+    RULES,
+    SPECULATION,
+    check_settings,
+)
 
 
 def config(**changes):
@@ -36,6 +41,64 @@ def config(**changes):
     return made
 
 
+class Connector:
+    """What vLLM's connectors have, of which those that bring KV override some."""
+
+    def get_num_new_matched_tokens(self):
+        return 0, False
+
+    def start_load_kv(self):
+        pass
+
+    def wait_for_layer_load(self):
+        pass
+
+
+class Reader(Connector):
+    pass
+
+
+Reader.__module__, _, Reader.__qualname__ = HIDDEN_STATE_READERS[0].partition(":")
+
+
+class Faster(Reader):
+    def save_kv_layer(self):
+        pass
+
+
+class Loading(Reader):
+    def start_load_kv(self):
+        pass
+
+
+class SameName(Connector):
+    pass
+
+
+SameName.__qualname__ = Reader.__qualname__
+
+
+class Factory:
+    """Stands in for vLLM's."""
+
+    @staticmethod
+    def get_connector_class(transfer):
+        classes = {"Faster": Faster, "Loading": Loading, "SameName": SameName, "Nixl": Connector}
+        if transfer.kv_connector == "Missing":
+            raise ImportError("No module named 'hs_connectors'")
+        return {**classes, "Reader": Reader}.get(transfer.kv_connector, Connector)
+
+
+class Transfer(SimpleNamespace):
+    """A KVTransferConfig."""
+
+    def __init__(self, kv_connector, inner=(), kv_connector_module_path=None, **more):
+        if inner:
+            more["kv_connector_extra_config"] = {"connectors": [{"kv_connector": x} for x in inner]}
+        path = kv_connector_module_path
+        super().__init__(kv_connector=kv_connector, kv_connector_module_path=path, **more)
+
+
 # What switches each rule on, by the setting that it names.
 REFUSED = {
     "enable_dbo": {"parallel_config__use_ubatching": True},
@@ -49,11 +112,15 @@ REFUSED = {
         "additional_config": {"midstream": {}, "decode_backend": "latency_specialized"}
     },
     'speculative_config["method"] other than ngram, ngram_gpu, draft_model, eagle, eagle3, mtp, '
-    "medusa, mlp_speculator": {"speculative_config": SimpleNamespace(method="suffix")},
+    "medusa, mlp_speculator, extract_hidden_states": {
+        "speculative_config": SimpleNamespace(method="suffix")
+    },
     'speculative_config["enable_adaptive_verification"]': {
         "speculative_config": SimpleNamespace(method="eagle", enable_adaptive_verification=True)
     },
-    "kv_transfer_config": {"kv_transfer_config": SimpleNamespace(kv_connector="x")},
+    "kv_transfer_config of a connector that brings KV": {
+        "kv_transfer_config": SimpleNamespace(kv_connector="x", kv_connector_module_path=None)
+    },
     'distributed_executor_backend other than "uni", "mp", and "ray" as vLLM has it by default '
     "(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1)": {
         "parallel_config__distributed_executor_backend": "external_launcher"
@@ -89,6 +156,11 @@ def envs(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.utils", SimpleNamespace(__path__=[]))
     platform = SimpleNamespace(is_uva_available=lambda: True)
     monkeypatch.setitem(sys.modules, "vllm.utils.platform_utils", platform)
+    factory = SimpleNamespace(KVConnectorFactory=Factory)
+    path = "vllm.distributed.kv_transfer.kv_connector"
+    for name in ("vllm.distributed", "vllm.distributed.kv_transfer", path):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, f"{path}.factory", factory)
     return found
 
 
@@ -180,12 +252,34 @@ def test_drafting_that_leaves_the_models_forward_alone_passes(method):
     check_settings(config(speculative_config=SimpleNamespace(method=method)))
 
 
-@pytest.mark.parametrize(
-    "method", ["suffix", "custom_class", "extract_hidden_states", "dflash", "dspark", None]
-)
+@pytest.mark.parametrize("method", ["suffix", "custom_class", "dflash", "dspark", None])
 def test_other_ways_of_drafting_are_refused(method):
     with pytest.raises(UnsupportedError, match="method.* other than ngram, .*mlp_speculator"):
         check_settings(config(speculative_config=SimpleNamespace(method=method)))
+
+
+@pytest.mark.parametrize(
+    "transfer", [Transfer(None), Transfer("Reader"), Transfer("Faster"),
+                 Transfer("MultiConnector", ["Reader", "Faster"])]
+)  # fmt: skip
+def test_connectors_that_only_read_hidden_states_pass(transfer):
+    check_settings(config(kv_transfer_config=transfer))
+
+
+@pytest.mark.parametrize(
+    ("transfer", "said"),
+    [
+        (Transfer("Nixl"), "got Nixl"),
+        (Transfer("SameName"), "got SameName"),
+        (Transfer("Loading"), "got Loading, which has its own start_load_kv"),
+        (Transfer("MultiConnector", ["Reader", "Nixl"]), "got Nixl, in a MultiConnector"),
+        (Transfer("MultiConnector", kv_connector_module_path="own"), "got MultiConnector"),
+        (Transfer("Missing"), "got Missing, which cannot be imported .*hs_connectors"),
+    ],
+)
+def test_connectors_that_may_bring_kv_are_refused_by_name(transfer, said):
+    with pytest.raises(UnsupportedError, match=f"ExampleHiddenStatesConnector.*; {said}"):
+        check_settings(config(kv_transfer_config=transfer))
 
 
 def test_offloading_is_fine_where_uva_is_on(envs):
