@@ -239,7 +239,6 @@ def _calls_functions(vllm_config: Any) -> bool:
     return config is not None and config.hooks == "local"
 
 
-<<<<<<< HEAD
 def _is_exact(vllm_config: Any) -> bool:
     config = from_additional_config(vllm_config.additional_config)
     return config is not None and config.tapped_model == "exact"
@@ -250,7 +249,8 @@ def _is_batch_invariant(vllm_config: Any) -> bool:
 
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cuda")
     return device != "cpu" and bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
-=======
+
+
 def _bringing_kv(transfer: Any) -> str:
     """Return the connector of a `KVTransferConfig` that may bring KV, and why; empty: none does."""
     name = getattr(transfer, "kv_connector", None)
@@ -271,7 +271,6 @@ def _bringing_kv(transfer: Any) -> str:
             own = [one for one in _LOADING if getattr(cls, one) is not getattr(base, one)]
             return f"{name}, which has its own {' and '.join(own)}" if own else ""
     return str(name)
->>>>>>> w-connect
 
 
 def _is_other_executor(backend: object) -> bool:
