@@ -26,7 +26,7 @@ def carry_id(body: dict[str, Any]) -> str:
     return name
 
 
-class OpenEntry(AbstractContextManager[None], Generic[K, V]):
+class DictEntry(AbstractContextManager[None], Generic[K, V]):
     """A value that is in a dict for the duration of the context."""
 
     __slots__ = ("_key", "_value", "_values")
@@ -50,9 +50,9 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._contexts)
 
-    def opened(self, name: str, context: RequestContext) -> OpenEntry[str, RequestContext]:
+    def opened(self, name: str, context: RequestContext) -> DictEntry[str, RequestContext]:
         """Have a request, of an id of `carry_id`, among these for the duration of the context."""
-        return OpenEntry(self._contexts, name, context)
+        return DictEntry(self._contexts, name, context)
 
     def find(self, params: Any) -> RequestContext | None:
         """Return the context whose id an engine call's parameters carry; None: they carry none."""

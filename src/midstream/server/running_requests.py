@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from midstream.errors import HttpError
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.server.open_requests import OpenEntry
+from midstream.server.open_requests import DictEntry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +33,9 @@ class RunningRequests:
     def __init__(self) -> None:
         self._calls: dict[int, RunningCall] = {}
 
-    def running(self, call: RunningCall) -> OpenEntry[int, RunningCall]:
+    def running(self, call: RunningCall) -> DictEntry[int, RunningCall]:
         """Have a call among these for the duration of the context."""
-        return OpenEntry(self._calls, id(call), call)
+        return DictEntry(self._calls, id(call), call)
 
     def find(self, request_id: str, client: str) -> list[RunningCall]:
         """Return a request's calls by the response's id or a call's, in order of choices."""
