@@ -159,6 +159,19 @@ def test_a_full_spool_lets_writes_wait_for_a_reader_and_loses_nothing(tmp_path: 
     queue.close()
 
 
+def test_a_write_that_waits_lets_readers_have_those_before_it_that_nobody_flushed(
+    tmp_path: Path,
+) -> None:
+    sink = TcpSink(str(tmp_path / "spool"), 0, spool_bytes=1, wait_seconds=20)
+    sink.open(ORIGIN)
+    writes = threading.Thread(target=lambda: [sink.write(delivery(name)) for name in "ab"])
+    writes.start()
+    assert ids(reader(sink)) == ["/a/0"]
+    writes.join(30)
+    assert len(list((tmp_path / "spool").glob("*.part"))) == 1
+    sink.close()
+
+
 def test_a_write_without_a_reader_fails_in_time_and_says_why(tmp_path: Path) -> None:
     sink = TcpSink(str(tmp_path / "spool"), 0, spool_bytes=1, wait_seconds=0.1)
     sink.open(ORIGIN)

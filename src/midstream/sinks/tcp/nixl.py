@@ -36,15 +36,18 @@ class Agent:
         config = nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
         self._agent = nixl_agent(f"midstream-{uuid.uuid4().hex}", config)
         self._errors = tuple(vars(nixl)[name] for name in vars(nixl) if name.endswith("Error"))
-        self._offered: dict[int, tuple[Any, Any]] = {}  # memory by record, and its registration
+        # Memory by reader and number of a record, and its registration.
+        self._offered: dict[tuple[object, int], tuple[Any, Any]] = {}
 
-    def offer(self, number: int, file: BinaryIO) -> bytes:
-        """Return where others read a record, as JSON; its memory is kept until `release`."""
+    def offer(self, key: tuple[object, int], file: BinaryIO) -> bytes:
+        """Return where a reader finds a record, as JSON. Its memory, by reader and number, is kept
+        until `release`.
+        """
         import torch
 
         memory = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
         with self._as_connection():
-            self._offered[number] = memory, self._agent.register_memory([memory])
+            self._offered[key] = memory, self._agent.register_memory([memory])
             metadata = self._agent.get_agent_metadata()
         about = {
             "address": memory.data_ptr(),
@@ -53,9 +56,14 @@ class Agent:
         }
         return json.dumps(about).encode()
 
-    def release(self, number: int) -> None:
+    def release_all(self, reader: object) -> None:
+        """Free the memory of all records of a reader."""
+        for key in [key for key in self._offered if key[0] is reader]:
+            self.release(key)
+
+    def release(self, key: tuple[object, int]) -> None:
         """Free the memory of a record."""
-        _, registered = self._offered.pop(number, (None, None))
+        _, registered = self._offered.pop(key, (None, None))
         if registered is not None:
             with self._as_connection():
                 self._agent.deregister_memory(registered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import json
@@ -22,7 +23,7 @@ from midstream.results.serialization import PackedRows
 from midstream.sinks.base import Delivery, Origin, Sink
 from midstream.sinks.tcp.nixl import Agent
 from midstream.sinks.tcp.spool import Spool, number_of
-from midstream.validation import read_count
+from midstream.validation import at, read_count
 
 VERSION = 1
 NUMBER = struct.Struct(">Q")  # of a record, before it and as its acknowledgement
@@ -84,9 +85,12 @@ class TcpSink(Sink):
         self._agent_lock = threading.Lock()
         self._root = os.path.abspath(os.path.expanduser(root))
         self._host, self._port, self._token_file = host, port, token_file
-        self._most = read_count(spool_bytes)
-        self.wait_seconds = read_seconds(wait_seconds)
-        self._linger = read_seconds(linger_seconds) if linger_seconds else 0.0
+        with at("spool_bytes"):
+            self._most = read_count(spool_bytes)
+        with at("wait_seconds"):
+            self.wait_seconds = read_seconds(wait_seconds)
+        with at("linger_seconds"):
+            self._linger = read_seconds(linger_seconds) if linger_seconds else 0.0
         self._readers: set[socket.socket] = set()
         self._token = ""
 
@@ -141,8 +145,12 @@ class TcpSink(Sink):
         while True:
             try:
                 reader, _ = self._server.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._server.fileno() < 0 or error.errno == errno.EINVAL:
+                    return  # it is closed
+                _LOGGER.warning("the sink tcp accepts no reader now: %s", error)
+                time.sleep(_LOOK_SECONDS)
+                continue
             if len(self._readers) >= MOST_READERS:
                 _LOGGER.warning("the sink tcp has %d readers; one more is refused", MOST_READERS)
                 reader.close()
@@ -169,6 +177,9 @@ class TcpSink(Sink):
         finally:
             self._readers.discard(reader)
             self._end(reader)
+            if self._agent is not None:
+                with self._agent_lock:
+                    self._agent.release_all(reader)
             reader.close()
 
     def _send(self, reader: socket.socket, file: BinaryIO) -> None:
@@ -178,18 +189,18 @@ class TcpSink(Sink):
             reader.sendfile(file)
             return
         with self._agent_lock:
-            place = self._agent.offer(number, file)
+            place = self._agent.offer((reader, number), file)
         reader.sendall(NUMBER.pack(number) + PLACE.pack(len(place)) + place)
 
     def _end(self, reader: socket.socket) -> None:
         """Let other readers have what one has not acknowledged."""
         for number in self._spool.end(reader):
-            self._release(number)
+            self._release(reader, number)
 
-    def _release(self, number: int) -> None:
+    def _release(self, reader: socket.socket, number: int) -> None:
         if self._agent is not None:
             with self._agent_lock:
-                self._agent.release(number)
+                self._agent.release((reader, number))
 
     def _greeted(self, reader: socket.socket) -> int:
         """Return a reader's window in bytes after its greeting; 0: it is refused."""
@@ -217,7 +228,7 @@ class TcpSink(Sink):
                 while len(data := file.read(NUMBER.size)) == NUMBER.size:
                     number = NUMBER.unpack(data)[0]
                     self._spool.acknowledge(reader, number)
-                    self._release(number)
+                    self._release(reader, number)
         except (OSError, KeyError) as error:
             _LOGGER.info("a reader of the sink tcp is gone: %r", error)
         finally:
