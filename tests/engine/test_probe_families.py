@@ -162,25 +162,32 @@ def test_an_act_reads_the_scores_that_come_back(llm, reference, name):
 
 def place_and_threshold(scores: np.ndarray) -> tuple[int, float]:
     """A late place at which a score is above all before it by most, and a threshold between."""
-    before = np.maximum.accumulate(scores)[:-1]
-    rise = scores[1:] - before
-    place = 1 + int(np.argmax(rise[:-2]))
-    assert rise[place - 1] > 0.01, "more than float32 and the engine's sums differ by"
-    threshold = float((before[place - 1] + scores[place]) / 2)
+    place, rise = late_rise(scores)
+    assert rise > 0.01, "more than float32 and the engine's sums differ by"
+    threshold = float(scores[place] - rise / 2)
     assert first_met(scores.tolist(), above=threshold) == place
     return place, threshold
+
+
+def late_rise(scores: np.ndarray) -> tuple[int, float]:
+    """The late place at which a score is above all before it by most, and by how much."""
+    rise = scores[1:] - np.maximum.accumulate(scores)[:-1]
+    place = 1 + int(np.argmax(rise[:-2]))
+    return place, float(rise[place - 1])
 
 
 def test_a_kept_score_of_a_cached_prompt_stops_its_request(wide, uncached, reference):
     pair = Pair(wide, uncached)
     for name in ("classes", "attention", "rolling", "multimax", "average", "network"):
-        prompt = fresh(SIZE)
+        output = {"output": 2} if name == "classes" else {}
+        scores = np.zeros(WHOLE)
+        while late_rise(scores)[1] < 0.05:  # some prompts have their largest score first
+            prompt = fresh(SIZE)
+            scores = expected(name, rows_of(reference, [*prompt, 0]))[:WHOLE]
+            scores = scores[:, 2] if output else scores
         pair.ask(prompt, 0, probes=probe(name))
         again = pair.ask(prompt, WHOLE, probes=probe(name))
-        scores = expected(name, rows_of(reference, [*prompt, 0]))
-        output = {"output": 2} if name == "classes" else {}
-        scores = scores[:, 2] if output else scores
-        where, threshold = place_and_threshold(scores[:WHOLE])
+        where, threshold = place_and_threshold(scores)
         act = Stop(above=threshold, **output)
         stopped = pair.ask(prompt, None, probes=probe(name, act=act))
         assert stopped.num_cached_tokens == WHOLE

@@ -42,7 +42,7 @@ def test_both_replicas_ran_some_of_each_kind(found):
     by_kind: dict[int, set[int]] = {}
     for nth, [where] in enumerate(found["sent"]):
         by_kind.setdefault(nth % 5, set()).add(where)
-    assert sum(len(where) == 2 for where in by_kind.values()) >= 4  # by load, as they come
+    assert sum(len(where) == 2 for where in by_kind.values()) >= 3  # by load, as they come
     counts = [sum(where == [number] for where in found["sent"]) for number in range(2)]
     assert min(counts) >= COUNT // 4
 

@@ -99,6 +99,7 @@ def test_its_plain_form_is_json_with_every_field():
         "nonfinite": None,
         "coming_from": {},
         "versions": [],
+        "weight_versions": [],
         "called": [],
         "actions": [],
     }

@@ -121,7 +121,8 @@ ROUTES: dict[str, dict[str, dict[str, Make]]] = {
             "edges": lambda n: {"edges": list(range(n)), "counts": [1] * (n + 1)},
             "counts": lambda n: {"edges": [0], "counts": [1] * n},
         },
-        "action": NONE, "above": NONE, "below": NONE, "for": NONE, "pool": NONE, "message": NONE,
+        "action": NONE, "above": NONE, "below": NONE, "for": NONE, "if_unavailable": NONE,
+        "pool": NONE, "message": NONE,
         "output": NONE, "text": NONE, "visible": NONE, "webhook": NONE, "when": NONE,
     },
     "POST /v1/midstream/guards/{name}/promote": {},
@@ -299,7 +300,9 @@ VLLM: dict[str, Make] = {
     "input": lambda n: {**_ASKED, "input": ["abc"] * n},
     "fields": lambda n: {**_ASKED, **{f"midstreem{nth % 10}{nth}": 1 for nth in range(n)}},
     "fields that are near": lambda n: {f"mid{nth}stream": 1 for nth in range(n)},
-    "keys at any depth": lambda n: {"a": [{f"mid{nth}tream": {"captur": 1}} for nth in range(n)]},
+    # With an escape, so that Python's parser reads the short one as well.
+    "keys at any depth": lambda n: {
+        "\xe9": [{f"mid{nth}tream": {"captur": 1}} for nth in range(n)]},
     "empty lists": lambda n: {"captur": [[[[]]] * 8] * n},
     "vllm_xargs": lambda n: {
         "vllm_xargs": {KEY: json.dumps(_ASKED[KEY]), **{f"k{nth}": nth for nth in range(n)}}},

@@ -71,11 +71,13 @@ def test_every_metric_is_told_by_a_status(metrics, registry):
     guard = ActiveGuard("toxic", 3, definition, None, None)
     metrics.count_guarded(guard, True)
     metrics.count_action(guard, "flag")
+    metrics.count_failure(guard)
     metrics.observe_score(guard, 2.5)
     metrics.update(STATE)
     labels = {"guard": "toxic", "version": "3"}
     assert value(registry, "guard_requests_total", scored="true", **labels) == 1
     assert value(registry, "guard_actions_total", action="flag", **labels) == 1
+    assert value(registry, "guard_failures_total", **labels) == 1
     assert value(registry, "guard_score_bucket", le="3.0", **labels) == 1
     found = {
         sample.name.removeprefix("midstream:")
