@@ -40,7 +40,7 @@ def send(sink: TcpSink, *names: str, **changes: Any) -> None:
 
 
 def reader(sink: TcpSink, **settings: Any) -> TcpRows:
-    return TcpRows(*sink.address, **{"wait_seconds": 2, **settings})
+    return TcpRows(*sink.address, **{"wait_seconds": 1, **settings})
 
 
 def ids(rows: TcpRows, most: int | None = None) -> list[str]:
