@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from midstream.errors import StoreError
@@ -44,7 +44,13 @@ def loaded(order, epoch, workers, done=None):
     return [own[turn] for turn in range(turns) for own in lists if turn < len(own)]
 
 
+# Eight batches of three workers: two of them have one more than the third.
+EIGHT = {"items": 40, "batch_size": 5, "chunk": 1, "buffer": 10, "shuffle": True, "seed": 0,
+         "world_size": 1, "drop_last": False}  # fmt: skip
+
+
 @given(orders(), st.integers(1, 5), st.integers(0, 2))
+@example(EIGHT, 3, 0)
 def test_every_item_comes_once_over_all_ranks_and_workers(settings, workers, epoch):
     ranks = [EpochOrder(rank=rank, **settings) for rank in range(settings["world_size"])]
     each = [loaded(order, epoch, workers) for order in ranks]
@@ -96,6 +102,17 @@ def test_a_loader_goes_on_with_the_next_batch_in_the_same_order(settings, worker
     assert [after.begin(worker, workers) for worker in range(workers)] == [
         (worker, 0) for worker in range(workers)
     ]
+
+
+def test_a_loader_goes_on_with_the_worker_whose_turn_it_is():
+    order = EpochOrder(rank=0, **EIGHT)
+    before = EpochProgress(order)
+    for worker in range(3):
+        before.begin(worker, 3)
+    after = EpochProgress(order)
+    after.load(before.state(4, in_worker=False), in_worker=False)
+    # Four batches came from workers 0, 1, 2 and 0: the next one is of worker 1.
+    assert [after.begin(worker, 3) for worker in range(3)] == [(1, 1), (2, 1), (0, 2)]
 
 
 @given(orders(), st.integers(1, 4), st.data())
