@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import tiny
 from support.adversary_run import assert_idle_and_clean, counter
-from support.engines import HAS_GPU, engine, generated, greedy, tokens
+from support.engines import HAS_GPU, SMALL_CACHE, engine, generated, greedy, tokens
 from support.nightly import rounds
 from support.same_sums import same_sums
 
@@ -59,15 +59,7 @@ EDITS = [
 @pytest.fixture
 def small(tiny_llama: Path) -> Iterator[Any]:
     """An engine with room for two of the longest requests."""
-    with engine(
-        tiny_llama,
-        enable_prefix_caching=True,
-        block_size=32,
-        num_gpu_blocks_override=16,
-        max_num_batched_tokens=64,
-        max_num_seqs=6,
-        disable_log_stats=False,
-    ) as found:
+    with engine(tiny_llama, **SMALL_CACHE) as found:
         yield found
 
 

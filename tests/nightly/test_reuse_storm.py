@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.adversary_run import assert_idle_and_clean, counter
 from support.cached_pair import fresh
-from support.engines import ALL_SITES, engine, greedy
+from support.engines import ALL_SITES, SMALL_CACHE, engine, greedy
 
 from midstream import Capture, Probe, Steer
 
@@ -18,16 +18,8 @@ BATCHES = 25
 
 @pytest.fixture
 def tight(tiny_llama: Path) -> Iterator[Any]:
-    with engine(
-        tiny_llama,
-        enable_prefix_caching=True,
-        block_size=32,
-        num_gpu_blocks_override=16,
-        max_num_batched_tokens=64,
-        max_num_seqs=6,
-        disable_log_stats=False,
-        midstream={"sites": ALL_SITES, "reuse_bytes": 400_000},
-    ) as found:
+    midstream = {"sites": ALL_SITES, "reuse_bytes": 400_000}
+    with engine(tiny_llama, **SMALL_CACHE, midstream=midstream) as found:
         yield found
 
 

@@ -36,6 +36,15 @@ for _name, _value in ENVIRONMENT.items():
 _live: list[object] = []
 # Blocks of KV cache of an engine on a tiny model. vLLM zeroes what it takes, by default a GiB.
 _BLOCKS, _TINY = 512, 64
+# Prompts come in chunks, prefixes are cached, and running requests are taken off for lack of room.
+SMALL_CACHE: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "block_size": 32,
+    "num_gpu_blocks_override": 16,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 6,
+    "disable_log_stats": False,
+}
 ALL_SITES = ["resid_pre", "resid_mid", "resid_post"]
 
 

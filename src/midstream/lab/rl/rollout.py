@@ -67,26 +67,28 @@ class Rollout:
             ReceiptError: scores or rows are not those that were asked for.
             UnsupportedError: the engine cannot get the trainer's weights.
         """
-        given = [token_ids(prompt, trainer.processing_class) for prompt in prompts]
+        prompt_ids = [token_ids(prompt, trainer.processing_class) for prompt in prompts]
         settings = {**sampling_of(trainer.args), **self._sampling}
         engine = self._engine
         if isinstance(engine, Client):
-            sampled = self._served(engine, given, settings)
+            sampled = self._served(engine, prompt_ids, settings)
         else:
             if engine is None:
                 engine = trainer.vllm_generation.llm  # which TRL has updated
             elif self._loaded != trainer.state.global_step:
                 load_weights(engine, trainer.accelerator.unwrap_model(trainer.model))
                 self._loaded = trainer.state.global_step
-            sampled = self._sample(engine, given, settings)
+            sampled = self._sample(engine, prompt_ids, settings)
         fields: dict[str, Any] = {
-            "prompt_ids": [one.prompt for one in sampled],
-            "completion_ids": [one.tokens for one in sampled],
-            "logprobs": [one.logprobs for one in sampled],
-            SCORES: [one.scores for one in sampled],
-            VERSION: [one.version for one in sampled],
+            "prompt_ids": [completion.prompt for completion in sampled],
+            "completion_ids": [completion.tokens for completion in sampled],
+            "logprobs": [completion.logprobs for completion in sampled],
+            SCORES: [completion.scores for completion in sampled],
+            VERSION: [completion.version for completion in sampled],
         }
-        return fields if self._capture is None else {**fields, ROWS: [one.rows for one in sampled]}
+        if self._capture is not None:
+            fields[ROWS] = [completion.rows for completion in sampled]
+        return fields
 
     def _sample(
         self, engine: Any, prompts: Sequence[list[int]], settings: Mapping[str, Any]

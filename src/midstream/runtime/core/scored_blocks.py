@@ -52,7 +52,6 @@ class ScoredBlocks:
         # Blocks of equal content beside the one that vLLM finds, by its hash and by their ids.
         self._duplicates: dict[Any, set[int]] = {}
         self._hashes: dict[int, Any] = {}
-        self._filled: _Wanted | None = None  # of the last request that filled a block
 
     def __len__(self) -> int:
         return len(self._coverage)
@@ -164,11 +163,7 @@ class ScoredBlocks:
         """Return what the blocks that a request fills have; made once."""
         filled: _Wanted | None = SCORES_FILLED.get(request)
         if filled is None or filled.scores != scores:
-            numbers = self.numbers_of(request, scores)
-            filled = self._filled
-            # Most requests have the scores of the last one.
-            if filled is None or filled.numbers != numbers or filled.scores != scores:
-                filled = self._filled = _Wanted(scores, numbers, self.size, None)
+            filled = _Wanted(scores, self.numbers_of(request, scores), self.size, None)
             SCORES_FILLED.set(request, filled)
         return filled
 
@@ -198,7 +193,7 @@ class _Wanted:
         kept: set[int] | None,
     ) -> None:
         """Create it; `kept`: the numbers that count; None: all do."""
-        self.scores, self.numbers = scores, numbers
+        self.scores = scores
         self._scores = sorted(zip(numbers, scores, strict=True), key=itemgetter(0))
         self._size = size
         self._kept = kept

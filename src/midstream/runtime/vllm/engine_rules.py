@@ -253,24 +253,24 @@ def _is_batch_invariant(vllm_config: Any) -> bool:
 
 def _bringing_kv(transfer: Any) -> str:
     """Return the connector of a `KVTransferConfig` that may bring KV, and why; empty: none does."""
-    name = getattr(transfer, "kv_connector", None)
-    if name is None:
+    connector = getattr(transfer, "kv_connector", None)
+    if connector is None:
         return ""
-    if name == "MultiConnector" and not transfer.kv_connector_module_path:
+    if connector == "MultiConnector" and not transfer.kv_connector_module_path:
         inner = transfer.kv_connector_extra_config.get("connectors", [])
-        found = [_bringing_kv(type(transfer)(**dict(settings))) for settings in inner]
-        return next((f"{text}, in a MultiConnector" for text in found if text), "")
+        texts = [_bringing_kv(type(transfer)(**dict(settings))) for settings in inner]
+        return next((f"{text}, in a MultiConnector" for text in texts if text), "")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         cls = KVConnectorFactory.get_connector_class(transfer)
     except (ImportError, AttributeError, ValueError) as error:
-        return f"{name}, which cannot be imported ({type(error).__name__}: {error})"
+        return f"{connector}, which cannot be imported ({type(error).__name__}: {error})"
     for base in cls.__mro__:
         if f"{base.__module__}:{base.__qualname__}" in HIDDEN_STATE_READERS:
-            own = [one for one in _LOADING if getattr(cls, one) is not getattr(base, one)]
-            return f"{name}, which has its own {' and '.join(own)}" if own else ""
-    return str(name)
+            loading = [name for name in _LOADING if getattr(cls, name) is not getattr(base, name)]
+            return f"{connector}, which has its own {' and '.join(loading)}" if loading else ""
+    return str(connector)
 
 
 def _is_other_executor(backend: object) -> bool:
