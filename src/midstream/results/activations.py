@@ -19,6 +19,7 @@ from midstream.results.arrays import (
     save_tensors,
     show_size,
     stack_layers,
+    tap_of_key,
     to_numpy,
 )
 from midstream.results.encoded_rows import Rows
@@ -35,11 +36,9 @@ from midstream.results.rows_file import (
 )
 from midstream.sites import Tap
 from midstream.validation import (
-    as_number,
     check_regular,
     check_suffix,
     hint,
-    is_int,
     suggests,
 )
 
@@ -153,7 +152,7 @@ class Activations(NormPlots):
         named = sites.parse(key) if isinstance(key, str) else None
         if named is not None and named[1] is None:
             return named[0] in self.sites
-        return _tap_of(self, key) in self.held.values
+        return tap_of_key(self.held.values, key, self.num_layers) in self.held.values
 
     def __iter__(self) -> Iterator[Tap]:
         return iter(self.held.values)
@@ -372,32 +371,10 @@ def _find(rows: Activations, key: Any) -> Tap:
         is_tap = False
     if is_tap:
         return key  # type: ignore[no-any-return]
-    tap = _tap_of(rows, key)
+    tap = tap_of_key(values, key, rows.num_layers)
     if tap is None or tap not in values:
         raise KeyError(_explain(rows, key, tap))
     return tap
-
-
-def _tap_of(rows: Activations, key: Any) -> Tap | None:
-    """Return the tap that a key means, captured or not; None: it means none."""
-    pair: tuple[str, Any] | None = None
-    if isinstance(key, str):
-        pair = sites.parse(key)
-        if pair is not None and pair[0] in sites.ENDS:
-            return next((tap for tap in rows if tap[0] == pair[0]), None)
-    elif is_int(as_number(key)) and len(rows.sites) == 1:
-        pair = rows.sites[0], as_number(key)
-    elif isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str):
-        site = sites.canonical(key[0])
-        pair = None if site is None else (site, as_number(key[1]))
-    if pair is None or not is_int(pair[1]):
-        return None
-    site, layer = pair[0], int(pair[1])
-    if site in sites.ENDS and (site, layer) not in rows.held.values:
-        return None
-    if layer < 0 and rows.num_layers is not None:
-        layer += rows.num_layers
-    return site, layer
 
 
 def _explain(rows: Activations, key: Any, tap: Tap | None) -> str:

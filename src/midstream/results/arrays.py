@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from midstream import sites
 from midstream.errors import SpecError, UnsupportedError
+from midstream.sites import Tap
+from midstream.validation import as_number, is_int
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,6 +160,32 @@ def stack_layers(rows: Any, site: str) -> Tensor:
             )
     stacked: Tensor = stack_arrays(values)
     return stacked
+
+
+def tap_of_key(taps: Collection[Tap], key: Any, num_layers: int | None) -> Tap | None:
+    """Return the tap that a key of rows means, among `taps` or not; None: it means none.
+
+    A key is (site, layer), a name with both, or a layer if there is one site.
+    """
+    names = {site for site, _ in taps}
+    pair: tuple[str, Any] | None = None
+    if isinstance(key, str):
+        pair = sites.parse(key)
+        if pair is not None and pair[0] in sites.ENDS:
+            return next((tap for tap in taps if tap[0] == pair[0]), None)
+    elif isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str):
+        site = sites.canonical(key[0])
+        pair = None if site is None else (site, as_number(key[1]))
+    elif len(names) == 1:
+        pair = next(iter(names)), as_number(key)
+    if pair is None or not is_int(pair[1]):
+        return None
+    site, layer = pair[0], int(pair[1])
+    if site in sites.ENDS and (site, layer) not in taps:
+        return None
+    if layer < 0 and num_layers is not None:
+        layer += num_layers
+    return site, layer
 
 
 def show_size(shape: Sequence[int]) -> str:

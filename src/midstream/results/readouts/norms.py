@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from midstream.results.arrays import array_of, from_base64, to_base64
+from midstream.results.arrays import array_of, from_base64, tap_of_key, to_base64
 from midstream.results.norm_chart import norm_chart
 from midstream.results.readouts.base import LayerRows
-from midstream.sites import Tap, parse
+from midstream.sites import Tap
 from midstream.viz.chart import Chart, Charted
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class NormRows:
 
 class NormResults(LayerRows[NormRows], Charted):
     """What the `Norms` of a request returned for one completion: `norms["resid_post", 5]` is that
-    of this site and layer. Layer −1 is the model's last one.
+    of this site and layer, as is `norms["resid_post.5"]`, and `norms[5]` if there is one site.
+    Layer −1 is the model's last one.
     """
 
     rows_field: ClassVar[str] = "norm_rows"
@@ -54,9 +55,7 @@ class NormResults(LayerRows[NormRows], Charted):
     unknown = "there are no norms of {}; there are {}"
 
     def _own_key(self, key: Any) -> Tap | None:
-        site, layer = key if isinstance(key, tuple) and len(key) == 2 else (None, None)
-        name, number = parse(site) if isinstance(site, str) else None, self._layer_of(layer)
-        return None if name is None or number is None else (name[0], number)
+        return tap_of_key(self._rows, key, self._num_layers)
 
     def stored(self) -> Iterator[tuple[Tap, dict[str, Any], dict[str, Any]]]:
         """Yield what a sink stores of each site and layer: its tap, nothing more that describes it,

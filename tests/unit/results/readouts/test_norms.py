@@ -29,6 +29,20 @@ def test_they_are_found_by_site_and_layer() -> None:
         norms["z", 0]
 
 
+def test_a_key_is_what_it_is_of_activations() -> None:
+    norms = made()
+    last = norms["resid_post", 1]
+    assert norms["resid_post.1"] is norms["blocks.1.hook_resid_post"] is last
+    assert norms["post_mlp", -1] is last
+    with pytest.raises(KeyError, match="no norms of 1;"):
+        norms[1]  # of which site?
+    of_one_site = NormResults({tap: norms[tap] for tap in norms if tap[0] == "resid_post"}, 2)
+    assert of_one_site[1] is of_one_site[-1] is last
+    for key in (2, True, 1.0, "resid_post", ("resid_pre", 1), slice(1)):
+        with pytest.raises(KeyError, match="there are no norms of"):
+            of_one_site[key]
+
+
 def test_they_are_read_back_from_their_json_form() -> None:
     norms = made()
     assert norms.nbytes == 4 * 7
