@@ -238,9 +238,9 @@ def every_request(requests: dict[str, Any], scores: ScoresOfStep, _: bool) -> li
     return [(nth, requests[name]) for nth, name in enumerate(scores.ids)]
 
 
-def test_steps_of_scores_that_change_nothing_make_one_call_for_each_request():
-    where = Where(((0, None),))
-    acts = tuple(ActingProbe(f"p{slot}", slot, where, Condition(above=1.0)) for slot in range(SLOTS))
+def test_a_step_whose_scores_change_nothing_makes_no_call_for_each_request():
+    where, above = Where(((0, None),)), Condition(above=1.0)
+    acts = tuple(ActingProbe(f"p{slot}", slot, where, above) for slot in range(SLOTS))
     calls = {}
     for count in (16, 48):
         run = Run([RequestPayload("u", b"", KEYS, acts=acts)] * count)
