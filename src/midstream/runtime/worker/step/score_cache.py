@@ -56,14 +56,27 @@ class _KeptRuns:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Write:
     """Scores of a step's runs that are to be kept."""
 
     step: int
-    shipment: Shipment
     position: Ints | PendingPositions  # of each run
     runs: _KeptRuns
+    shipment: Shipment | None  # None: the step is settled
+    settled: HostScores | None = None
+
+    def scores(self) -> HostScores:
+        """Return the step's scores. Blocks until they are on the host."""
+        shipment = self.shipment  # another thread may settle the step meanwhile
+        scores = self.settled if shipment is None else shipment.scores()
+        assert scores is not None
+        return scores
+
+    def settle(self) -> None:
+        """Leave the shipment, whose rows others free."""
+        self.settled = self.scores()
+        self.shipment = None
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +123,8 @@ class ScoreCache:
         self._queue: deque[_Write | CachedScores] = deque()
         self._new: list[CachedScores] = []  # of requests that begin with the next step
         self._lock = threading.Lock()
-        self._settled = 0  # number of the last settled step
+        self._recorded = self._settled = 0  # numbers of the last such steps
+        self._unsettled: deque[_Write] = deque()
         self._queued = self._written = 0  # rows, since the start
         self._changes = 0  # of slots that have a layout
         self._runs: _KeptRuns | None = None  # of the last step
@@ -207,7 +221,7 @@ class ScoreCache:
 
     def drop(self, keys: Iterable[str]) -> None:
         """Keep some scores no longer. Every step is settled."""
-        self.carry_out(self._settled)
+        self.carry_out(self._recorded)
         for key in keys:
             column = self._column_of.pop(key, None)
             if column is None:
@@ -222,7 +236,7 @@ class ScoreCache:
         """Keep NaN as a score of some tokens of each of some blocks. Every step is settled."""
         known = self._kv_blocks()
         if known is not None:
-            self.carry_out(self._settled)
+            self.carry_out(self._recorded)
             places = np.array(blocks, np.int64)[:, None] * known.size + np.array(tokens, np.int64)
             column = self._column(key)  # which may make `_values` anew
             self._values[places, column] = np.nan
@@ -238,8 +252,11 @@ class ScoreCache:
             runs = self._kept_runs(prepared.plan.runs)
             if runs.rows:
                 position = positions_of(prepared, runs.chosen)
-                self._queue.append(_Write(step, shipment, position, runs))
+                write = _Write(step, position, runs, shipment)
+                self._queue.append(write)
+                self._unsettled.append(write)
                 self._queued += runs.rows
+        self._recorded = step
         for cached in self._new:
             cached.step = step
             self._queue.append(cached)
@@ -267,6 +284,8 @@ class ScoreCache:
     def settle(self, step: int) -> None:
         """Note that the scores of steps up to one are on the host."""
         self._settled = step
+        while self._unsettled and self._unsettled[0].step <= step:
+            self._unsettled.popleft().settle()
         if self._queued - self._written >= _MOST_ROWS:
             self.carry_out(step)
 
@@ -301,8 +320,8 @@ class ScoreCache:
         # One place may be written in several steps, of one layout in their order.
         for _, alike in itertools.groupby(writes, _written_with):
             together = list(alike)
-            memory = together[0].shipment.scores().memory.numpy()
-            first = [write.shipment.scores().first for write in together]
+            scores = [write.scores() for write in together]
+            memory, first = scores[0].memory.numpy(), [placed.first for placed in scores]
             runs = [write.runs for write in together]
             self._written += sum(of_step.rows for of_step in runs)
             position = np.concatenate([_known(write.position) for write in together])
@@ -357,7 +376,7 @@ def _is_read_of(queued: _Write | CachedScores, slots: Container[int]) -> bool:
 
 def _written_with(write: _Write) -> tuple[int, ...]:
     """Return what steps that are written together have in common: memory and only layout."""
-    memory, layouts = id(write.shipment.scores().memory), write.runs.layouts
+    memory, layouts = id(write.scores().memory), write.runs.layouts
     return (memory, *layouts) if len(layouts) == 1 else (memory, *layouts, write.step)
 
 
