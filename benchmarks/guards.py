@@ -1,7 +1,7 @@
 """Cost of probes of every token, which a server asks of all traffic.
 
     python benchmarks/guards.py [--shapes 8b] [--probes 16] [--plain-engines 2] [--kv-gib 14]
-        [--rounds 7] [--seconds 400] [--json FILE]
+        [--rounds 7] [--seconds 400] [--workloads decode] [--profiles FOLDER] [--json FILE]
 
 Seconds, with the prefix cache on, of
 
@@ -13,7 +13,8 @@ Seconds, with the prefix cache on, of
 Linear probes, at layers spread over the model: "probes" and "probes that stop" (at scores that are
 never reached) are asked for by each request, "of all traffic" are server-wide. An attention probe
 with eight heads, in the middle of the model, is server-wide. Variants take turns as in overhead.py;
-prompts of the prefill are new in each round. The JSON has how many tokens the cache served.
+prompts of the prefill are new in each round. The JSON has how many tokens the cache served. For
+--profiles see overhead.py.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def main() -> int:
     parser = engines.arguments(__doc__, list(shapes.SHAPES))
     parser.add_argument("--probes", type=int, default=16)
     parser.add_argument("--plain-engines", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--profiles", type=Path, help="folder for a file of each variant")
     args = parser.parse_args()
     run = engines.Run("guards", args, probes=args.probes, shapes={})
     for shape in args.shapes:
@@ -65,9 +68,14 @@ def main() -> int:
         makers[TAPPED] = engines.tapped, model, settings, {"probes": args.probes}
         with run.limited(), run.engines(makers, ("plain", TAPPED)) as started:
             into |= started[TAPPED].call(engines.describe)
-            for name, function in WORKLOADS.items():
-                given = variants(started, function, shape, args.probes)
-                run.measure(into, name, given)
+            for name in args.workloads:
+                function = WORKLOADS[name]
+                run.measure(into, name, variants(started, function, shape, args.probes))
+                if args.profiles:
+                    folder = args.profiles.resolve() / f"{shape}-{name}"
+                    sampled = functools.partial(profile, folder, function)
+                    for call in variants(started, sampled, shape, args.probes).values():
+                        call()
             into["cached_tokens"] = {"of": LONG}
             for asked in filter(None, ASKED.values()):
                 served = started[TAPPED].call(num_cached, asked, shape, args.probes)
@@ -85,6 +93,13 @@ def variants(started: Any, function: Any, shape: str, count: int) -> dict[str, A
         for name, (engine, asked) in {**plain, **tapped}.items()
         if engine in started
     }
+
+
+def profile(folder: Path, function: Any, llm: Any, name: str, shape: str, count: int) -> None:
+    """Run a workload, and write where its time goes to a file of the variant."""
+    kind = name or ("idle" if hasattr(llm, "steering") else "plain")
+    file = folder / f"{kind.replace(' ', '-')}.txt"
+    overhead.sampled(llm, file, function, name, shape, count)
 
 
 def probes(name: str, shape: str, count: int) -> list[Any]:

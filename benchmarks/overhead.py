@@ -12,7 +12,8 @@ work. Each `--also` adds an engine with other settings, measured idle; `--before
 package of another commit, measured in everything that the first is.
 
 With --profiles, one more turn of each variant and workload is sampled: the stacks of the thread
-that runs the model, in a file for flame graph tools; see stack_samples.py.
+that runs the model, in a file for flame graph tools, and how long a step runs on the device and the
+device waits for the host; see stack_samples.py.
 
 decode: seconds of one step of a batch that only generates: the mean over 96 consecutive steps after
 all prompts are processed.
@@ -30,7 +31,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import engines
 import shapes
-from stack_samples import StackSamples
+from stack_samples import StackSamples, StreamTimes
 
 # Numbers of untimed steps (including prefill), of timed steps, and of steps after them.
 SKIPPED, STEPS, LAST = 16, 96, 4
@@ -225,11 +226,25 @@ def decode_step(llm: Any, ask: Ask, of: Of) -> float:
 
 
 def sampled(llm: Any, file: Path, function: Callable[..., float], *given: Any) -> None:
-    """Run a workload, and write the stacks of this thread meanwhile to a file."""
-    samples = StackSamples()
-    samples.start()
-    function(llm, *given)
-    samples.stop(file)
+    """Run a workload, and write to a file the stacks of this thread meanwhile, and how long a step
+    took on the device.
+    """
+    import torch
+
+    samples, times, block = StackSamples(), StreamTimes(), nullcontext()
+    if torch.cuda.is_available():
+        (runner,) = llm.llm_engine.collective_rpc(_runner)
+        block = times.of(runner)
+    with block:
+        samples.start()
+        function(llm, *given)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        samples.stop(file, times.show())
+
+
+def _runner(worker: Any) -> Any:
+    return worker.model_runner
 
 
 @contextmanager

@@ -3,11 +3,13 @@
     python benchmarks/step_cost.py [--sequences 256] [--layers 32] [--hidden 4096] [--rounds 5] \
         [--json FILE]
 
-A batch that generates, with a row of every sequence captured (or edited) at each layer. Figures are
-medians over rounds of the median over steps, of the hook before the forward pass and the hook after
-it. On a CUDA device the
-work is queued as in an engine, and rows are transferred while the next step is prepared. On a CPU
-the times include the copy of the rows, so they are also measured with vectors of one number.
+A batch that generates, with a row of every sequence captured (or edited) at each layer; scored by
+16 probes, whose scores are kept for the prefix cache; the same, evaluated by the engine core, as of
+probes that stop; or idle. Figures are medians over rounds of the median over steps, of the hook
+before the forward pass, the hook after it, and the evaluation. `calls` are Python's calls of
+midstream's functions in a step: they do not depend on the machine. On a CUDA device the work is
+queued as in an engine, and rows are transferred while the next step is prepared. On a CPU the times
+include the copy of the rows, so they are also measured with vectors of one number.
 
 `prompts`: steps of 16 prompts of 512 tokens, all new, with every layer of every token captured. The
 time before includes adding the requests, and there is a third: ending them and collecting their
@@ -16,11 +18,13 @@ rows.
 
 from __future__ import annotations
 
+import cProfile
 import functools
 import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +36,8 @@ import engines
 
 PROMPT, STEPS = 8, 200
 PROMPTS, LENGTH, PROMPT_STEPS = 16, 512, 80
+PROBES, PROBED = 16, ("probes", "probes that stop")
+BLOCK, BLOCKS = 16, 16  # tokens of a block, and blocks of a sequence
 
 
 def main() -> int:
@@ -51,6 +57,10 @@ def main() -> int:
         for hidden in (1, args.hidden)
         for what in ("edits", "captures")
     }
+    variants |= {
+        what: functools.partial(measure, args.sequences, args.layers, 64, what, device)
+        for what in ("idle", "probes", "probes that stop")
+    }
     variants["prompts, vectors of 1"] = functools.partial(measure_prompts, args.layers, device)
     with run.limited():
         run.measure(run.results, "host", variants, medians)
@@ -66,38 +76,109 @@ def medians(values: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def measure(sequences: int, layers: int, hidden: int, what: str, device: str) -> dict[str, float]:
-    """Return the microseconds of both hooks."""
+    """Return the microseconds of the hooks, and the calls of a step."""
     from midstream.plan.resolve.wire import to_bytes
     from midstream.runtime.worker.step.step_batch import StepBatch
 
     session = make_session(sequences, layers, hidden, device)
-    plan = to_bytes(make_plan(layers, hidden, what))
     names = [f"r{n}" for n in range(sequences)]
-    for name in names:
-        session.requests.add(name, name, plan)
+    core = Core(names, what)
+    if what != "idle":
+        plan = to_bytes(make_plan(layers, hidden, what))
+        for nth, name in enumerate(names):
+            session.requests.add(name, name, plan, 0, what == "probes that stop")
+            blocks = [[nth * BLOCKS + number for number in range(BLOCKS)]]
+            session.place_scores(name, kept_scores() if what in PROBED else (), blocks, 0)
     scheduled = np.ones(sequences, np.int32)
-    seconds: list[tuple[float, float]] = []
+    seconds: list[tuple[float, ...]] = []
+    profile = cProfile.Profile(builtins=False)
     for step in range(STEPS):
         computed = np.full(sequences, PROMPT + step, np.int32)
         view = StepBatch(names, scheduled, computed, sequences, _no_ids)
+        if step == STEPS - 1:
+            profile.enable()
         start = time.perf_counter()
         session.before_forward(view)
         between = time.perf_counter()
+        profile.disable()
         _pretend(session)
+        if step == STEPS - 1:
+            profile.enable()
         queued = time.perf_counter()
         session.after_forward()
-        seconds.append((between - start, time.perf_counter() - queued))
-        if step % 10 == 9:
+        after = time.perf_counter()
+        core.update(session.reported_scores, PROMPT + step)
+        profile.disable()
+        seconds.append((between - start, after - queued, time.perf_counter() - after))
+        if step % 10 == 9 and what in ("edits", "captures"):
             # Fetch rows like a front end, so that they do not accumulate.
             reached = PROMPT + step
             with session.collection.collect_partial({name: {name: reached} for name in names}):
                 pass
+    calls = sum(row.callcount for row in profile.getstats() if _is_mine(row.code))
     with session.collection.collect(names):
         pass
-    late = seconds[STEPS // 4 :]
+    figures = _medians(seconds[STEPS // 4 :], ("before_us", "after_us", "evaluated_us"))
+    if what != "probes that stop":
+        del figures["evaluated_us"]
+    return {**figures, "calls": calls}
+
+
+class Core:
+    """What the engine core evaluates of probes that stop."""
+
+    def __init__(self, names: list[str], what: str) -> None:
+        from midstream.plan.control.act import Condition
+        from midstream.plan.positions.position_set import Where
+        from midstream.runtime.protocol.acting_probes import ActingProbe
+        from midstream.runtime.protocol.cache_keys import CacheKeys
+        from midstream.runtime.protocol.request_payload import RequestPayload
+
+        condition = Condition(above=1e30)
+        everywhere = Where(((0, None),))
+        acts = [ActingProbe(f"p{n}", n, everywhere, condition) for n in range(PROBES)]
+        payload = RequestPayload("u", b"", CacheKeys((0,), ("",), None), acts=tuple(acts))
+        self._is_asked = what == "probes that stop"
+        self.requests = {
+            name: SimpleNamespace(
+                request_id=name,
+                sampling_params=SimpleNamespace(extra_args={"midstream": payload}),
+                is_finished=bool,
+            )
+            for name in names
+        }
+        self._places = {name: nth for nth, name in enumerate(names)}
+        self._sampled = [[7]] * len(names)
+
+    def update(self, scores: Any, position: int) -> None:
+        """Evaluate what the worker reports of a step."""
+        from midstream.runtime.core.probe_stops import update_from_output
+
+        for request in self.requests.values() if self._is_asked else ():
+            request.num_tokens = position + 1
+        output = SimpleNamespace(
+            midstream_step_scores=scores,
+            req_id_to_index=self._places,
+            sampled_token_ids=self._sampled,
+        )
+        update_from_output(lambda *_: {}, self, None, output)
+
+
+def kept_scores() -> tuple[Any, ...]:
+    """Return the scores that the prefix cache keeps of the probes."""
+    from midstream.runtime.protocol.cache_keys import KeptScore
+
+    return tuple(KeptScore(f"{n:x}", n, ((0, None),)) for n in range(PROBES))
+
+
+def _is_mine(code: Any) -> bool:
+    return "/midstream/" in getattr(code, "co_filename", "")
+
+
+def _medians(seconds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, float]:
+    columns = zip(*seconds, strict=True)
     return {
-        "before_us": 1e6 * statistics.median(before for before, _ in late),
-        "after_us": 1e6 * statistics.median(after for _, after in late),
+        name: 1e6 * statistics.median(column) for name, column in zip(names, columns, strict=True)
     }
 
 
@@ -129,18 +210,15 @@ def measure_prompts(layers: int, device: str) -> dict[str, float]:
             results.put(taken, mapped=False)
         results.inline(names)
         seconds.append((between - start, after - queued, time.perf_counter() - after))
-    late = seconds[PROMPT_STEPS // 4 :]
-    names = "before_us", "after_us", "collect_us"
-    return {
-        name: 1e6 * statistics.median(one)
-        for name, one in zip(names, zip(*late, strict=True), strict=True)
-    }
+    return _medians(seconds[PROMPT_STEPS // 4 :], ("before_us", "after_us", "collect_us"))
 
 
 def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     """Create a worker's session for an engine of that shape."""
     from midstream.runtime.protocol.segments import Room
+    from midstream.runtime.vllm.kv_cache import KvBlocks
     from midstream.runtime.worker.session import StepRules, WorkerSession
+    from midstream.runtime.worker.step.score_cache import ScoreCache
     from midstream.runtime.worker.step_recorder import RankMemory
     from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes
     from midstream.transport.arena import Arena, ArenaSettings
@@ -156,12 +234,14 @@ def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     )
     arena = Arena(ArenaSettings(32 << 30, 256 << 20, "drop", Path("/tmp")), device == "cuda")
     transport = host_transport(buffers.ring, arena)
-    return WorkerSession(RankMemory(buffers, taps, transport, arena), StepRules(4096))
+    pool = KvBlocks(0, BLOCK, BLOCKS * sequences)
+    kept = ScoreCache(lambda: pool, buffers.scores.shape[1], 4096)
+    return WorkerSession(RankMemory(buffers, taps, transport, arena, kept), StepRules(4096))
 
 
 def make_plan(layers: int, hidden: int, what: str, prompt: int = PROMPT) -> Any:
-    """Return a resolved plan that captures or steers every layer of every token."""
-    from midstream import Capture, Steer
+    """Return a resolved plan that captures or steers every layer of every token, or scores it."""
+    from midstream import Capture, Probe, Steer
     from midstream.plan import ModelShape, Plan, Prompt
     from midstream.plan.resolve.resolve import resolve
 
@@ -169,6 +249,14 @@ def make_plan(layers: int, hidden: int, what: str, prompt: int = PROMPT) -> Any:
     shape = ModelShape(num_layers=layers, hidden_size=hidden, taps=taps, reasons={})
     if what == "captures":
         plan = Plan.make(capture=Capture(layers="all"))
+    elif what in PROBED:
+        vectors = [[0.1 + number] * hidden for number in range(PROBES)]
+        plan = Plan.make(
+            probes=[
+                Probe(vector, number * layers // PROBES, name=f"p{number}")
+                for number, vector in enumerate(vectors)
+            ]
+        )
     else:
         plan = Plan.make(edits=[Steer([0.1] * hidden, layer=layer) for layer in range(layers)])
     return resolve(plan, shape, Prompt(prompt), None, ())

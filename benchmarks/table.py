@@ -193,10 +193,16 @@ def step_cost(result: dict[str, Any]) -> str:
         if isinstance(one, dict) and "before_us" in one
     }
     columns = {"before_us": "before a forward pass", "after_us": "after it"}
-    if any("collect_us" in one for one in found.values()):
-        columns["collect_us"] = "collection"
+    more = {"collect_us": "collection", "evaluated_us": "evaluation", "calls": "calls"}
+    columns |= {key: more[key] for key in more if any(key in one for one in found.values())}
     rows = [
-        [name, *(f"{one[key]:.0f} µs" if key in one else "" for key in columns)]
+        [
+            name,
+            *(
+                f"{one[key]:.0f}{' µs' if key.endswith('_us') else ''}" if key in one else ""
+                for key in columns
+            ),
+        ]
         for name, one in found.items()
     ]
     shape = f"host, {result['sequences']} sequences × {result['layers']} layers"

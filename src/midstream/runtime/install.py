@@ -24,7 +24,6 @@ from midstream.runtime.core import (
     plan_versions,
     prefix_cache,
     probe_stops,
-    scored_blocks,
     vector_updates,
     weight_epochs,
 )
@@ -90,10 +89,6 @@ def activate() -> None:
             "get_computed_blocks",
             prefix_cache.computed_blocks,
         )
-        cache = scored_blocks.cache_full_blocks
-        _wrap("vllm.v1.core.block_pool", "BlockPool", "cache_full_blocks", cache)
-        take = scored_blocks.get_new_blocks
-        _wrap("vllm.v1.core.block_pool", "BlockPool", "get_new_blocks", take)
         # The last one runs first: what is left of requests that failed is not evaluated.
         for part in (ended_requests, probe_stops, failed_requests):
             hook = part.update_from_output
@@ -251,12 +246,15 @@ def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> A
 
 def _core_receive(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
     """Reject requests that bypassed validation; take the workers' vectors out of others."""
-    if vector_updates.is_prepared(engine):
-        weight_epochs.prepare(engine)
-        payload = payload_of(request.sampling_params)
-        if payload is not None:
-            vector_updates.take_update(engine, request.sampling_params, payload)
-    return original(engine, request, *rest)
+    if not vector_updates.is_prepared(engine):
+        return original(engine, request, *rest)
+    weight_epochs.prepare(engine)
+    payload = payload_of(request.sampling_params)
+    if payload is not None:
+        vector_updates.take_update(engine, request.sampling_params, payload)
+    received = original(engine, request, *rest)
+    weight_epochs.renew_key(engine.scheduler.kv_cache_manager, received[0])
+    return received
 
 
 def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:

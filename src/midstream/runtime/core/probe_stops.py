@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,10 +80,20 @@ class Watched:
     each: tuple[Progress | None, ...]
     # Of each probe, what its automata have read; see `Automaton.selected`.
     read: tuple[Reached, ...] = ()
-    # `each` when it was last looked at, and whether no condition had begun to be met then.
-    _seen: tuple[Progress | None, ...] = ()
-    _is_fresh: bool = False
-    _common: tuple[int, float, Bounds] | None = None  # of `ranges`
+    # While no condition has begun to be met: the positions that all ranges hold, and the bounds of
+    # scores there that meet none.
+    start: int = 0
+    stop: float = 0
+    bounds: Bounds | None = None
+
+    def __post_init__(self) -> None:
+        self.take(self.reached, self.each)
+
+    def take(self, reached: int, each: tuple[Progress | None, ...]) -> None:
+        """Set how many positions were evaluated, and how far each condition is."""
+        self.reached, self.each, self.bounds = reached, each, None
+        if self.ranges and not any(known is None or known.run for known in each):
+            self.start, self.stop, self.bounds = _bounds(self.ranges)
 
     def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
         """Take a step's scores if they are of one position and change nothing; return whether."""
@@ -106,14 +116,8 @@ class Watched:
     def _is_met_by_none(self, scores: ScoresOfStep, row: int, position: int) -> bool:
         """Return whether the scores of a position are read by ranges and meet no condition."""
         assert self.ranges is not None
-        if self.each is not self._seen:
-            self._seen = self.each
-            self._is_fresh = not any(known is None or known.run for known in self.each)
-        if self._is_fresh:
-            start, stop, bounds = self._common or _bounds(self.ranges)
-            self._common = start, stop, bounds
-            if start <= position < stop:
-                return scores.within(bounds)[row]
+        if self.bounds is not None and self.start <= position < self.stop:
+            return scores.within(self.bounds)[row]
         for place, (slot, start, stop, low, high) in enumerate(self.ranges):
             progress = self.each[place]
             if progress is None:
@@ -186,7 +190,7 @@ def update_from_output(
             continue
         watched: Watched | None = WATCHED.get(request)
         if evaluation.progress is not None and watched is not None:
-            watched.reached, watched.each, _ = evaluation.progress
+            watched.take(evaluation.progress.reached, evaluation.progress.each)
         if firing is not None and not request.is_finished():
             for _ in finish(scheduler, request.request_id, firing.is_error):
                 ended.append((request, firing, None))
@@ -202,19 +206,14 @@ def update_from_output(
 
 def _evaluate(scheduler: Any, output: Any, scores: ScoresOfStep) -> list[_Evaluated]:
     """Evaluate the scores of a step; return the requests of which something is to be done."""
-    requests, places, sampled = scheduler.requests, output.req_id_to_index, output.sampled_token_ids
-    has_drafts = any(len(new) > 1 for new in sampled or ())
+    places, sampled = output.req_id_to_index, output.sampled_token_ids
+    has_drafts = max(map(len, sampled or ()), default=0) > 1
     evaluations: list[_Evaluated] = []
     asked: list[tuple[RunningController, _Evaluated | None, int, int]] = []
-    for index, name in enumerate(scores.ids):
-        request = requests.get(name)
-        if request is None:
-            continue
-        watched: Watched | None = WATCHED.get(request)
-        if watched is not None and not has_drafts and watched.passes(scores, index, request):
-            continue
+    for index, request in changing(scheduler.requests, scores, has_drafts):
         if request.is_finished():
             continue
+        name, watched = request.request_id, WATCHED.get(request)
         if watched is None or watched.params is not request.sampling_params:
             watched = _watch(scheduler, request)
         new = sampled[places[name]] if sampled else ()
@@ -233,7 +232,7 @@ def _evaluate(scheduler: Any, output: Any, scores: ScoresOfStep) -> list[_Evalua
                 token,
             )
             if stop == known:
-                watched.reached, watched.each, _ = progress
+                watched.take(progress.reached, progress.each)
             if stop != known or firing is not None or switched:
                 later = None if stop == known else progress
                 evaluation = _Evaluated(request, known, stop, later, firing, switched)
@@ -262,6 +261,44 @@ def _evaluate(scheduler: Any, output: Any, scores: ScoresOfStep) -> list[_Evalua
         elif decision.version is not None:
             evaluation.chosen = decision.version
     return evaluations
+
+
+def changing(
+    requests: Mapping[str, Any], scores: ScoresOfStep, has_drafts: bool
+) -> list[tuple[int, Any]]:
+    """Return the requests, with their index, whose scores of a step must be evaluated. Others are
+    taken: scores of one position, as most steps have of each request, which change nothing.
+    """
+    left: list[tuple[int, Any]] = []
+    known: Bounds | None = None
+    is_within: list[bool] = []
+    get, attribute = requests.get, WATCHED.name
+    columns = scores.ids, scores.first, scores.row, scores.length
+    # Without a call of Python's for each request, except for the number of its tokens.
+    for index, (name, position, row, length) in enumerate(zip(*columns, strict=True)):
+        request = get(name)
+        if request is None:
+            continue
+        watched: Watched | None = getattr(request, attribute, None)
+        if has_drafts or watched is None:
+            left.append((index, request))
+        elif watched.bounds is None or watched.controller is not None:
+            if not watched.passes(scores, index, request):
+                left.append((index, request))
+        else:
+            if watched.bounds is not known:
+                known, is_within = watched.bounds, scores.within(watched.bounds)
+            if (
+                length == 1
+                and is_within[row]
+                and watched.start <= position < watched.stop
+                and watched.reached <= position < request.num_tokens
+                and watched.params is request.sampling_params
+            ):
+                watched.reached = position + 1
+            else:
+                left.append((index, request))
+    return left
 
 
 def _watch(scheduler: Any, request: Any) -> Watched:

@@ -5,6 +5,7 @@ request the blocks that have all scores that the request asks for.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
@@ -248,8 +249,13 @@ def prepare(engine: Any) -> None:
         engine.model_executor.collective_rpc(RPC, args=arguments, non_block=True)
 
     settings = from_additional_config(engine.vllm_config.additional_config) or Config()
-    scored = ScoredBlocks(blocks, tell, settings.unscored_tokens)
-    SCORED_BLOCKS.set(manager.block_pool, scored)
+    scored, pool = ScoredBlocks(blocks, tell, settings.unscored_tokens), manager.block_pool
+    SCORED_BLOCKS.set(pool, scored)
+    # Of this pool alone: vLLM calls both for each block that a request fills.
+    pool.cache_full_blocks = functools.partial(
+        _cache_full_blocks, scored, pool, pool.cache_full_blocks
+    )
+    pool.get_new_blocks = functools.partial(_get_new_blocks, scored, pool.get_new_blocks)
 
 
 def _is_simple(manager: Any, blocks: KvBlocks) -> bool:
@@ -263,27 +269,29 @@ def _is_simple(manager: Any, blocks: KvBlocks) -> bool:
     )
 
 
-def cache_full_blocks(
-    original: Callable[..., Any], pool: Any, request: Any, *args: Any, **kwargs: Any
+def _cache_full_blocks(
+    scored: ScoredBlocks,
+    pool: Any,
+    original: Callable[..., Any],
+    request: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Note the scores of the blocks that vLLM caches, which their request asked for."""
-    out = original(pool, request, *args, **kwargs)
+    out = original(request, *args, **kwargs)
     payload = payload_of(request.sampling_params)
-    scores = () if payload is None else payload.keys.scores
-    scored: ScoredBlocks | None = SCORED_BLOCKS.get(pool) if scores else None
-    if scored is not None:
-        passed = dict(zip(_PASSED, args, strict=False)) | kwargs
-        if passed["kv_cache_group_id"] == scored.group:
-            first = passed["num_cached_blocks"]
-            blocks = passed["blocks"][first : passed["num_full_blocks"]]
-            scored.add(request, scores, pool, blocks, first)
+    if payload is None or not payload.keys.scores:
+        return out
+    passed = dict(zip(_PASSED, args, strict=False)) | kwargs
+    if passed["kv_cache_group_id"] == scored.group:
+        first = passed["num_cached_blocks"]
+        blocks = passed["blocks"][first : passed["num_full_blocks"]]
+        scored.add(request, payload.keys.scores, pool, blocks, first)
     return out
 
 
-def get_new_blocks(original: Callable[..., Any], pool: Any, num_blocks: int) -> Any:
+def _get_new_blocks(scored: ScoredBlocks, original: Callable[..., Any], num_blocks: int) -> Any:
     """Forget what the blocks had that a request gets for other tokens."""
-    blocks = original(pool, num_blocks)
-    scored: ScoredBlocks | None = SCORED_BLOCKS.get(pool)
-    if scored is not None:
-        scored.forget(blocks)
+    blocks = original(num_blocks)
+    scored.forget(blocks)
     return blocks

@@ -63,33 +63,21 @@ def _place(adapter: Any) -> tuple[str, str]:
 
 
 def prepare(engine: Any) -> None:
-    """Let requests of an engine core have a key of its weights from their creation on, once."""
+    """Let requests of an engine core have a key of its weights, once."""
     manager = engine.scheduler.kv_cache_manager
-    if WEIGHT_EPOCHS.get(manager) is not None:
-        return
-    epochs = WeightEpochs()
-    WEIGHT_EPOCHS.set(manager, epochs)
-    hashes: Callable[[Any], Any] | None = engine.request_block_hasher
-    if hashes is None:
-        return
-
-    def keyed(request: Any) -> Any:
-        # Called in each step of each request.
-        if not request.block_hashes and WEIGHT_KEY.get(request) is None:
-            WEIGHT_KEY.set(request, epochs.key(request.lora_request))
-        return hashes(request)
-
-    engine.request_block_hasher = keyed
+    if WEIGHT_EPOCHS.get(manager) is None:
+        WEIGHT_EPOCHS.set(manager, WeightEpochs())
 
 
 def renew_key(manager: Any, request: Any) -> None:
-    """Hash a request that is about to begin anew if its key is not that of the weights by now."""
+    """Hash a request that has not begun anew if its key is not that of the weights by now. vLLM
+    hashes a new one without a key.
+    """
     epochs: WeightEpochs | None = WEIGHT_EPOCHS.get(manager)
-    known = None if epochs is None else WEIGHT_KEY.get(request)
-    if epochs is None or known is None:
+    if epochs is None:
         return
     key = epochs.key(request.lora_request)
-    if key != known:
+    if key != (WEIGHT_KEY.get(request) or ""):
         WEIGHT_KEY.set(request, key)
         del request.block_hashes[:]
         request.update_block_hashes()

@@ -149,7 +149,8 @@ class FrontEnd(BaseFrontEnd):
                 admitted = self._running.pop(output.request_id)
                 self._finished.append(_FinishedRequest(admitted, output))
                 ended.append(admitted.uid)
-        self._release_tables(ended)
+        if ended:
+            self._release_tables(ended)
         self._controllers.step(self._outputs.request_states, ended)
         self._streamer.deliver_due(self._outputs.request_states)
         idle = not self._has_unfinished()

@@ -132,9 +132,11 @@ class CapturedRowIndex(Generic[R]):
         position: Ints | PendingPositions,
         length: Ints,
         first: Ints,
-        kind: Ints,
+        kind: Ints | int,
     ) -> None:
-        """Add a step's runs: int64 [runs], `first` the row of `source` where each one begins."""
+        """Add a step's runs: int64 [runs], `first` the row of `source` where each one begins, and
+        `kind` that of each or of all.
+        """
         if not serial.size:
             return
         table, copy = self._add(serial.size), None
@@ -275,8 +277,7 @@ class ScoreIndex(CapturedRowIndex[Scores]):
     ) -> None:
         """Add a step's runs of scores, of which `runs` are the lengths and first rows."""
         length, first = runs
-        kind = np.full(serial.size, self.kind((0,)))
-        self.record(Scores(source), serial, position, length, first, kind)
+        self.record(Scores(source), serial, position, length, first, self.kind((0,)))
 
     def take_scores(self, serials: list[int]) -> dict[int, ScoreRows]:
         """Remove requests' scores, the latest of each position; a request without has none."""

@@ -62,6 +62,7 @@ class WorkerSession:
         self._tables = ProgramTable(buffers)
         doses = Doses(buffers.doses, buffers.scan_states.shape[1], rules.max_dose)
         slots = SlotTable(rules.max_model_len, rules.on_nonfinite, doses)
+        self._slots = slots
         self._gate_states = GateStates(buffers, rules.only_armed)
         self._automata = AutomatonStates(buffers)
         self._planner = StepPlanner(slots, self._tables)
@@ -88,6 +89,11 @@ class WorkerSession:
     @property
     def counts(self) -> StepCounts:
         return self._recorder.counts
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether failures or scores are to leave with the output of a step."""
+        return self._recorder.reported is not None or bool(self._slots.failures)
 
     @property
     def reported_scores(self) -> StepScores | None:

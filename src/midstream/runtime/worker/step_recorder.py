@@ -28,7 +28,7 @@ from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
 from midstream.runtime.worker.step.score_cache import CachedScores, ScoreCache
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
-from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
+from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan, TokenRuns
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.taps.tap_check import TapSignature
@@ -92,6 +92,7 @@ class StepRecorder:
         self._gate_states = gate_states
         self._split_scores = split_scores
         self._expected: in_flight.ExpectedCounts | None = None
+        self._scored: ScoredRuns | None = None  # of the last step with scores
         self._no_scores = memory.buffers.scores[:0]
         self._in_flight: deque[in_flight.InFlightStep] = deque()
 
@@ -155,17 +156,18 @@ class StepRecorder:
             again = self._ship(prepared, alone, tally[:0], scores[:0], logits)
             for lost in self._record_rows(prepared, alone, again):
                 self._slots.drop(plan.runs, lost.runs)
+        scored = None
         if plan.scored:
-            runs = plan.runs
-            scored = runs.scored > 0
-            self.scores.add(
-                shipment,
-                self._slots.serials(runs.slot[scored]),
-                in_flight.positions_of(prepared, scored),
-                (runs.length[scored], runs.row[scored]),
-            )
+            scored = self._scored
+            if scored is None or not plan.runs.has_rows_of(scored.of):
+                scored = self._scored = ScoredRuns(plan.runs, self._slots)
+            position = in_flight.positions_of(prepared, scored.chosen)
+            self.scores.add(shipment, scored.serial, position, (scored.length, scored.row))
         cached = self._record_cached(prepared, shipment)
-        self.reported = reported_scores(prepared, shipment, self._slots, cached)
+        if scored is not None and scored.ids:
+            self.reported = reported_scores(prepared, shipment, scored, cached)
+        else:
+            self.reported = StepScores(lambda: scores_with_cached(None, cached)) if cached else None
 
     def record_idle(self) -> None:
         """Add the scores that requests have from the cache and that began with a step without a
@@ -253,7 +255,7 @@ class StepRecorder:
         step = self._in_flight.popleft()
         self._verify(step)
         if self.kept is not None:
-            self.kept.carry_out(step.number)
+            self.kept.settle(step.number)
         step.shipment.free_staging()
 
     def _verify(self, step: in_flight.InFlightStep) -> None:
@@ -318,24 +320,35 @@ def add_doses(plan: StepPlan, bits: NDArray[np.int32], slots: SlotTable) -> None
             )
 
 
+class ScoredRuns:
+    """The runs of a step with scores; a step that repeats another one has the same."""
+
+    __slots__ = ("chosen", "ids", "length", "lengths", "of", "reporting", "row", "rows", "serial")
+
+    def __init__(self, of: TokenRuns, slots: SlotTable) -> None:
+        self.of = of
+        self.chosen = np.flatnonzero(of.scored > 0)
+        self.serial = slots.serials(of.slot[self.chosen])
+        self.length, self.row = of.length[self.chosen], of.row[self.chosen]
+        # Those of requests that report their scores, with vLLM's ids of these.
+        self.reporting = self.chosen[slots.reports[of.slot[self.chosen]]]
+        self.ids = slots.ids_of(of.slot[self.reporting])
+        self.lengths, self.rows = (
+            of.length[self.reporting].tolist(),
+            of.row[self.reporting].tolist(),
+        )
+
+
 def reported_scores(
-    prepared: in_flight.PreparedStep, shipment: Shipment, slots: SlotTable, cached: Cached
-) -> StepScores | None:
-    """Return the scores that requests of a queued step report; None: there are none."""
-    if not slots.num_reporting:
-        return None
-    runs = prepared.plan.runs
-    chosen = (runs.scored > 0) & slots.reports[runs.slot]
-    if not chosen.any():
-        return StepScores(lambda: scores_with_cached(None, cached)) if cached else None
-    ids = slots.ids_of(runs.slot[chosen])
-    row, length = runs.row[chosen], runs.length[chosen]
-    position = in_flight.positions_of(prepared, chosen)
+    prepared: in_flight.PreparedStep, shipment: Shipment, scored: ScoredRuns, cached: Cached
+) -> StepScores:
+    """Return the scores that requests of a queued step report."""
+    position = in_flight.positions_of(prepared, scored.reporting)
 
     def read() -> ScoresOfStep:
         values = shipment.scores().values.numpy()
         known = position.values() if isinstance(position, PendingPositions) else position
-        scores = scores_of_runs(ids, known.tolist(), row.tolist(), length.tolist(), values)
+        scores = scores_of_runs(scored.ids, known.tolist(), scored.rows, scored.lengths, values)
         return scores_with_cached(scores, cached) if cached else scores
 
     return StepScores(read)

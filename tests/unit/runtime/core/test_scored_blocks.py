@@ -20,7 +20,7 @@ from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.protocol.rpc import BlankScores
 from midstream.runtime.vllm.kv_cache import KvBlocks
 from midstream.runtime.worker.step.score_cache import ScoreCache
-from midstream.transport.base import HostScores
+from midstream.transport.ring_copy import ScoreLog
 
 SIZE, COUNT, COLUMNS = 4, 12, 5
 BLOCKS = KvBlocks(0, SIZE, COUNT)
@@ -57,6 +57,7 @@ class Engine:
         self.scored = ScoredBlocks(BLOCKS, self.tell, unscored)
         if most is not None:
             self.scored._most = most
+        self.log = ScoreLog()
         self.step = 0
         self.dropped: list[str] = []
         # (block, key, token) of what was computed and not forgotten since.
@@ -64,7 +65,7 @@ class Engine:
         self.unscored = 0
 
     def tell(self, message: Any) -> None:
-        self.cache.carry_out(self.step)
+        self.cache.settle(self.step)
         if isinstance(message, BlankScores):
             self.cache.blank(message.key, message.blocks, message.tokens)
             return
@@ -121,7 +122,7 @@ class Engine:
                 for position in range(start, end)
                 if selects(score, position)
             }
-        self.cache.carry_out(self.step)
+        self.cache.settle(self.step)
         self.cache.release([0])
         self.pool.free += reversed(blocks)
         return length
@@ -141,9 +142,10 @@ class Engine:
             length=np.array([end - start]),
             position=np.array([start]),
             scored=np.array([1]),
+            has_rows_of=lambda last: False,
         )
         prepared = Fake(plan=Fake(runs=runs), positions=None)
-        placed = HostScores(torch.from_numpy(values), 0, len(values))
+        placed = self.log.add(torch.from_numpy(values))
         shipment = Fake(scores=lambda: placed)
         self.cache.record(prepared if scores else None, shipment, self.step)  # type: ignore[arg-type]
 
@@ -239,7 +241,7 @@ def test_no_score_of_a_request_itself_is_dropped() -> None:
     assert engine.dropped == []
     assert engine.run(tokens, (score("c"),), 18) == 0
     assert engine.dropped == ["a", "b"]
-    assert len(engine.cache._row_of) == 1
+    assert len(engine.cache._column_of) == 1
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(1000, 256), (1 << 20, 64), (1 << 30, 1), (0, 256)])

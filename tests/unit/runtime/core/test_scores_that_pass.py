@@ -1,5 +1,6 @@
 """Scores that change nothing are passed over, as they would be by the evaluation of all scores."""
 
+import cProfile
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -228,9 +229,29 @@ def check(seed: int) -> None:
                 patch.setattr(probe_stops, "add_end", run.end)
                 with patch.context() as other:
                     if run is reference:
-                        other.setattr(Watched, "passes", lambda *_: False)
+                        other.setattr(probe_stops, "changing", every_request)
                     run.step(step)
             assert mine.state() == reference.state(), (seed, nth)
+
+
+def every_request(requests: dict[str, Any], scores: ScoresOfStep, _: bool) -> list[Any]:
+    return [(nth, requests[name]) for nth, name in enumerate(scores.ids)]
+
+
+def test_a_step_whose_scores_change_nothing_makes_no_call_for_each_request():
+    where, above = Where(((0, None),)), Condition(above=1.0)
+    acts = tuple(ActingProbe(f"p{slot}", slot, where, above) for slot in range(SLOTS))
+    calls = {}
+    for count in (16, 48):
+        run = Run([RequestPayload("u", b"", KEYS, acts=acts)] * count)
+        step = [Part(0, ((0.0, 0.0),), (1,))] * count
+        run.step(step)
+        profile = cProfile.Profile(builtins=False)
+        profile.runcall(run.step, step)
+        mine = [row for row in profile.getstats() if "/midstream/" in row.code.co_filename]
+        calls[count] = sum(row.callcount for row in mine)
+        assert all(WATCHED.get(one).reached == PROMPT + 1 for one in run.every)
+    assert calls[16] == calls[48] < 16
 
 
 @pytest.mark.parametrize("what", ["probe", "controller"])

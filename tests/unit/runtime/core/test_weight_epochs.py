@@ -22,13 +22,14 @@ class Executor:
 
 
 class Request:
-    """A request whose hashes are made by the engine's hasher."""
+    """A request whose hashes are made by the engine's hasher, received by the engine core."""
 
     def __init__(self, engine, adapter=None):
         self.lora_request, self.sampling_params = adapter, None
         self.num_computed_tokens, self.block_hashes = 0, []
         self._hasher = engine.request_block_hasher
         self.update_block_hashes()
+        weight_epochs.renew_key(engine.scheduler.kv_cache_manager, self)
 
     def update_block_hashes(self):
         self.block_hashes += self._hasher(self)
@@ -78,6 +79,10 @@ def test_the_first_block_has_the_key_of_the_weights_from_a_change_on():
     weight_epochs.renew_key(manager, early)
     assert early.block_hashes == late.block_hashes
     assert WEIGHT_KEY.get(early) == WEIGHT_KEY.get(late)
+
+
+def test_vllms_function_that_hashes_a_request_in_each_step_is_its_own():
+    assert made().request_block_hasher is hashes
 
 
 def test_a_call_that_fails_may_have_changed_the_weights():

@@ -111,15 +111,16 @@ class Hooks:
 
     def on_output(self, output: Any) -> Any:
         """Return a step's output with failures and scores; unchanged if it misses the scheduler."""
-        requests = self._session.requests
-        failures, scores = requests.failures, self._session.reported_scores
-        if failures or scores is not None:
-            attached = attach_results(output, failures, scores)
-            if attached is not None:
-                requests.clear_failures()
-                self._session.clear_reported_scores()
-                return attached
-        return output
+        session = self._session
+        if not session.has_reports:
+            return output
+        requests = session.requests
+        attached = attach_results(output, requests.failures, session.reported_scores)
+        if attached is None:
+            return output
+        requests.clear_failures()
+        session.clear_reported_scores()
+        return attached
 
 
 def report_results(runner: Any, hooks: Hooks) -> None:

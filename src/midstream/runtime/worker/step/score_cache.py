@@ -6,9 +6,10 @@ where the block goes. The engine core decides who is served what, see `runtime.c
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +23,13 @@ from midstream.runtime.vllm.kv_cache import KvBlocks
 from midstream.runtime.worker.row_index import PendingPositions
 from midstream.runtime.worker.step.in_flight import PreparedStep, positions_of
 from midstream.runtime.worker.step.position_states import grow
+from midstream.runtime.worker.step.step_plan import TokenRuns
 from midstream.transport.base import HostScores, Shipment
 
 _DROPPED = -1
+# Rows of steps that are queued until they are written together. Written alone, those of a step take
+# as long as all else that a step of 256 sequences does for their scores.
+_MOST_ROWS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +37,46 @@ class _Layout:
     """Scores that requests have in common: where they are kept, and their columns in a step."""
 
     keys: tuple[str, ...]
-    kept: Ints  # rows of the cache; `_DROPPED`: it is not kept any more
+    kept: Ints  # columns of the cache; `_DROPPED`: it is not kept any more
     columns: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """Scores of a step's runs that are to be kept; arrays have one entry per run."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _KeptRuns:
+    """The runs of a step whose scores are kept; a step that repeats another one has the same."""
 
-    step: int
-    shipment: Shipment
-    position: Ints | PendingPositions
+    of: TokenRuns  # all its runs
+    changes: int  # see `ScoreCache`
+    chosen: Ints
     length: Ints
     row: Ints
     slot: Ints
     layout: Ints
+    layouts: tuple[int, ...]  # the different ones
+    rows: int
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """Scores of a step's runs that are to be kept."""
+
+    step: int
+    position: Ints | PendingPositions  # of each run
+    runs: _KeptRuns
+    shipment: Shipment | None  # None: the step is settled
+    settled: HostScores | None = None
+
+    def scores(self) -> HostScores:
+        """Return the step's scores. Blocks until they are on the host."""
+        shipment = self.shipment  # another thread may settle the step meanwhile
+        scores = self.settled if shipment is None else shipment.scores()
+        assert scores is not None
+        return scores
+
+    def settle(self) -> None:
+        """Leave the shipment, whose rows others free."""
+        self.settled = self.scores()
+        self.shipment = None
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +111,8 @@ class ScoreCache:
         self._blocks: KvBlocks | None = None
         self._num_columns = num_columns  # of a step's scores
         self._max_model_len = max_model_len
-        self._values: NDArray[np.float32] = np.zeros((0, 0), np.float32)  # [scores, tokens]
-        self._row_of: dict[str, int] = {}  # of `_values`, by key
+        self._values: NDArray[np.float32] = np.zeros((0, 0), np.float32)  # [tokens, scores]
+        self._column_of: dict[str, int] = {}  # of `_values`, by key
         self._free: list[int] = []
         self._layouts: dict[int, _Layout] = {}
         self._numbers: dict[tuple[tuple[str, int], ...], int] = {}  # by keys and columns
@@ -93,6 +123,11 @@ class ScoreCache:
         self._queue: deque[_Write | CachedScores] = deque()
         self._new: list[CachedScores] = []  # of requests that begin with the next step
         self._lock = threading.Lock()
+        self._recorded = self._settled = 0  # numbers of the last such steps
+        self._unsettled: deque[_Write] = deque()
+        self._queued = self._written = 0  # rows, since the start
+        self._changes = 0  # of slots that have a layout
+        self._runs: _KeptRuns | None = None  # of the last step
 
     def __len__(self) -> int:
         """Return how many requests' scores are kept or read."""
@@ -107,6 +142,8 @@ class ScoreCache:
         known = self._kv_blocks()
         if known is None:
             return
+        if self.has(slot):
+            self.carry_out(self._settled)  # by its former blocks
         if slot >= self._layout.size:
             size = max(64, 2 * slot)
             width = -(-self._max_model_len // known.size) + 1
@@ -122,6 +159,7 @@ class ScoreCache:
             number = self._numbered(scores)
             self._users[number] = self._users.get(number, 0) + 1
             self._layout[slot] = number
+            self._changes += 1
         if cached:
             self._new.append(CachedScores(self, slot, cached, number))
 
@@ -143,33 +181,35 @@ class ScoreCache:
         if number is None:
             number = self._numbers[content] = max(self._layouts, default=0) + 1
             keys = tuple([key for key, _ in content])
-            kept = np.array([self._row(key) for key in keys], np.int64)
+            kept = np.array([self._column(key) for key in keys], np.int64)
             columns = np.array([column for _, column in content], np.int64)
             self._layouts[number] = _Layout(keys, kept, columns)
         return number
 
-    def _row(self, key: str) -> int:
-        row = self._row_of.get(key)
-        if row is None:
+    def _column(self, key: str) -> int:
+        column = self._column_of.get(key)
+        if column is None:
             assert self._blocks is not None
             if not self._free:
-                size = self._values.shape[0]
+                values, size = self._values, self._values.shape[1]
                 grown = max(4, 2 * size)
-                if not size:
-                    self._values = np.zeros((0, self._blocks.tokens), np.float32)
-                self._values = grow(self._values, grown)
+                self._values = np.zeros((self._blocks.tokens, grown), np.float32)
+                if size:
+                    self._values[:, :size] = values
                 self._free = list(range(grown - 1, size - 1, -1))
-            row = self._row_of[key] = self._free.pop()
-        return row
+            column = self._column_of[key] = self._free.pop()
+        return column
 
     def release(self, slots: Iterable[int]) -> None:
         """Forget requests whose steps are all settled."""
-        for slot in slots:
-            if not self.has(slot):
-                continue
-            unread = [queued.step for queued in self._queue if _is_read_of(queued, slot)]
-            if unread:  # its only steps had no program
-                self.carry_out(max(unread))
+        mine = [slot for slot in slots if self.has(slot)]
+        if not mine:
+            return
+        # Steps without a program are not settled.
+        unread = [queued.step for queued in self._queue if _is_read_of(queued, mine)]
+        self.carry_out(max([self._settled, *unread]))
+        self._changes += 1
+        for slot in mine:
             number = int(self._layout[slot])
             self._layout[slot] = 0
             self._users[number] -= 1
@@ -181,11 +221,12 @@ class ScoreCache:
 
     def drop(self, keys: Iterable[str]) -> None:
         """Keep some scores no longer. Every step is settled."""
+        self.carry_out(self._recorded)
         for key in keys:
-            row = self._row_of.pop(key, None)
-            if row is None:
+            column = self._column_of.pop(key, None)
+            if column is None:
                 continue
-            self._free.append(row)
+            self._free.append(column)
             for layout in self._layouts.values():
                 layout.kept[[known == key for known in layout.keys]] = _DROPPED
         # Later requests with these scores are kept anew, in other rows.
@@ -195,9 +236,10 @@ class ScoreCache:
         """Keep NaN as a score of some tokens of each of some blocks. Every step is settled."""
         known = self._kv_blocks()
         if known is not None:
+            self.carry_out(self._recorded)
             places = np.array(blocks, np.int64)[:, None] * known.size + np.array(tokens, np.int64)
-            row = self._row(key)  # which may make `_values` anew
-            self._values[row, places] = np.nan
+            column = self._column(key)  # which may make `_values` anew
+            self._values[places, column] = np.nan
 
     def _kv_blocks(self) -> KvBlocks | None:
         if self._blocks is None:
@@ -207,16 +249,45 @@ class ScoreCache:
     def record(self, prepared: PreparedStep | None, shipment: Shipment | None, step: int) -> None:
         """Queue a step's scores to be kept, and then those that its new requests have."""
         if prepared is not None and shipment is not None and self._users:
-            runs = prepared.plan.runs
-            layout = self._layout_of(runs.slot)
-            chosen = np.flatnonzero((layout > 0) & (runs.scored > 0))
-            if chosen.size:
-                position = positions_of(prepared, chosen)
-                columns = runs.length[chosen], runs.row[chosen], runs.slot[chosen], layout[chosen]
-                self._queue.append(_Write(step, shipment, position, *columns))
+            runs = self._kept_runs(prepared.plan.runs)
+            if runs.rows:
+                position = positions_of(prepared, runs.chosen)
+                write = _Write(step, position, runs, shipment)
+                self._queue.append(write)
+                self._unsettled.append(write)
+                self._queued += runs.rows
+        self._recorded = step
         for cached in self._new:
             cached.step = step
             self._queue.append(cached)
+
+    def _kept_runs(self, runs: TokenRuns) -> _KeptRuns:
+        last = self._runs
+        if last is not None and last.changes == self._changes and runs.has_rows_of(last.of):
+            return last
+        layout = self._layout_of(runs.slot)
+        chosen = np.flatnonzero((layout > 0) & (runs.scored > 0))
+        length, layout = runs.length[chosen], layout[chosen]
+        self._runs = _KeptRuns(
+            of=runs,
+            changes=self._changes,
+            chosen=chosen,
+            length=length,
+            row=runs.row[chosen],
+            slot=runs.slot[chosen],
+            layout=layout,
+            layouts=tuple(sorted(set(layout.tolist()))),
+            rows=int(length.sum()),
+        )
+        return self._runs
+
+    def settle(self, step: int) -> None:
+        """Note that the scores of steps up to one are on the host."""
+        self._settled = step
+        while self._unsettled and self._unsettled[0].step <= step:
+            self._unsettled.popleft().settle()
+        if self._queued - self._written >= _MOST_ROWS:
+            self.carry_out(step)
 
     def take_new(self) -> list[CachedScores]:
         """Return, once, what the requests have that began with the last recorded step."""
@@ -234,54 +305,87 @@ class ScoreCache:
     def carry_out(self, step: int) -> None:
         """Carry out what is queued, up to a step. Blocks until its scores are on the host."""
         with self._lock:
+            writes: list[_Write] = []
             while self._queue and self._queue[0].step <= step:
                 queued = self._queue.popleft()
                 if isinstance(queued, _Write):
-                    self._write(queued)
+                    writes.append(queued)
                 else:
+                    self._write(writes)
+                    writes = []
                     self._read(queued)
+            self._write(writes)
 
-    def _write(self, queued: _Write) -> None:
-        values = queued.shipment.scores().values.numpy()
-        position, row, slot, layout = queued.position, queued.row, queued.slot, queued.layout
-        if isinstance(position, PendingPositions):
-            position = position.values()
-        length = queued.length
-        if int(length.max()) > 1:
-            within = within_runs(length)
-            position = np.repeat(position, length) + within
-            row = np.repeat(row, length) + within
-            slot, layout = np.repeat(slot, length), np.repeat(layout, length)
-        places = self._places(slot, position)
-        numbers = np.unique(layout).tolist()
-        for number in numbers:
-            kept, columns = self._kept_of(number)
-            mine = slice(None) if len(numbers) == 1 else np.flatnonzero(layout == number)
-            self._values[kept[:, None], places[mine]] = values[row[mine]][:, columns].T
+    def _write(self, writes: Iterable[_Write]) -> None:
+        # One place may be written in several steps, of one layout in their order.
+        for _, alike in itertools.groupby(writes, _written_with):
+            together = list(alike)
+            scores = [write.scores() for write in together]
+            memory, first = scores[0].memory.numpy(), [placed.first for placed in scores]
+            runs = [write.runs for write in together]
+            self._written += sum(of_step.rows for of_step in runs)
+            position = np.concatenate([_known(write.position) for write in together])
+            row = np.concatenate([of.row + begin for of, begin in zip(runs, first, strict=True)])
+            length = np.concatenate([of_step.length for of_step in runs])
+            slot = np.concatenate([of_step.slot for of_step in runs])
+            layout = np.concatenate([of_step.layout for of_step in runs])
+            if int(length.max()) > 1:
+                within = within_runs(length)
+                position = np.repeat(position, length) + within
+                row = np.repeat(row, length) + within
+                slot, layout = np.repeat(slot, length), np.repeat(layout, length)
+            places = self._places(slot, position)
+            numbers = runs[0].layouts
+            for number in numbers:
+                kept, columns = self._kept_of(number)
+                mine = slice(None) if len(numbers) == 1 else np.flatnonzero(layout == number)
+                values = memory[_index(row[mine])]
+                if isinstance(kept, slice):
+                    self._values[places[mine], kept] = values[:, columns]
+                else:
+                    self._values[places[mine][:, None], kept] = values[:, columns]
 
     def _read(self, cached: CachedScores) -> None:
         position = np.arange(cached.length)
         places = self._places(np.full(cached.length, cached.slot), position)
         kept, columns = self._kept_of(cached.layout)
         values = np.zeros((cached.length, self._num_columns), np.float32)
-        for row, column in zip(kept.tolist(), columns.tolist(), strict=True):
-            values[:, column] = self._values[row].take(places)
+        values[:, columns] = self._values[places][:, kept]
         cached.values = torch.from_numpy(values)
 
-    def _kept_of(self, number: int) -> tuple[Ints, Ints]:
+    def _kept_of(self, number: int) -> tuple[Ints | slice, Ints | slice]:
+        """Return the columns of the cache and those of a step that a layout has, as indices."""
         layout = self._layouts[number]
         is_kept = layout.kept != _DROPPED
-        return layout.kept[is_kept], layout.columns[is_kept]
+        return _index(layout.kept[is_kept]), _index(layout.columns[is_kept])
 
     def _places(self, slot: Ints, position: Ints) -> Ints:
         """Return where the scores of tokens are, by the place of their KV."""
         assert self._blocks is not None
         size = self._blocks.size
         # Draft tokens beyond the last position have no block.
-        block = np.minimum(position // size, self._table.shape[1] - 1)
-        places: Ints = self._table[slot, block] * size + position % size
+        index = position // size
+        block = self._table[slot, np.minimum(index, self._table.shape[1] - 1)]
+        places: Ints = block * size + (position - index * size)
         return places
 
 
-def _is_read_of(queued: _Write | CachedScores, slot: int) -> bool:
-    return isinstance(queued, CachedScores) and queued.slot == slot
+def _is_read_of(queued: _Write | CachedScores, slots: Container[int]) -> bool:
+    return isinstance(queued, CachedScores) and queued.slot in slots
+
+
+def _written_with(write: _Write) -> tuple[int, ...]:
+    """Return what steps that are written together have in common: memory and only layout."""
+    memory, layouts = id(write.scores().memory), write.runs.layouts
+    return (memory, *layouts) if len(layouts) == 1 else (memory, *layouts, write.step)
+
+
+def _known(position: Ints | PendingPositions) -> Ints:
+    return position.values() if isinstance(position, PendingPositions) else position
+
+
+def _index(numbers: Ints) -> Ints | slice:
+    """Return an index of an array's rows or columns; NumPy copies those of a slice as one."""
+    first = int(numbers[0]) if numbers.size else 0
+    is_range = np.array_equal(numbers, np.arange(first, first + numbers.size))
+    return slice(first, first + numbers.size) if is_range else numbers
