@@ -288,7 +288,7 @@ def test_a_header_that_no_reader_takes_is_refused_when_it_is_written(
 ) -> None:
     monkeypatch.setattr(tcp_spool, "MOST_HEADER", 2000)
     with pytest.raises(ValueError, match="2,000; capture ranges of positions"):
-        sent.write(delivery("long", activations=activations(positions=list(range(0, 800, 2)))))
+        sent.write(delivery("long", metadata={"note": "x" * 2000}))
     send(sent, "b")
     assert ids(reader(sent)) == ["/b/0"]
 
