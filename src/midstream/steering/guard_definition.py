@@ -305,7 +305,7 @@ def _stays(item: object) -> bool:
     """Return whether an item selects the same tokens when the answer is part of the prompt."""
     if isinstance(item, Span):
         return item.start >= 0 and (item.stop is None or item.stop >= 0)
-    return isinstance(item, TokenIds) or (is_int(item) and item >= 0)
+    return isinstance(item, TokenIds) or (is_int(item) and int(item) >= 0)
 
 
 def _read_probe(fields: Mapping[str, Any]) -> tuple[Probe | None, Condition | None]:

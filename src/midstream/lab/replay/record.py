@@ -468,7 +468,7 @@ def _read_result(value: object) -> RecordedResult:
 def _read_logprob(value: object) -> float:
     if value not in _NO_NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise SpecError("logprobs", f"expected numbers, got {show(value)}")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _read_tokens(name: str, value: object) -> tuple[int, ...]:

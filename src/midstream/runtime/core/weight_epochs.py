@@ -105,9 +105,7 @@ def prepare(engine: Any) -> None:
     manager = engine.scheduler.kv_cache_manager
     if WEIGHT_EPOCHS.get(manager) is not None:
         return
-    epochs = WeightEpochs(
-        functools.partial(_loads, engine), functools.partial(count_reset, engine)
-    )
+    epochs = WeightEpochs(functools.partial(_loads, engine), functools.partial(count_reset, engine))
     WEIGHT_EPOCHS.set(manager, epochs)
     hashes: Callable[[Any], Any] | None = engine.request_block_hasher
     if hashes is None:

@@ -139,6 +139,7 @@ def test_workers_learn_the_name():
     assert names == ["step 7"]
     assert engine.model_executor.sent[0] == {"op": "NameWeights", "name": "step 7"}
 
+
 def begin(engine, request):
     """Let a request begin; return the extra keys of its first block."""
     weight_epochs.see_request(engine, request)
