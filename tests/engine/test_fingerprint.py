@@ -133,6 +133,7 @@ def test_what_is_no_fingerprint_of_these_tokens_is_refused(found, output):
         ({"tokens": 300}, "indices: expected a list of 10 lists"),
         ({"values": [[1]] * 3}, "values: expected one for each index"),
         ({"indices": [[-1]] * 3}, "indices: expected"),
+        ({"values": [[1 << 70]] * 3}, r"values: expected numbers below 2\*\*32"),
     ):
         with pytest.raises(SpecError, match=said):
             Fingerprint.parse({**proof.to_dict(), **changes})

@@ -331,15 +331,23 @@ def adapted(tiny_llama: Path) -> Iterator[Any]:
         yield llm
 
 
-@pytest.mark.parametrize("way", ["in place", "removed", "another number"])
+WAYS = ["in place", "removed", "another number", "displaced", "by its request"]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_an_adapter_of_the_same_name_and_path_with_other_weights(
     adapted: Any, way: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
     from vllm.lora.request import LoRARequest
 
     prompt, numbers = fresh(80), []
-    number = 10 * (1 + ["in place", "removed", "another number"].index(way))
+    number = 10 * (1 + WAYS.index(way))
     for seed in (1, 2):
+        if seed == 2 and way == "displaced":
+            for other in range(1, 4):  # as many as the workers keep
+                path = adapters.make(tiny_llama, tmp_path / f"other{other}", other)
+                more = LoRARequest(f"other{other}", number + other, str(path))
+                ask(adapted, prompt, lora_request=more)
         folder = adapters.make(tiny_llama, tmp_path / "adapter", seed)
         merged = adapters.merge(tiny_llama, folder, tmp_path / f"merged{seed}")
         here = Weights(merged, Oracle(merged, *PLACES))
@@ -349,11 +357,15 @@ def test_an_adapter_of_the_same_name_and_path_with_other_weights(
             assert adapted.llm_engine.add_lora(changed)
         elif seed == 2 and way == "removed":
             assert adapted.llm_engine.remove_lora(number)
-        elif seed == 2:
+        elif seed == 2 and way == "another number":
             adapter = LoRARequest(way, number + 1, str(folder))
         for cached in (0, 64):
-            out = ask(adapted, prompt, capture=REUSED, probes=PROBE, lora_request=adapter)
-            assert out.num_cached_tokens == cached
+            asked = adapter
+            if seed == 2 and way == "by its request" and not cached:
+                asked = LoRARequest(way, number, str(folder), load_inplace=True)
+            out = ask(adapted, prompt, capture=REUSED, probes=PROBE, lora_request=asked)
+            is_alone = seed == 2 and way in WAYS[3:]  # the request that loads it, and the next one
+            assert out.num_cached_tokens == (0 if is_alone else cached)
             check(here, out, prompt)
         numbers.append(out.receipt.weight_version.number)
     assert numbers[1] == numbers[0] + 1

@@ -80,7 +80,7 @@ def activate() -> None:
         _wrap("vllm.v1.engine.core", "EngineCore", "add_request", _core_add)
         _wrap("vllm.v1.engine.core", "EngineCore", "reset_prefix_cache", prefix_cache.reset)
         _wrap("vllm.v1.engine.core", "EngineCore", "collective_rpc", _core_rpc)
-        _wrap("vllm.v1.engine.core", "EngineCore", "add_lora", weight_epochs.after)
+        _wrap("vllm.v1.engine.core", "EngineCore", "add_lora", weight_epochs.add_lora)
         _wrap("vllm.v1.engine.core", "EngineCore", "wake_up", weight_epochs.after)
         _wrap("vllm.v1.engine.core", "EngineCore", "remove_lora", weight_epochs.remove_lora)
         _wrap(

@@ -17,13 +17,14 @@ from midstream.plan.control.act import Condition, Flag, Stop, Switch, read_act, 
 from midstream.plan.operation import read_scalar
 from midstream.plan.operations import Edit
 from midstream.plan.plan import Plan
+from midstream.plan.positions.items import Span, TokenIds
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.probe import Probe
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.shape import ModelShape
 from midstream.plan.vectors.named_lookup import Lookup
 from midstream.steering.edit_forms import Part, bind_part
-from midstream.validation import at, kind, read_fields, read_word, show
+from midstream.validation import at, is_int, kind, read_fields, read_word, show
 
 # What a guard does, from the least; `promote` goes along the first three.
 LADDER = ("shadow", "flag", "stop")
@@ -263,6 +264,12 @@ def read_definition(value: object) -> GuardDefinition:
             "probe.positions",
             "a guard with a first stage reads all tokens, or those of a `phase`; omit them",
         )
+    if when is not None and probe is not None and not all(map(_stays, probe.positions.exclude)):
+        raise SpecError(
+            "probe.exclude",
+            "a guard with a first stage reads the answer as part of a prompt: give positions from "
+            "the beginning, such as 0, or token ids",
+        )
     edits: tuple[Edit, ...] = ()
     if ("edits" in fields) != (action == "switch"):
         missing = action == "switch"
@@ -292,6 +299,13 @@ def read_definition(value: object) -> GuardDefinition:
         if_unavailable, message, _read_flag(fields, "visible"), _read_flag(fields, "text"),
         _read_training(fields.get("training"), probe),
     )  # fmt: skip
+
+
+def _stays(item: object) -> bool:
+    """Return whether an item selects the same tokens when the answer is part of the prompt."""
+    if isinstance(item, Span):
+        return item.start >= 0 and (item.stop is None or item.stop >= 0)
+    return isinstance(item, TokenIds) or (is_int(item) and int(item) >= 0)
 
 
 def _read_probe(fields: Mapping[str, Any]) -> tuple[Probe | None, Condition | None]:

@@ -157,6 +157,15 @@ def test_the_trainers_weights_are_loaded_once_for_each_of_its_steps():
     assert engine.loaded == [["weight", "bias"]] * 3
 
 
+def test_another_trainer_at_the_same_step_has_its_own_weights_loaded():
+    engine = Engine()
+    rollout_func = probe_reward(engine, PROBE).rollout
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
+    for model in (first, first, second, first):
+        rollout_func(["a"], trainer_of(0, model))
+    assert engine.loaded == [["weight", "bias"], ["weight"], ["weight", "bias"]]
+
+
 def test_trls_own_engine_is_used_as_trl_has_updated_it():
     engine = Engine()
     fields = probe_reward(None, PROBE).rollout(["a"], trainer_of(llm=engine))

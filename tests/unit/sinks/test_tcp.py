@@ -5,13 +5,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.sinking import ORIGIN, activations, delivery, put_now
+from support.sinking import ORIGIN, RECEIPT, activations, delivery, put_now
 from torch.utils.data import DataLoader
 
 from midstream.config.sinks import read_sinks
@@ -21,6 +22,7 @@ from midstream.sinks.registry import make_sink
 from midstream.sinks.sink_set import SinkSet
 from midstream.sinks.tcp import TcpRows, TcpSink
 from midstream.sinks.tcp import sink as tcp_sink
+from midstream.sinks.tcp import spool as tcp_spool
 
 
 @pytest.fixture(params=["tcp", "nixl"])
@@ -272,3 +274,65 @@ def test_what_is_malformed_is_refused() -> None:
     threading.Thread(target=lambda: listening.accept()[0].sendall(b"HTTP/1.1\n")).start()
     with pytest.raises(ServerError, match="expected a sink tcp"):
         ids(TcpRows(*listening.getsockname()[:2]))
+
+
+def test_a_record_whose_file_is_gone_stops_nobody(sent: TcpSink) -> None:
+    send(sent, "a", "b", "c")
+    files(sent)[1].unlink()
+    assert ids(reader(sent)) == ["/a/0", "/c/0"]
+    assert sent._spool.nbytes == 0
+
+
+def test_a_header_that_no_reader_takes_is_refused_when_it_is_written(
+    sent: TcpSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_spool, "MOST_HEADER", 2000)
+    with pytest.raises(ValueError, match="2,000; capture ranges of positions"):
+        sent.write(delivery("long", metadata={"note": "x" * 2000}))
+    send(sent, "b")
+    assert ids(reader(sent)) == ["/b/0"]
+
+
+def test_a_completion_that_lacks_rows_is_no_double_of_one_that_has_them(sent: TcpSink) -> None:
+    lacking = replace(RECEIPT, problems=("dropped",))
+    send(sent, "a", receipt=lacking)
+    send(sent, "a", receipt=lacking)
+    send(sent, "a", "a")
+    send(sent, "a", receipt=lacking)
+    rows = reader(sent)
+    assert [one.header["status"] for one in rows] == [lacking.status, "ok"]
+    assert rows.doubles == 3
+    wait_until(lambda: not files(sent))
+
+
+def test_strangers_that_say_nothing_take_no_place_of_a_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_sink, "MOST_READERS", 3)
+    sink = TcpSink(str(tmp_path / "spool"), 0)
+    sink.open(ORIGIN)
+    strangers = [socket.create_connection(sink.address) for _ in range(7)]
+    send(sink, "a")
+    assert ids(reader(sink, wait_seconds=3), 1) == ["/a/0"]
+    strangers[0].settimeout(5)
+    assert strangers[0].recv(4096) == b""  # the first one had to go
+    assert len(sink._strangers) <= 3
+    sink.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_length_without_its_bytes_takes_no_memory() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def lie() -> None:
+        end, _ = server.accept()
+        end.recv(4096)
+        greeting = {"midstream": 1, "error": "", "transport": "tcp", "model": "m"}
+        record = tcp_sink.NUMBER.pack(1) + tcp_spool.LENGTHS.pack(10, tcp_spool.MOST_ROWS)
+        end.sendall(json.dumps(greeting).encode() + b"\n" + record + bytes(100))
+        end.close()
+        server.close()
+
+    threading.Thread(target=lie, daemon=True).start()
+    assert ids(TcpRows(*server.getsockname(), wait_seconds=0.5)) == []

@@ -250,4 +250,7 @@ def _digest(tokens: Sequence[int]) -> str:
 def _numbers(value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > TOP:
         raise SpecError("", f"expected lists of at most {TOP} numbers, got {kind(value)}")
-    return tuple(read_count(number, 0) for number in value)
+    numbers = tuple(read_count(number, 0) for number in value)
+    if max(numbers, default=0) >= 1 << 32:
+        raise SpecError("", f"expected numbers below 2**32, got {show(max(numbers))}")
+    return numbers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 FORMAT = "midstream-record-1"
 RECORD = "record"  # of a store's metadata
 MOST_LINE = 256 << 20  # bytes of a line
+_NO_NUMBERS = ("nan", "inf", "-inf")
 # Parameters of vLLM's that have no JSON form, change no bit, or are midstream's.
 _LEFT_OUT = ("extra_args", "output_kind", "skip_reading_prefix_cache")
 
@@ -45,7 +47,8 @@ class RecordedScores:
 
     def numbers(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the scores, float32 [n, classes]; of one class [n, 1]."""
-        return np.frombuffer(self.values, "<f4").reshape(len(self.positions), -1)
+        values = np.frombuffer(self.values, "<f4")
+        return values.reshape(len(self.positions), -1 if self.positions else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,11 +346,15 @@ def sampling_to_dict(params: Any) -> dict[str, Any]:
 
 def sampling_of(fields: Mapping[str, Any]) -> Any:
     """Return the sampling parameters of a record."""
+    import msgspec
     from vllm import SamplingParams
 
+    known = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    for name in sorted(set(fields) - known.difference(_LEFT_OUT)):
+        raise SpecError(f"request.sampling.{name}", "vLLM has none that a record has")
     try:
-        return SamplingParams(**fields)
-    except (TypeError, ValueError) as error:
+        return msgspec.convert(fields, SamplingParams, str_keys=True)
+    except (TypeError, ValueError) as error:  # that of msgspec is a ValueError
         raise SpecError("request.sampling", f"vLLM does not take them: {error}") from None
 
 
@@ -405,7 +412,8 @@ def _result(owner: Any, completion: Any) -> RecordedResult:
 def _emit(result: RecordedResult) -> dict[str, Any]:
     return {
         "tokens": list(result.tokens),
-        "logprobs": list(result.logprobs),
+        # JSON has no number for some; their names are texts.
+        "logprobs": [value if math.isfinite(value) else str(value) for value in result.logprobs],
         "scores": {
             name: {
                 "positions": list(scores.positions),
@@ -453,7 +461,14 @@ def _read_result(value: object) -> RecordedResult:
             if len(rows[name].digests) != len(positions):
                 raise SpecError("digests", f"expected {len(positions)}")
             _check_digest(rows[name].sha256, own["sha256"])
-    return RecordedResult(tokens, tuple(map(float, logprobs)), scores, rows, str(fields["receipt"]))
+    numbers = tuple([_read_logprob(number) for number in logprobs])
+    return RecordedResult(tokens, numbers, scores, rows, str(fields["receipt"]))
+
+
+def _read_logprob(value: object) -> float:
+    if value not in _NO_NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise SpecError("logprobs", f"expected numbers, got {show(value)}")
+    return float(value)
 
 
 def _read_tokens(name: str, value: object) -> tuple[int, ...]:

@@ -181,11 +181,14 @@ def _compare_results(
             for tokens in (before.tokens, after.tokens)
         ]
         yield Difference(*which, "tokens", length + same, None, *shown)
-    first = _common(before.logprobs[:same], after.logprobs[:same])
+    pairs = before.logprobs[:same], after.logprobs[:same]
+    texts = [[*map(repr, logprobs)] for logprobs in pairs]  # which tell all bits, and NaN is NaN
+    first = _common(*texts)
     if first < same:
-        pairs = before.logprobs[:same], after.logprobs[:same]
-        shown = [repr(logprobs[first]) for logprobs in pairs]
-        amount = float(np.abs(np.subtract(*pairs)).max())
+        shown = [part[first] for part in texts]
+        with np.errstate(invalid="ignore"):
+            gap = float(np.abs(np.subtract(*pairs)).max())
+        amount = gap if np.isfinite(gap) else None
         yield Difference(*which, "logprobs", length + first, amount, *shown)
     end = length + same if before.tokens != after.tokens else 1 << 62
     for name in sorted({*before.scores, *after.scores}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -44,7 +45,8 @@ class Rollout:
         self._engine, self._capture = engine, capture
         self._sampling = dict(sampling or {})
         self._probes: dict[str, Probe] = {}
-        self._loaded: int | None = None  # the trainer's step whose weights the engine has
+        # The model and the step of its trainer whose weights the engine has.
+        self._loaded: tuple[weakref.ref[Any], int] | None = None
 
     def add(self, probe: Probe) -> None:
         """Read a probe from now on.
@@ -75,9 +77,10 @@ class Rollout:
         else:
             if engine is None:
                 engine = trainer.vllm_generation.llm  # which TRL has updated
-            elif self._loaded != trainer.state.global_step:
+            elif self._loaded != (loaded := _weights_of(trainer)):
+                self._loaded = None  # what a call that fails has loaded is unknown
                 load_weights(engine, trainer.accelerator.unwrap_model(trainer.model))
-                self._loaded = trainer.state.global_step
+                self._loaded = loaded
             sampled = self._sample(engine, prompt_ids, settings)
         fields: dict[str, Any] = {
             "prompt_ids": [completion.prompt for completion in sampled],
@@ -121,6 +124,10 @@ class Rollout:
                 )
             )
         return sampled
+
+
+def _weights_of(trainer: Any) -> tuple[weakref.ref[Any], int]:
+    return weakref.ref(trainer.model), trainer.state.global_step
 
 
 def _sampled(prompt: list[int], output: Any) -> Sampled:

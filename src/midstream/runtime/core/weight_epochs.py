@@ -12,11 +12,15 @@ from typing import Any
 
 from midstream.config.config import KEY, from_additional_config
 from midstream.runtime.core import vector_updates
+from midstream.runtime.core.adapter_files import AdapterFiles
 from midstream.runtime.protocol.rpc import (
     RPC,
+    A,
+    CountLoads,
     CountResets,
     NameWeights,
     ReadWeights,
+    RpcRequest,
     arguments_of,
     read_answers,
 )
@@ -26,7 +30,14 @@ from midstream.runtime.vllm.attributes import RESETS, WEIGHT_EPOCHS, WEIGHT_KEY
 class WeightEpochs:
     """Counts changes of the weights, and of adapters by name and path."""
 
-    def __init__(self) -> None:
+    def __init__(self, loads: Callable[[int], int], forget_rows: Callable[[], object]) -> None:
+        """Create it; `loads` returns how often workers have loaded an adapter, by vLLM's number,
+        and `forget_rows` lets the front end use none of the rows that it keeps.
+        """
+        self._loads, self._forget_rows = loads, forget_rows
+        self._files = AdapterFiles()
+        # Adapters by vLLM's number whose files have changed, with how often they were loaded then.
+        self._in_doubt: dict[int, int] = {}
         self._count = 0
         self._number = 0  # of the workers' weights, as last read
         self._adapters: dict[tuple[str, str], list[int]] = {}  # vLLM's number, changes
@@ -44,13 +55,40 @@ class WeightEpochs:
         known = self._adapters.setdefault(_place(adapter), [adapter.lora_int_id, 0])
         if known[0] == adapter.lora_int_id:
             return False
+        self._forget(known[0])
         known[:] = adapter.lora_int_id, known[1] + 1
         return True
 
     def drop_adapter(self, number: int) -> None:
+        self._forget(number)
         for known in self._adapters.values():
             if known[0] == number:
                 known[0] = 0  # vLLM's numbers begin at 1
+
+    def _forget(self, number: int) -> None:
+        self._files.forget(number)
+        self._in_doubt.pop(number, None)
+
+    def see_files(self, adapter: Any) -> None:
+        """Look at the files of an adapter. If they changed, it is in doubt until workers load it
+        again: they may have what was in them before, until others displace it.
+        """
+        number = adapter.lora_int_id
+        if self._files.have_changed(number, adapter.lora_path):
+            self._in_doubt[number] = self._loads(number)
+
+    def is_in_doubt(self, adapter: Any) -> bool:
+        """Return whether workers may load an adapter with other weights when its request begins."""
+        self.see_files(adapter)
+        before = self._in_doubt.get(adapter.lora_int_id)
+        if before is None:
+            return False
+        self._forget_rows()
+        if self._loads(adapter.lora_int_id) == before:
+            return True
+        del self._in_doubt[adapter.lora_int_id]
+        self._adapters.setdefault(_place(adapter), [adapter.lora_int_id, 0])[1] += 1
+        return False
 
     def key(self, adapter: Any) -> str:
         """Return the key of the weights and a request's adapter; "" as long as nothing changed."""
@@ -66,7 +104,8 @@ def prepare(engine: Any) -> None:
     """Let requests of an engine core have a key of its weights, once."""
     manager = engine.scheduler.kv_cache_manager
     if WEIGHT_EPOCHS.get(manager) is None:
-        WEIGHT_EPOCHS.set(manager, WeightEpochs())
+        loads, forget_rows = functools.partial(_loads, engine), functools.partial(count_reset, engine)
+        WEIGHT_EPOCHS.set(manager, WeightEpochs(loads, forget_rows))
 
 
 def renew_key(manager: Any, request: Any) -> None:
@@ -76,8 +115,14 @@ def renew_key(manager: Any, request: Any) -> None:
     epochs: WeightEpochs | None = WEIGHT_EPOCHS.get(manager)
     if epochs is None:
         return
-    key = epochs.key(request.lora_request)
-    if key != (WEIGHT_KEY.get(request) or ""):
+    known = WEIGHT_KEY.get(request) or ""
+    alone = f"weights of {request.request_id}"  # of blocks that no other request gets
+    if known == alone:
+        return
+    adapter = request.lora_request
+    is_alone = adapter is not None and epochs.is_in_doubt(adapter)
+    key = alone if is_alone else epochs.key(adapter)
+    if key != known:
         WEIGHT_KEY.set(request, key)
         del request.block_hashes[:]
         request.update_block_hashes()
@@ -106,12 +151,18 @@ def see_weights(engine: Any) -> None:
     if not vector_updates.is_prepared(engine):
         return
     prepare(engine)
-    message = ReadWeights()
-    answers = engine.model_executor.collective_rpc(RPC, args=arguments_of(message))
-    number = max(answer.number for answer in read_answers(message, answers))
+    number = max(answer.number for answer in _answers(engine, ReadWeights()))
     epochs: Any = WEIGHT_EPOCHS.get(engine.scheduler.kv_cache_manager)
     if epochs.see(number):
         count_reset(engine)
+
+
+def add_lora(original: Callable[..., Any], engine: Any, adapter: Any) -> Any:
+    """Look at what an adapter is loaded from; see which weights there are afterwards."""
+    epochs: WeightEpochs | None = WEIGHT_EPOCHS.get(engine.scheduler.kv_cache_manager)
+    if epochs is not None:
+        epochs.see_files(adapter)
+    return after(original, engine, adapter)
 
 
 def remove_lora(original: Callable[..., Any], engine: Any, lora_id: int) -> Any:
@@ -120,6 +171,15 @@ def remove_lora(original: Callable[..., Any], engine: Any, lora_id: int) -> Any:
     if epochs is not None:
         epochs.drop_adapter(lora_id)
     return original(engine, lora_id)
+
+
+def _loads(engine: Any, adapter: int) -> int:
+    return min(answer.count for answer in _answers(engine, CountLoads(adapter)))
+
+
+def _answers(engine: Any, message: RpcRequest[A]) -> list[A]:
+    answers = engine.model_executor.collective_rpc(RPC, args=arguments_of(message))
+    return list(read_answers(message, answers))
 
 
 def hear_names(engine: Any) -> None:

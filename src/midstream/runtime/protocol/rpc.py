@@ -25,6 +25,12 @@ A = TypeVar("A", bound=ProtocolMessage)
 # -- answers ------------------------------------------------------------------------------------
 
 
+class AdapterLoads(ProtocolMessage, frozen=True):
+    """How often a worker has loaded an adapter."""
+
+    count: Natural
+
+
 class Acknowledged(ProtocolMessage, frozen=True):
     """Answer of an operation that returns nothing."""
 
@@ -120,6 +126,12 @@ class CountResets(RpcRequest[Acknowledged], frozen=True):
 
 class ReadWeights(RpcRequest[WeightState], frozen=True):
     """Return the state of the weights that the next step runs on."""
+
+
+class CountLoads(RpcRequest[AdapterLoads], frozen=True):
+    """Return how often an adapter was loaded, by vLLM's number."""
+
+    adapter: Natural
 
 
 class NameWeights(RpcRequest[Acknowledged], frozen=True):

@@ -52,6 +52,8 @@ class WorkerEndpoint:
                 self._session.requests.resets = request.resets
             case rpc.ReadWeights():
                 return self._session.requests.weights.current
+            case rpc.CountLoads():
+                return rpc.AdapterLoads(self._session.requests.weights.loads[request.adapter])
             case rpc.NameWeights():
                 self._session.requests.weights.name(request.name)
             case rpc.DropScores():

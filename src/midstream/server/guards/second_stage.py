@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
-from midstream.errors import SpecError
+from midstream.errors import NothingSelectedError, ReceiptError, SpecError
+from midstream.plan.positions.positions import Positions
 from midstream.plan.probe import Probe
 from midstream.results.probe_scores import Probes
+from midstream.results.receipt import Receipt
 
 # As `AsyncLLM.generate`: (prompt, parameters, request id, probes=…, lora_request=…).
 Generate = Callable[..., AsyncGenerator[Any, None]]
@@ -16,8 +18,9 @@ Generate = Callable[..., AsyncGenerator[Any, None]]
 async def read_again(
     generate: Generate, prompt: Any, output: Any, completion: Any, named: Mapping[str, Any]
 ) -> Probes | None:
-    """Return the scores of a probe of the prompt and the tokens of a completion; None: the probe's
-    phase has none. Raises SpecError if the prompt is not of tokens.
+    """Return the scores of a probe of the prompt and the tokens of a completion; None: the probe
+    selects none of them. Raises SpecError if the prompt is not of tokens, and ReceiptError if
+    scores are missing, or none of them is finite.
 
     Args:
         generate: the engine's.
@@ -39,11 +42,39 @@ async def read_again(
     probe = _placed(named["probe"], len(tokens), len(every))
     if probe is None:
         return None
-    params = SamplingParams(max_tokens=1, temperature=0.0)
     vllm_args = {name: named[name] for name in ("lora_request",) if named[name] is not None}
-    probes: Probes | None = None
-    async for read in generate(again, params, named["name"], probes=probe, **vllm_args):
-        probes = read.outputs[0].probes
+    for suffix, skips_cache in (("", None), ("-computed", True)):
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, skip_reading_prefix_cache=skips_cache
+        )
+        last: Any = None
+        try:
+            async for read in generate(
+                again, params, named["name"] + suffix, probes=probe, **vllm_args
+            ):
+                last = read.outputs[0]
+        except NothingSelectedError:
+            return None
+        # The cache has the tokens of the first request, maybe without this probe's scores.
+        if last is None or last.receipt is None or not _lacks_scores(last.receipt):
+            break
+    return _checked(last, probe.name)
+
+
+def _lacks_scores(receipt: Receipt) -> bool:
+    return any(probed.unscored for probed in receipt.probed)
+
+
+def _checked(completion: Any, name: str) -> Probes:
+    """Return the scores of a completion of which none is missing."""
+    if completion is None or completion.probes is None or name not in completion.probes:
+        raise ReceiptError("the second request ended without scores")
+    if completion.receipt is not None:
+        completion.receipt.check()
+    probes: Probes = completion.probes
+    scores = probes[name]
+    if len(scores) and not scores.isfinite().any():
+        raise ReceiptError("none of the scores is finite")
     return probes
 
 
@@ -53,4 +84,5 @@ def _placed(probe: Probe, prompt: int, total: int) -> Probe | None:
     start, stop = {"prompt": (0, prompt), "generated": (prompt, total)}.get(phase, (0, total))
     if stop <= start:
         return None
-    return probe.replace(positions=slice(start, stop), phase=None)
+    here = Positions(slice(start, stop), exclude=probe.positions.exclude)
+    return probe.replace(positions=here, phase=None)

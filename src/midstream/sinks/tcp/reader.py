@@ -26,6 +26,7 @@ from midstream.validation import at, kind, read_count, show
 WINDOW_BYTES = 256 << 20
 REMEMBERED = 1_000_000
 MOST_PLACE = 16 << 20
+_PART_BYTES = 64 << 20
 _PAUSE_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
 
@@ -145,7 +146,7 @@ class TcpRows(IterableDataset[Received]):
                     while self._socket is not None:
                         number, header, data = self._record(file)
                         self._open[number] = len(data)
-                        if self._is_new(number, header["id"]):
+                        if self._is_new(number, header):
                             yield Received(header["id"], unpack(data), header["positions"], header)
                             self._after()
                         last = time.monotonic()
@@ -168,17 +169,19 @@ class TcpRows(IterableDataset[Received]):
         record = self._agent.read(json.loads(_exactly(file, length)))
         return number, *_parsed(number, io.BytesIO(record))
 
-    def _is_new(self, number: int, name: str) -> bool:
+    def _is_new(self, number: int, header: Mapping[str, Any]) -> bool:
         """Return whether a record's id is unknown, and know it. A double is acknowledged, unless
-        its first waits for that.
+        its first waits for that. One that lacks rows is no double of a later one that has them.
         """
-        digest = self._digest(name)
-        if digest not in self._known:
+        name, status = header["id"], header.get("status", "ok")
+        whole = self._digest(name)
+        digest = whole if status == "ok" else self._digest(f"{name} {status}")
+        if digest not in self._known and whole not in self._known:
             self._remember(digest)
             self._since.add(digest)
             return True
         self.doubles += 1
-        if digest not in self._since:
+        if digest not in self._since and whole not in self._since:
             self._send([number])
         return False
 
@@ -252,7 +255,12 @@ def _parsed(number: int, file: BinaryIO) -> tuple[dict[str, Any], bytes]:
 
 
 def _exactly(file: BinaryIO, count: int) -> bytes:
-    data = file.read(count)
-    if len(data) < count:
-        raise EOFError
-    return data
+    """Return so many bytes; memory is taken for those that came, whatever a length says."""
+    parts = []
+    while count:
+        part = file.read(min(count, _PART_BYTES))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -92,6 +92,7 @@ class TcpSink(Sink):
         with at("linger_seconds"):
             self._linger = read_seconds(linger_seconds) if linger_seconds else 0.0
         self._readers: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}  # connections before their greeting
         self._token = ""
 
     @property
@@ -135,7 +136,7 @@ class TcpSink(Sink):
         self._spool.close()
         shut(self._server)
         self._server.close()
-        for reader in tuple(self._readers):
+        for reader in (*self._readers, *self._strangers):
             shut(reader)
 
     def _start(self, work: Any, *arguments: Any) -> None:
@@ -151,11 +152,11 @@ class TcpSink(Sink):
                 _LOGGER.warning("the sink tcp accepts no reader now: %s", error)
                 time.sleep(_LOOK_SECONDS)
                 continue
-            if len(self._readers) >= MOST_READERS:
-                _LOGGER.warning("the sink tcp has %d readers; one more is refused", MOST_READERS)
-                reader.close()
-                continue
-            self._readers.add(reader)
+            # Who has no token takes no place of those who have it.
+            for oldest in [*self._strangers][: len(self._strangers) - MOST_READERS + 1]:
+                shut(oldest)
+                self._strangers.pop(oldest, None)
+            self._strangers[reader] = None
             self._start(self._serve, reader)
 
     def _serve(self, reader: socket.socket) -> None:
@@ -165,6 +166,10 @@ class TcpSink(Sink):
             window = self._greeted(reader)
             if not window:
                 return
+            if len(self._readers) >= MOST_READERS:
+                _LOGGER.warning("the sink tcp has %d readers; one more is refused", MOST_READERS)
+                return
+            self._readers.add(reader)
             self._spool.begin(reader)
             self._start(self._acknowledge, reader)
             while True:
@@ -176,6 +181,7 @@ class TcpSink(Sink):
             _LOGGER.info("a reader of the sink tcp is gone: %r", error)
         finally:
             self._readers.discard(reader)
+            self._strangers.pop(reader, None)
             self._end(reader)
             if self._agent is not None:
                 with self._agent_lock:
@@ -205,6 +211,7 @@ class TcpSink(Sink):
     def _greeted(self, reader: socket.socket) -> int:
         """Return a reader's window in bytes after its greeting; 0: it is refused."""
         line = _first_line(reader)
+        self._strangers.pop(reader, None)
         problem, window = "", 0
         try:
             hello = json.loads(line)

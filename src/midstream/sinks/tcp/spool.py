@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import struct
 import threading
@@ -21,6 +22,7 @@ CRC = struct.Struct(">I")
 MOST_HEADER = 64 << 20
 MOST_ROWS = 1 << 40
 _SUFFIX, _PART = ".rows", ".part"
+_LOGGER = logging.getLogger(__name__)
 
 
 class Spool:
@@ -69,8 +71,14 @@ class Spool:
 
         Raises:
             TimeoutError: no reader made room.
+            ValueError: the header is longer than readers take.
         """
         text, parts = json.dumps(header).encode(), list(rows)
+        if len(text) > MOST_HEADER:
+            raise ValueError(
+                f"positions and the rest of the header have {len(text):,} bytes, and readers take "
+                f"{MOST_HEADER:,}; capture ranges of positions, or fewer sites and layers at once"
+            )
         length = sum(memoryview(part).nbytes for part in parts)
         size = LENGTHS.size + len(text) + length + CRC.size
         if self._is_full(size):
@@ -148,7 +156,14 @@ class Spool:
             number = next(iter(self._ready))
             del self._ready[number]
             held[number] = self._sizes[number]
-        return open(self._path(number), "rb")
+        try:
+            return open(self._path(number), "rb")
+        except FileNotFoundError:
+            _LOGGER.error("%s is gone: its rows are lost", self._path(number))
+            with self._changed:
+                held.pop(number, None)
+            self._remove(number)
+            return None
 
     def acknowledge(self, reader: object, number: int) -> None:
         """Delete a record that a reader has.

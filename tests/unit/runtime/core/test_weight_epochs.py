@@ -1,30 +1,34 @@
 """Keys of the weights in the engine core, against a small stand-in for vLLM's."""
 
+import itertools
 from types import SimpleNamespace
 
 from midstream.runtime.core import vector_updates, weight_epochs
 from midstream.runtime.core.prefix_cache import extra_keys
 from midstream.runtime.protocol.codec import pack
 from midstream.runtime.protocol.results import WeightState
-from midstream.runtime.protocol.rpc import Acknowledged
+from midstream.runtime.protocol.rpc import Acknowledged, AdapterLoads
 from midstream.runtime.vllm.attributes import WEIGHT_KEY
 
 
 class Executor:
     def __init__(self):
-        self.number = 0
+        self.number = self.loads = 0
         self.sent = []
 
     def collective_rpc(self, method, args, non_block=False):
         self.sent.append(args[0])
-        is_read = args[0]["op"] == "ReadWeights"
-        return [pack(WeightState(self.number) if is_read else Acknowledged())] * 2
+        answers = {"ReadWeights": WeightState(self.number), "CountLoads": AdapterLoads(self.loads)}
+        return [pack(answers.get(args[0]["op"], Acknowledged()))] * 2
 
 
 class Request:
     """A request whose hashes are made by the engine's hasher, received by the engine core."""
 
+    numbers = itertools.count()
+
     def __init__(self, engine, adapter=None):
+        self.request_id = str(next(self.numbers))
         self.lora_request, self.sampling_params = adapter, None
         self.num_computed_tokens, self.block_hashes = 0, []
         self._hasher = engine.request_block_hasher
@@ -139,3 +143,61 @@ def test_workers_learn_the_name():
     engine.set_weight_version("step 7")
     assert names == ["step 7"]
     assert engine.model_executor.sent[0] == {"op": "NameWeights", "name": "step 7"}
+
+
+def begin(engine, request):
+    """Let a request begin; return the extra keys of its first block."""
+    weight_epochs.see_request(engine, request)
+    weight_epochs.renew_key(engine.scheduler.kv_cache_manager, request)
+    return request.block_hashes[0]
+
+
+def operations(engine):
+    sent = [message["op"] for message in engine.model_executor.sent]
+    engine.model_executor.sent.clear()
+    return sent
+
+
+def test_an_adapter_with_other_files_shares_nothing_until_workers_have_loaded_them(tmp_path):
+    engine, file = made(reuse_bytes=1), tmp_path / "adapter_model.safetensors"
+    mine = adapter(1, path=str(tmp_path))
+    file.write_bytes(b"old")
+    assert begin(engine, Request(engine, mine)) is None
+    file.write_bytes(b"old")  # as when it is copied again
+    (tmp_path / "optimizer.pt").write_bytes(b"new")
+    assert begin(engine, Request(engine, mine)) is None
+    assert operations(engine) == []
+    file.write_bytes(b"new")
+    first, second = Request(engine, mine), Request(engine, mine)
+    assert len({begin(engine, first), begin(engine, second), None}) == 3
+    counts = ["CountLoads", "CountResets", "CountLoads"]
+    assert operations(engine) == [*counts, *counts[1:]]
+    waiting = first.block_hashes[0]
+    assert begin(engine, first) == waiting  # and asks for nothing more
+    assert operations(engine) == []
+    engine.model_executor.number = 1  # of another adapter
+    assert begin(engine, Request(engine, mine)) not in (None, waiting, second.block_hashes[0])
+    engine.model_executor.loads = 1
+    shared = (("midstream", "weights 0.1"),)
+    assert begin(engine, Request(engine, mine)) == shared
+    assert operations(engine)[-2:] == ["CountResets", "CountLoads"]  # rows of those before it
+    assert begin(engine, Request(engine, mine)) == shared
+    assert operations(engine) == []
+
+
+def test_an_adapter_that_a_call_loads_is_compared_with_what_it_was_loaded_from(tmp_path):
+    engine, file = made(), tmp_path / "adapter_model.safetensors"
+    mine = adapter(1, path=str(tmp_path))
+    file.write_bytes(b"old")
+    weight_epochs.add_lora(lambda *_: True, engine, mine)
+    file.write_bytes(b"new")
+    assert begin(engine, Request(engine, mine)) is not None
+    # Removed, it is loaded again in any case.
+    weight_epochs.remove_lora(lambda *_: True, engine, 1)
+    assert begin(engine, Request(engine, mine)) == (("midstream", "weights 0.1"),)
+
+
+def test_an_adapter_whose_files_are_elsewhere_has_the_key_of_its_number():
+    engine = made()
+    assert begin(engine, Request(engine, adapter(1, path="organisation/adapter"))) is None
+    assert operations(engine) == []

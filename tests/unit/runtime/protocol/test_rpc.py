@@ -62,6 +62,7 @@ CALLS = [
     (rpc.DiscardData("u"), rpc.Acknowledged()),
     (rpc.DropScores(["00ff"]), rpc.Acknowledged()),
     (rpc.ReadWeights(), WeightState(2, "step 7")),
+    (rpc.CountLoads(3), rpc.AdapterLoads(2)),
     (rpc.NameWeights("step 7"), rpc.Acknowledged()),
     (rpc.BlankScores("00ff", [3, 1], [0, 7]), rpc.Acknowledged()),
     (rpc.ReleaseRequests([]), rpc.Acknowledged()),

@@ -60,6 +60,7 @@ def _noting_adapters(manager: Any, name: str, states: WeightStates) -> None:
     @functools.wraps(load)
     def run(request: Any) -> Any:
         adapter = load(request)
+        states.loads[request.lora_int_id] += 1
         digest = _adapter_digest(adapter)
         if digests.get(request.lora_name, digest) != digest:
             states.change()

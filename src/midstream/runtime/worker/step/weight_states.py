@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 
 from midstream.runtime.protocol.results import WeightState
 
@@ -20,6 +21,7 @@ class WeightStates:
         self._begins = [0]  # of each state, the last step before it
         self._names: dict[int, str] = {}
         self._is_changed = False  # since the last step
+        self.loads: Counter[int] = Counter()  # of adapters, by vLLM's number
 
     @property
     def current(self) -> WeightState:

@@ -119,7 +119,8 @@ def test_what_writes_or_drops_weights_is_a_change(watched, change, changes):
 
 def test_an_adapter_counts_if_its_name_had_other_weights(watched):
     worker, states, _ = watched
-    adapters, request = worker.model_runner.lora_manager, SimpleNamespace(lora_name="a")
+    adapters = worker.model_runner.lora_manager
+    request = SimpleNamespace(lora_name="a", lora_int_id=7)
     for value, name, number in [
         (1.0, "a", 0),
         (1.0, "a", 0),  # evicted, and loaded again
@@ -130,3 +131,4 @@ def test_an_adapter_counts_if_its_name_had_other_weights(watched):
         adapters.value, request.lora_name = value, name
         adapters._load_adapter(request)
         assert states.current.number == number
+    assert states.loads == {7: 5}
