@@ -13,6 +13,7 @@ import numpy as np
 from midstream import sites
 from midstream.console import format_ranges
 from midstream.errors import SpecError
+from midstream.plan.vectors.device_row import DeviceRow, DeviceSource
 from midstream.results.arrays import (
     Heads,
     encode_blocks,
@@ -86,6 +87,7 @@ class Activations(NormPlots):
         heads: the heads of each (site, layer) that is [rows, heads, head_dim].
         held: the encoded rows, from which vectors are decoded.
         positions_of_media: where each image, audio and video of the prompt is; see `MediaSpan`.
+        source: what keeps rows of `Capture(reduce="device")` on the device; None: there are none.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Activations(NormPlots):
         self._values: dict[Tap, Tensor] = {}
         self.num_layers = num_layers
         self.positions_of_media = positions_of_media
+        self.source: DeviceSource | None = None
         self.heads = {tap: tap_heads for tap, tap_heads in (heads or {}).items() if tap in values}
 
     def __getitem__(self, key: tuple[str, int] | str | int) -> Tensor:
@@ -147,7 +150,9 @@ class Activations(NormPlots):
         """Return the rows in memory of their own, so that the worker's memory can be freed."""
         held = self.held.copy()
         more = (held.token_ids, self.num_layers, self.heads, self.positions_of_media)
-        return Activations(held.values, held.positions, *more)
+        copied = Activations(held.values, held.positions, *more)
+        copied.source = self.source
+        return copied
 
     def __contains__(self, key: object) -> bool:
         named = sites.parse(key) if isinstance(key, str) else None
@@ -218,6 +223,27 @@ class Activations(NormPlots):
         """Return the token ids of one site and layer, int64 [rows]; see `positions_of`."""
         return self.held.token_ids[self.positions_of(site, layer)]
 
+    def on_device(
+        self, site: str, layer: int, positions: Sequence[int] | None = None
+    ) -> tuple[DeviceRow, ...]:
+        """Return the rows that `Capture(reduce="device")` left on the device, for `rows=` of a
+        `Steer` or a `Replace` in a request to the same engine.
+
+        Args:
+            site, layer: of the rows.
+            positions: of their tokens, in this order; None: all that were captured, ascending.
+
+        Raises:
+            KeyError: no rows of the site and layer, or of a position, were left there.
+        """
+        tap = _tap_of(self, (site, layer))
+        if self.source is None or tap not in self.source.taps:
+            raise KeyError(f'no rows of {site} at layer {layer} were captured with reduce="device"')
+        norms = self[tap].reshape(-1).tolist()
+        known = dict(zip(self.positions_of(*tap).tolist(), norms, strict=True))
+        chosen = known if positions is None else positions
+        return tuple(self.source.row(tap, position, known[position]) for position in chosen)
+
     def counts(self) -> dict[Tap, int]:
         """Return the number of rows by (site, layer)."""
         return self.held.counts()
@@ -281,7 +307,7 @@ class Activations(NormPlots):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and copies have: these rows, encoded, and no other memory."""
-        return {**self.__dict__, "held": self.held.alone(), "_values": {}}
+        return {**self.__dict__, "held": self.held.alone(), "_values": {}, "source": None}
 
     def __repr__(self) -> str:
         if not self.keys():
@@ -339,7 +365,7 @@ def with_heads(
         positions_of_media = activations.positions_of_media
     if activations.heads == heads and activations.positions_of_media == positions_of_media:
         return activations
-    return Activations(
+    shown = Activations(
         activations.held.values,
         activations.held.positions,
         activations.held.tokens,
@@ -347,6 +373,8 @@ def with_heads(
         heads,
         positions_of_media,
     )
+    shown.source = activations.source
+    return shown
 
 
 def rows_after(

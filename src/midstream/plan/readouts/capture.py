@@ -119,7 +119,10 @@ class Capture(ReadOut):
                 length of each row, [rows, 1]. The others reduce all selected rows, which must be
                 of the prompt, to one that has the position of the last of them: "mean" and "max",
                 of each component, [1, width]; "moments": mean and population variance of each
-                component, [2, width]. Only for the sink "memory", without `stream`, `heads` and a
+                component, [2, width]. "device": the rows of the prompt stay in the device memory of
+                the workers, for `LLM.ask` and for edits of later requests (`rows=` of a Steer or a
+                Replace: `activations.on_device(site, layer)`), as long as the `Activations` exist;
+                their lengths are returned, as of "norm". Only for the sink "memory", without `stream`, `heads` and a
                 lossy codec; no other capture of the request may select the same site and layer.
                 Empty: the rows themselves.
             max_rows: record the first `max_rows` selected positions of the request and leave the
@@ -297,4 +300,4 @@ def _read_codec(value: object) -> str:
 Return = Literal["gathered", "sharded"]
 RETURNS: tuple[Return, ...] = get_args(Return)
 GATHERED, SHARDED = RETURNS
-REDUCTIONS = ("mean", "max", "norm", "moments")
+REDUCTIONS = ("mean", "max", "norm", "moments", "device")

@@ -77,6 +77,8 @@ class Need:
     vectors: tuple[Vector, ...] = ()  # named by digest; the workers must store them
     # (kind, name) of the registered weights that it reads
     weights: tuple[tuple[str, str], ...] = ()
+    device_rows: int = 0  # that it leaves on the device
+    sources: tuple[str, ...] = ()  # requests whose rows on the device it has in its edits
 
     @property
     def rows(self) -> int:

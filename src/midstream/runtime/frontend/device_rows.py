@@ -1,0 +1,140 @@
+"""Rows that requests leave on the device: how many there are, who uses them, and until when."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from dataclasses import replace
+
+from midstream.errors import NoRoomError, SpecError
+from midstream.plan import ResolvedPlan
+from midstream.plan.positions.ranges import count
+from midstream.plan.resolved import ON_DEVICE, path_of
+from midstream.plan.vectors.device_row import DeviceSource
+from midstream.runtime.frontend.engine_info import EngineInfo
+from midstream.runtime.frontend.request.budget import Need
+from midstream.runtime.protocol.segments import device_rows_of
+from midstream.sites import Tap, show_tap
+
+
+def with_device_rows(need: Need, plan: ResolvedPlan, info: EngineInfo) -> Need:
+    """Return what a plan takes, with the rows that it leaves on the device, and the requests that
+    left those of its edits. Raises SpecError where this engine cannot do it.
+    """
+    num_left = 0
+    for capture in plan.captures:
+        if capture.kind == ON_DEVICE:
+            _check_alone(capture.source, info)
+            num_left += len(capture.taps) * count(capture.where.ranges, plan.prompt_len)
+    stages = {tap: worker.stage for worker in info.workers for tap in worker.taps}
+    sources: dict[str, None] = {}
+    for edit, row in device_rows_of(plan):
+        sources[row.source] = None
+        if stages[row.tap] != stages[edit.site, edit.layer]:
+            raise SpecError(
+                f"{path_of(edit.source)}.rows",
+                f"the rows of {show_tap(row.tap)} are on another pipeline stage than layer "
+                f'{edit.layer}; capture them without reduce="device", which sends them',
+            )
+    return replace(need, device_rows=num_left, sources=tuple(sources))
+
+
+def _check_alone(source: int, info: EngineInfo) -> None:
+    replicas = 1 + max(worker.replica for worker in info.workers)
+    for what, number in (("replicas", replicas), ("API servers", info.front_ends.count)):
+        if number > 1:
+            raise SpecError(
+                f"capture[{source}].reduce",
+                f'reduce="{ON_DEVICE}" leaves rows with one engine, for requests of one front end, '
+                f"and this engine has {number} {what}; capture the rows as they are",
+            )
+
+
+def left_taps(plan: ResolvedPlan) -> frozenset[Tap]:
+    """Return the taps whose rows a plan leaves on the device."""
+    return frozenset(
+        tap
+        for capture in plan.captures
+        if capture.kind == ON_DEVICE and capture.pattern is not None
+        for tap in capture.pattern.reads
+    )
+
+
+class DeviceSources:
+    """The requests that left rows on the device, until these are freed. A source is kept alive by
+    the results of its request alone, so that one without results frees its rows too. Thread-safe.
+    """
+
+    def __init__(self, most: int, width: int) -> None:
+        self._most, self._width = most, width
+        self._lock = threading.Lock()
+        self._sizes: dict[str, int] = {}  # rows, by id, also of those that wait for their users
+        self._users: Counter[str] = Counter()  # running requests, by the id of the source
+        self._sources_of: dict[str, tuple[str, ...]] = {}  # by uid of the running request
+        # Written by finalizers, which may run in any thread while it has the lock.
+        self._dropped: deque[str] = deque()
+        self._unused: list[str] = []  # dropped, and not freed yet as they have users
+        self._freed: list[str] = []  # to be freed by the workers, before later rows
+
+    def __len__(self) -> int:
+        with self._lock:
+            self._settle()
+            return len(self._sizes)
+
+    def begin(self, uid: str, need: Need, plan: ResolvedPlan) -> DeviceSource | None:
+        """Count the rows that a request leaves, and let it use those of its edits until `end`.
+
+        Raises:
+            NoRoomError: they exceed the room. SpecError: rows of its edits were freed.
+        """
+        if not need.device_rows and not need.sources:
+            return None
+        with self._lock:
+            self._settle()
+            for source in need.sources:
+                if source not in self._sizes or source in self._unused:
+                    raise SpecError(
+                        "edits",
+                        f"the rows of request {source} are no longer on the device: its results "
+                        "were dropped; capture them again",
+                    )
+            used = sum(self._sizes.values())
+            if used + need.device_rows > self._most:
+                raise NoRoomError(
+                    "capture",
+                    f"{need.device_rows} rows are to stay on the device, and {used} of "
+                    f"{self._most} are there; drop results of earlier requests, choose fewer "
+                    "positions or layers, or raise midstream's setting device_rows",
+                )
+            self._users.update(need.sources)
+            self._sources_of[uid] = need.sources
+            if not need.device_rows:
+                return None
+            self._sizes[uid] = need.device_rows
+        return DeviceSource(uid, self._width, left_taps(plan), self._dropped.append)
+
+    def end(self, uid: str) -> None:
+        """Let an ended request use no rows any more. Later calls do nothing."""
+        with self._lock:
+            self._users.subtract(self._sources_of.pop(uid, ()))
+
+    def take_freed(self) -> tuple[str, ...]:
+        """Return, once, the requests whose rows the workers are to free."""
+        with self._lock:
+            self._settle()
+            freed, self._freed = tuple(self._freed), []
+            return freed
+
+    def lose(self, freed: tuple[str, ...]) -> None:
+        """Record that the workers were not told."""
+        with self._lock:
+            self._freed += freed
+
+    def _settle(self) -> None:
+        """Free the rows of dropped sources without users."""
+        while self._dropped:
+            self._unused.append(self._dropped.popleft())
+        for source in [source for source in self._unused if self._users[source] <= 0]:
+            self._unused.remove(source)
+            del self._sizes[source], self._users[source]
+            self._freed.append(source)
