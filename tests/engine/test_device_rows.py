@@ -300,7 +300,11 @@ def test_what_cannot_be_done_with_rows_on_the_device_is_refused_by_name(llm):
     )
     refused(
         lambda given: given(),
-        (lambda: generate({"capture": Capture(**own)}, params(1, n=2, temperature=1)), "capture", "n is 2"),
+        (
+            lambda: generate({"capture": Capture(**own)}, params(1, n=2, temperature=1)),
+            "capture",
+            "n is 2",
+        ),
         (lambda: llm.steering.set([plain]), "on the device alone"),
         (lambda: llm.vectors.register("row", rows[0]), "on the device alone"),
         (lambda: rows[0].numpy(), "on the device alone"),

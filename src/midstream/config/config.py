@@ -97,9 +97,9 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
             each layer of a mean or maximum, three of moments. Each takes 8 · hidden bytes on the
             device, taken before the KV cache is sized. A request that would exceed it together with
             others waits in the front end.
-        device_rows: maximum number of rows that stay on the device by `Capture(reduce="device")`, for
-            each token and layer one, until the results of their requests are dropped. Each takes
-            a vector of the model's dtype on the device, taken before the KV cache is sized. A
+        device_rows: maximum number of rows that stay on the device by `Capture(reduce="device")`,
+            one for each token and layer, until the results of their requests are dropped. Each
+            takes a vector of the model's dtype on the device, taken before the KV cache is sized. A
             request that would exceed it together with others is rejected. 0: such captures are
             rejected.
         reuse_bytes: host memory of the front end for rows of `Capture(reuse=True)`, which later

@@ -83,9 +83,7 @@ def assemble_worker(worker: Any, vllm_config: Any, config: Config) -> WorkerEndp
             lambda: full_attention_blocks(runner.kv_cache_config), columns, max_model_len
         )
     session = WorkerSession(
-        RankMemory(
-            buffers, rank.taps, host_transport(ring, arena), arena, kept, device_rows
-        ),
+        RankMemory(buffers, rank.taps, host_transport(ring, arena), arena, kept, device_rows),
         StepRules(
             max_model_len,
             config.on_nonfinite,

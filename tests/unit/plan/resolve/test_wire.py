@@ -276,7 +276,10 @@ def test_a_message_with_something_wrong_is_refused():
         ((["sharded"], 1), "sharded: expected `bool`"),
         ((["edits"], {}), "edits: expected `array`, got `object`"),
         ((["vectors", 0], 3), r"vectors\[.*\]: expected `bytes | array`"),
-        ((["vectors", 0], [1, "ab"]), r"vectors\[0\]: there is no vector with the digest 'ab' here"),
+        (
+            (["vectors", 0], [1, "ab"]),
+            r"vectors\[0\]: there is no vector with the digest 'ab' here",
+        ),
         ((["vectors", 0], []), r"vectors\[.*\]: expected `array` of at least length 1"),
         ((["vectors", 0], b""), r"vectors\[0\]: the vector is empty"),
         ((["vectors", 0], b"abc"), r"vectors\[0\]: 3 bytes are not a whole number of float32"),

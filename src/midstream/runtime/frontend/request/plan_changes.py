@@ -233,7 +233,9 @@ class PlanChanges(RunningPlans):
         )
         check_same_reads(history.first, prepared.plan)
         if set(prepared.need.sources) - {row.source for _, row in device_rows_of(history.first)}:
-            raise SpecError("edits", "rows on the device are for the edits that a request begins with")
+            raise SpecError(
+                "edits", "rows on the device are for the edits that a request begins with"
+            )
         return _ValidChange(uid, history, own_edits, factor, prepared)
 
     def _take(self, change: _ValidChange, source: str) -> PendingChange:

@@ -116,7 +116,7 @@ class StepPatterns:
     def _reduced(
         self, prepared: PreparedStep, batch: CodecBatch, encoding: PatternEncoding, records: Tensor
     ) -> dict[int, Tensor]:
-        """Return lengths and reduced rows of records, float32 [n, size], by number of the pattern."""
+        """Return norms and reduced rows of records, float32 [n, size], by number of the pattern."""
         rows = {}
         for index, columns in enumerate(encoding.patterns):
             if not columns.is_row:

@@ -47,7 +47,12 @@ class DeviceRowTable:
     """
 
     def __init__(
-        self, rows: int, width: int, taps: Mapping[Tap, int], dtype: torch.dtype, device: torch.device
+        self,
+        rows: int,
+        width: int,
+        taps: Mapping[Tap, int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._table = torch.zeros(rows, width, dtype=dtype, device=device)
         self._taps = dict(taps)

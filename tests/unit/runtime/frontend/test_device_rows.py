@@ -1,0 +1,89 @@
+"""Requests that left rows on the device: their room, their users, and when they are freed."""
+
+import gc
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.nightly import rounds
+
+from midstream.errors import NoRoomError, SpecError
+from midstream.plan import ResolvedPlan
+from midstream.runtime.frontend.device_rows import DeviceSources
+from midstream.runtime.frontend.request.budget import Need
+
+ROOM = 10
+PLAN = ResolvedPlan(1, (), ())
+
+
+def need(rows=0, sources=()):
+    return Need({}, device_rows=rows, sources=tuple(sources))
+
+
+@given(st.data())
+@settings(max_examples=rounds(suite=100, nightly=1000), deadline=None)
+def test_rows_are_freed_once_after_their_results_and_their_last_user(data):
+    every, alive, users, sizes, freed = DeviceSources(ROOM, 4), {}, {}, {}, Counter()
+    gone = set()
+    for nth in range(data.draw(st.integers(1, 25))):
+        uid = f"r{nth}"
+        match data.draw(st.sampled_from(["leave", "use", "end", "drop", "tell"])):
+            case "leave":
+                rows = data.draw(st.integers(1, 6))
+                held = {name for mine in users.values() for name in mine} | set(alive)
+                if sum(sizes[name] for name in held) + rows > ROOM:
+                    with pytest.raises(NoRoomError, match=f"{rows} rows are to stay"):
+                        every.begin(uid, need(rows), PLAN)
+                else:
+                    alive[uid], sizes[uid] = every.begin(uid, need(rows), PLAN), rows
+                    assert alive[uid].id == uid
+            case "use" if sizes:
+                mine = data.draw(st.lists(st.sampled_from(sorted(sizes)), max_size=2, unique=True))
+                if set(mine) <= set(alive):
+                    assert every.begin(uid, need(0, mine), PLAN) is None
+                    users[uid] = mine
+                else:
+                    with pytest.raises(SpecError, match="no longer on the device"):
+                        every.begin(uid, need(0, mine), PLAN)
+            case "end" if users:
+                name = data.draw(st.sampled_from(sorted(users)))
+                del users[name]
+                every.end(name)
+                every.end(name)
+            case "drop" if alive:
+                source = alive.pop(data.draw(st.sampled_from(sorted(alive))))
+                if data.draw(st.booleans()):
+                    source.free()
+                    source.free()
+                del source
+            case "tell":
+                told = every.take_freed()
+                if data.draw(st.booleans()):
+                    every.lose(told)
+                else:
+                    freed.update(told)
+                    gone |= set(told)
+        held = {name for mine in users.values() for name in mine} | set(alive)
+        assert len(every) == len(held)
+        assert not gone & held
+    alive.clear()
+    users_left = list(users)
+    for name in users_left:
+        every.end(name)
+    freed.update(every.take_freed())
+    assert freed == Counter(dict.fromkeys(sizes, 1))
+
+
+def test_a_request_that_does_not_fit_or_is_too_late_takes_nothing():
+    every = DeviceSources(ROOM, 4)
+    first = every.begin("a", need(6), PLAN)
+    with pytest.raises(NoRoomError, match=r"capture: 5 rows .* 6 of 10 are there"):
+        every.begin("b", need(5, ["a"]), PLAN)
+    first.free()
+    del first
+    gc.collect()
+    assert len(every) == 0
+    with pytest.raises(SpecError, match="rows of request a are no longer on the device"):
+        every.begin("b", need(5, ["a"]), PLAN)
+    assert (every.take_freed(), every.take_freed()) == (("a",), ())
