@@ -107,7 +107,9 @@ class PlanTable:
         if plan is None:
             resolved, pieces = self._parse(packed)
             if self._device_rows is not None:
-                self._device_rows.check([row for _, row in device_rows_of(resolved)])
+                every = device_rows_of(resolved)
+                mine = [row for edit, row in every if (edit.site, edit.layer) in self._taps]
+                self._device_rows.check(mine)
             try:
                 segments = self._acquire_segments(pieces, resolved.codec)
             except NoRoomError:
