@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
+from support.stored import worker_info
 
 from midstream.errors import NoRoomError, SpecError
-from midstream.plan import ResolvedPlan
-from midstream.runtime.frontend.device_rows import DeviceSources
+from midstream.plan import ResolvedCapture, ResolvedPlan, Where
+from midstream.plan.resolved import Pattern
+from midstream.runtime.frontend.device_rows import DeviceSources, with_device_rows
+from midstream.runtime.frontend.engine_info import FrontEnds, describe
 from midstream.runtime.frontend.request.budget import Need
 
 ROOM = 10
@@ -87,3 +90,20 @@ def test_a_request_that_does_not_fit_or_is_too_late_takes_nothing():
     with pytest.raises(SpecError, match="rows of request a are no longer on the device"):
         every.begin("b", need(5, ["a"]), PLAN)
     assert (every.take_freed(), every.take_freed()) == (("a",), ())
+
+
+def test_rows_stay_with_one_engine_for_one_front_end_alone():
+    taps = (("resid_post", 0), ("resid_post", 1))
+    pattern = Pattern("device", 1, (), (), taps, (1, 1))
+    names = tuple((f"device.{site}", layer) for site, layer in taps)
+    plan = ResolvedPlan(9, (), (ResolvedCapture(names, Where(((2, 5), (7, 8))), 0, pattern),))
+
+    def need_on(replicas, front_ends):
+        info = describe([[worker_info(taps=taps)]] * replicas, FrontEnds(front_ends))
+        return with_device_rows(Need({}), plan, info)
+
+    assert (need_on(1, 1).device_rows, need_on(1, 1).sources) == (8, ())
+    for counts, problem in (((2, 1), "2 replicas"), ((1, 3), "3 API servers")):
+        with pytest.raises(SpecError, match=f"engine has {problem}; capture the rows") as caught:
+            need_on(*counts)
+        assert caught.value.path == "capture[0].reduce"
