@@ -93,7 +93,7 @@ class DeviceRow(Vector):
         return DeviceRow(self.source, self.tap, self.position, self.numbers, 1.0, is_unit=True)
 
     @property
-    def data(self) -> bytes:  # type: ignore[override]
+    def data(self) -> bytes:
         """SpecError: the numbers are not on the host."""
         raise SpecError(
             "",

@@ -89,9 +89,9 @@ class StepPatterns:
     def _copy(self, prepared: PreparedStep) -> None:
         """Copy a step's rows that stay on the device; after preemption to the same places."""
         for encoding, slot, position, records in self._runs(prepared):
-            request = self._slots.by_slot(slot) if encoding.leaves_rows else None
-            for columns in encoding.patterns if request is not None else ():
-                if columns.kind == ON_DEVICE:
+            request = self._slots.by_slot(slot)
+            for columns in encoding.patterns:
+                if request is not None and columns.kind == ON_DEVICE:
                     rows = records[:, columns.start : columns.start + columns.width]
                     self._device_rows.store(request.uid, columns.tap, position, rows)
 
