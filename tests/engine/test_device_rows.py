@@ -16,7 +16,7 @@ from support.refusals import refused
 from support.updating import Stepped
 
 from midstream import Capture, Gate, Replace, Steer
-from midstream.errors import NoRoomError, ReceiptError, SpecError
+from midstream.errors import BusyError, ReceiptError, SpecError
 
 LENGTH, FROM, INTO, BLOCK, ROOM, CHUNK = 6, 3, 1, 32, 250, 40
 SUBJECT, QUESTION = "the parrot sleeps", "What is it thinking of?"
@@ -249,11 +249,11 @@ def test_rows_of_requests_without_results_are_freed(llm):
         steps.step()
         assert left(llm) == 0
     many = Capture("all", positions="prompt", reduce="device")
-    with pytest.raises(NoRoomError, match=r"capture: 380 rows are to stay .* 0 of 250 are there"):
+    with pytest.raises(SpecError, match=r"capture: 380 rows are to stay .* there is room for 250"):
         llm.generate([list(range(5, 100))], params(1), capture=many, use_tqdm=False)
     full = captured(llm, [list(range(5, 100)), list(range(6, 101))], layers=(FROM,))
-    refused_by = r"95 rows are to stay on the device, and 190 of 250 are there; drop results"
-    with pytest.raises(NoRoomError, match=refused_by):
+    refused_by = r"95 rows are to stay on the device, and 190 of 250 are there: drop results"
+    with pytest.raises(BusyError, match=refused_by):
         captured(llm, [list(range(7, 102))], layers=(FROM,))
     del full[0]
     assert left(llm) == 1
@@ -265,7 +265,7 @@ def test_rows_that_are_gone_are_an_error_that_names_their_request(llm, model, tm
     name, edits = source.activations.source.id, {}
     edits["edits"] = Replace(source.activations.on_device("resid_post", FROM, [3]), 0, positions=1)
     source.activations.source.free()
-    gone = rf"edits: the rows of request {name} are no longer on the device"
+    gone = rf"edits: the rows of request {name} are not on the device any more"
     with pytest.raises(SpecError, match=gone):
         llm.generate(SUBJECT, params(), use_tqdm=False, **edits)
     source = captured(llm)

@@ -77,7 +77,7 @@ def test_rows_of_another_stage_of_a_pipeline_are_refused_by_name(model):
 
 def test_without_room_for_them_rows_do_not_stay(model):
     with engine(model, midstream={"device_rows": 0}) as llm:
-        with pytest.raises(SpecError, match=r"0 of 0 are there; .* setting device_rows"):
+        with pytest.raises(SpecError, match=r"there is room for 0; .* setting device_rows"):
             captured(llm, [3], reduce="device")
         gc.collect()
         assert len(llm._front_end.device_sources) == 0

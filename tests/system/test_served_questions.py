@@ -104,8 +104,10 @@ def test_rows_of_a_handle_stay_on_the_device_and_are_freed_with_it(url, model):
                             capture=many, **plain)
             for _ in range(4)
         ]  # fmt: skip
-        with pytest.raises(ServerError, match=r"rows are to stay on the device, and \d+ of 1024"):
+        full = r"rows are to stay on the device, and \d+ of 1024"
+        with pytest.raises(ServerError, match=full) as caught:
             client.complete(list(range(205)), activations="keep", capture=many, **plain)
+        assert caught.value.status == 503
         assert_answer(client.ask(kept, QUESTIONS[0], FROM, **ASKED)[0], hooked, rows, QUESTIONS[0])
         client.delete(kept.outputs[0].captured)
         for other in others[1:]:

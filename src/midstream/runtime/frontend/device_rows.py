@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from dataclasses import replace
 
-from midstream.errors import NoRoomError, SpecError
+from midstream.errors import BusyError, SpecError
 from midstream.plan import ResolvedPlan
 from midstream.plan.positions.ranges import count
 from midstream.plan.resolved import ON_DEVICE, path_of
@@ -15,6 +15,8 @@ from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.budget import Need
 from midstream.runtime.protocol.segments import device_rows_of
 from midstream.sites import Tap, show_tap
+
+_RETRY_SECONDS = 1
 
 
 def with_device_rows(need: Need, plan: ResolvedPlan, info: EngineInfo) -> Need:
@@ -30,7 +32,7 @@ def with_device_rows(need: Need, plan: ResolvedPlan, info: EngineInfo) -> Need:
     sources: dict[str, None] = {}
     for edit, row in device_rows_of(plan):
         sources[row.source] = None
-        if stages[row.tap] != stages[edit.site, edit.layer]:
+        if stages.get(row.tap, 0) != stages[edit.site, edit.layer]:
             raise SpecError(
                 f"{path_of(edit.source)}.rows",
                 f"the rows of {show_tap(row.tap)} are on another pipeline stage than layer "
@@ -85,7 +87,8 @@ class DeviceSources:
         """Count the rows that a request leaves, and let it use those of its edits until `end`.
 
         Raises:
-            NoRoomError: they exceed the room. SpecError: rows of its edits were freed.
+            SpecError: they exceed the room, or rows of its edits were freed. BusyError: they exceed
+                the room that other requests leave, whose results are in use.
         """
         if not need.device_rows and not need.sources:
             return None
@@ -95,16 +98,21 @@ class DeviceSources:
                 if source not in self._sizes or source in self._unused:
                     raise SpecError(
                         "edits",
-                        f"the rows of request {source} are no longer on the device: its results "
-                        "were dropped; capture them again",
+                        f"the rows of request {source} are not on the device any more: its results "
+                        "were dropped, or it was of another engine; capture them again",
                     )
-            used = sum(self._sizes.values())
-            if used + need.device_rows > self._most:
-                raise NoRoomError(
+            asked, used = f"{need.device_rows} rows are to stay", sum(self._sizes.values())
+            if need.device_rows > self._most:
+                raise SpecError(
                     "capture",
-                    f"{need.device_rows} rows are to stay on the device, and {used} of "
-                    f"{self._most} are there; drop results of earlier requests, choose fewer "
+                    f"{asked} on the device, and there is room for {self._most}; choose fewer "
                     "positions or layers, or raise midstream's setting device_rows",
+                )
+            if used + need.device_rows > self._most:
+                raise BusyError(
+                    f"{asked} on the device, and {used} of {self._most} are there: drop results of "
+                    "earlier requests, or raise midstream's setting device_rows",
+                    _RETRY_SECONDS,
                 )
             self._users.update(need.sources)
             self._sources_of[uid] = need.sources

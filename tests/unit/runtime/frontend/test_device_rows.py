@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 from support.stored import worker_info
 
-from midstream.errors import NoRoomError, SpecError
+from midstream.errors import BusyError, SpecError
 from midstream.plan import ResolvedCapture, ResolvedPlan, Where
 from midstream.plan.resolved import Pattern
 from midstream.runtime.frontend.device_rows import DeviceSources, with_device_rows
@@ -36,7 +36,7 @@ def test_rows_are_freed_once_after_their_results_and_their_last_user(data):
                 rows = data.draw(st.integers(1, 6))
                 held = {name for mine in users.values() for name in mine} | set(alive)
                 if sum(sizes[name] for name in held) + rows > ROOM:
-                    with pytest.raises(NoRoomError, match=f"{rows} rows are to stay"):
+                    with pytest.raises(BusyError, match=f"{rows} rows are to stay"):
                         every.begin(uid, need(rows), PLAN)
                 else:
                     alive[uid], sizes[uid] = every.begin(uid, need(rows), PLAN), rows
@@ -47,7 +47,7 @@ def test_rows_are_freed_once_after_their_results_and_their_last_user(data):
                     assert every.begin(uid, need(0, mine), PLAN) is None
                     users[uid] = mine
                 else:
-                    with pytest.raises(SpecError, match="no longer on the device"):
+                    with pytest.raises(SpecError, match="not on the device any more"):
                         every.begin(uid, need(0, mine), PLAN)
             case "end" if users:
                 name = data.draw(st.sampled_from(sorted(users)))
@@ -81,13 +81,16 @@ def test_rows_are_freed_once_after_their_results_and_their_last_user(data):
 def test_a_request_that_does_not_fit_or_is_too_late_takes_nothing():
     every = DeviceSources(ROOM, 4)
     first = every.begin("a", need(6), PLAN)
-    with pytest.raises(NoRoomError, match=r"capture: 5 rows .* 6 of 10 are there"):
+    with pytest.raises(BusyError, match=r"5 rows .* 6 of 10 are there") as caught:
         every.begin("b", need(5, ["a"]), PLAN)
+    assert caught.value.retry_after == 1
+    with pytest.raises(SpecError, match=r"capture: 11 rows .* there is room for 10; choose fewer"):
+        every.begin("b", need(11), PLAN)
     first.free()
     del first
     gc.collect()
     assert len(every) == 0
-    with pytest.raises(SpecError, match="rows of request a are no longer on the device"):
+    with pytest.raises(SpecError, match="rows of request a are not on the device any more"):
         every.begin("b", need(5, ["a"]), PLAN)
     assert (every.take_freed(), every.take_freed()) == (("a",), ())
 
@@ -107,3 +110,15 @@ def test_rows_stay_with_one_engine_for_one_front_end_alone():
         with pytest.raises(SpecError, match=f"engine has {problem}; capture the rows") as caught:
             need_on(*counts)
         assert caught.value.path == "capture[0].reduce"
+
+
+def test_dropped_rows_stay_for_the_requests_that_have_them_and_are_for_no_others():
+    every = DeviceSources(ROOM, 4)
+    source = every.begin("a", need(6), PLAN)
+    every.begin("user", need(0, ["a"]), PLAN)
+    source.free()
+    assert (len(every), every.take_freed()) == (1, ())
+    with pytest.raises(SpecError, match="rows of request a are not on the device any more"):
+        every.begin("later", need(0, ["a"]), PLAN)
+    every.end("user")
+    assert (len(every), every.take_freed()) == (0, ("a",))

@@ -160,9 +160,13 @@ async def test_rows_on_the_device_are_named_and_freed_with_their_handle():
         assert (await client.post(COMPLETIONS, json=body)).status_code == 200
         assert edits_of(site)[0].rows == (Vector.parse([1.0] * 3),)
         assert freed == []
+        # Also while somebody reads their lengths.
+        reading = site.server.captures.open(id_, "127.0.0.1")
+        assert reading is not None
         assert (await client.delete(f"/v1/midstream/activations/{id_}")).status_code == 204
         gc.collect()
         assert freed == ["their-request"]
+        site.server.captures.end_read(*reading)
         await refused(client.post(COMPLETIONS, json=body), 400, f"there are no rows '{id_}'")
 
 
