@@ -13,7 +13,6 @@ import numpy as np
 from midstream import sites
 from midstream.console import format_ranges
 from midstream.errors import SpecError
-from midstream.plan.vectors.device_row import DeviceRow, DeviceSource
 from midstream.results.arrays import (
     Heads,
     encode_blocks,
@@ -24,6 +23,7 @@ from midstream.results.arrays import (
 )
 from midstream.results.encoded_rows import Rows
 from midstream.results.held_rows import HeldRows
+from midstream.results.left_rows import LeftRows
 from midstream.results.media_span import MediaSpan
 from midstream.results.norm_chart import NormPlots
 from midstream.results.rows_file import (
@@ -63,7 +63,7 @@ _INSTEAD = {
 
 
 @suggests(_INSTEAD)
-class Activations(NormPlots):
+class Activations(NormPlots, LeftRows):
     """The vectors captured for one completion, by (site, layer).
 
     `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, by position,
@@ -112,7 +112,6 @@ class Activations(NormPlots):
         self._values: dict[Tap, Tensor] = {}
         self.num_layers = num_layers
         self.positions_of_media = positions_of_media
-        self.source: DeviceSource | None = None
         self.heads = {tap: tap_heads for tap, tap_heads in (heads or {}).items() if tap in values}
 
     def __getitem__(self, key: tuple[str, int] | str | int) -> Tensor:
@@ -222,27 +221,6 @@ class Activations(NormPlots):
     def token_ids_of(self, site: str, layer: int | None = None) -> Tensor:
         """Return the token ids of one site and layer, int64 [rows]; see `positions_of`."""
         return self.held.token_ids[self.positions_of(site, layer)]
-
-    def on_device(
-        self, site: str, layer: int, positions: Sequence[int] | None = None
-    ) -> tuple[DeviceRow, ...]:
-        """Return the rows that `Capture(reduce="device")` left on the device, for `rows=` of a
-        `Steer` or a `Replace` in a request to the same engine.
-
-        Args:
-            site, layer: of the rows.
-            positions: of their tokens, in this order; None: all that were captured, ascending.
-
-        Raises:
-            KeyError: no rows of the site and layer, or of a position, were left there.
-        """
-        tap = _tap_of(self, (site, layer))
-        if self.source is None or tap not in self.source.taps:
-            raise KeyError(f'no rows of {site} at layer {layer} were captured with reduce="device"')
-        norms = self[tap].reshape(-1).tolist()
-        known = dict(zip(self.positions_of(*tap).tolist(), norms, strict=True))
-        chosen = known if positions is None else positions
-        return tuple(self.source.row(tap, position, known[position]) for position in chosen)
 
     def counts(self) -> dict[Tap, int]:
         """Return the number of rows by (site, layer)."""

@@ -12,9 +12,9 @@ from support.stored import worker_info
 from midstream.errors import BusyError, SpecError
 from midstream.plan import ResolvedCapture, ResolvedPlan, Where
 from midstream.plan.resolved import Pattern
-from midstream.runtime.frontend.device_rows import DeviceSources, with_device_rows
+from midstream.runtime.frontend.device_rows import DeviceSources
 from midstream.runtime.frontend.engine_info import FrontEnds, describe
-from midstream.runtime.frontend.request.budget import Need
+from midstream.runtime.frontend.request.budget import Need, with_device_rows
 
 ROOM = 10
 PLAN = ResolvedPlan(1, (), ())

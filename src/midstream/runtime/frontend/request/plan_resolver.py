@@ -30,12 +30,12 @@ from midstream.plan.resolve.session_rules import check_growing
 from midstream.plan.resolve.wire import to_bytes
 from midstream.plan.resolved import path_of
 from midstream.plan.vectors.named_lookup import Lookup
-from midstream.runtime.frontend.device_rows import with_device_rows
 from midstream.runtime.frontend.request.budget import (
     ROWS,
     all_taps,
     max_row_bytes,
     need_of,
+    with_device_rows,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controlled import with_controller
@@ -268,8 +268,7 @@ class PlanResolver:
         counts = {name: count for name, count in counts.items() if count}
         need = replace(need, counts=counts, vectors=named, weights=weights)
         need = with_device_rows(need, resolved, self._info)
-        if resolved.biases:
-            check_biases(resolved, config)
+        check_biases(resolved, config)
         _check_ring(resolved, workers)
         _check_functions(resolved, workers)
         _check_gates(resolved, workers)
