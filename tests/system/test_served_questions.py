@@ -76,6 +76,51 @@ def test_a_server_answers_about_the_rows_of_a_handle_as_hooks_do(url, model):
             client.ask(kept, QUESTIONS[0], FROM, positions=4, **ASKED)
 
 
+def test_rows_of_a_handle_stay_on_the_device_and_are_freed_with_it(url, model):
+    hooked = Hooked(model)
+    subject = hooked.prompt("the parrot sleeps")
+    rows = hooked.rows(subject, FROM)
+    on_device = Capture([FROM], positions="prompt", reduce="device")
+    plain = {"model": NAME, "max_tokens": 1}
+    with Client(url) as client:
+        kept = client.complete(subject, activations="keep", capture=on_device, **plain)
+        for answer, question in zip(
+            client.ask(kept, QUESTIONS, FROM, **ASKED), QUESTIONS, strict=True
+        ):
+            assert_answer(answer, hooked, rows, question)
+        some = client.ask(kept, QUESTIONS[0], FROM, positions=[7, 2], **ASKED)[0]
+        assert_answer(some, hooked, rows[[7, 2]], QUESTIONS[0])
+
+        async def ask():
+            async with AsyncClient(url) as other:
+                return await other.ask(kept, QUESTIONS, FROM, **ASKED)
+
+        for answer, question in zip(asyncio.run(ask()), QUESTIONS, strict=True):
+            assert_answer(answer, hooked, rows, question)
+        # Others leave no room for more than this server keeps.
+        many = Capture([FROM], positions="prompt", reduce="device")
+        others = [
+            client.complete([*subject, *range(5, 205 - len(subject))], activations="keep",
+                            capture=many, **plain)
+            for _ in range(4)
+        ]  # fmt: skip
+        full = r"rows are to stay on the device, and \d+ of 1024"
+        with pytest.raises(ServerError, match=full) as caught:
+            client.complete(list(range(205)), activations="keep", capture=many, **plain)
+        assert caught.value.status == 503
+        assert_answer(client.ask(kept, QUESTIONS[0], FROM, **ASKED)[0], hooked, rows, QUESTIONS[0])
+        client.delete(kept.outputs[0].captured)
+        for other in others[1:]:
+            client.delete(other.outputs[0].captured)
+        with pytest.raises(ServerError, match="there are no rows"):
+            client.ask(kept, QUESTIONS[0], FROM, positions=4, **ASKED)
+        again = client.complete(subject, activations="keep", capture=on_device, **plain)
+        assert_answer(client.ask(again, QUESTIONS[1], FROM, **ASKED)[0], hooked, rows, QUESTIONS[1])
+        refused = {"capture": on_device, "activations": "inline", **plain}
+        with pytest.raises(ServerError, match='expected "handle"'):
+            client.complete(subject, **refused)
+
+
 def test_an_async_engine_answers_questions_beside_other_requests_as_hooks_do(model, tmp_path):
     found, hooked = results_of("system.questions_async", model, tmp_path), Hooked(model)
     rows = hooked.rows(hooked.prompt("the parrot sleeps"), FROM)

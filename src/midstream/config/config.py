@@ -97,6 +97,11 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
             each layer of a mean or maximum, three of moments. Each takes 8 · hidden bytes on the
             device, taken before the KV cache is sized. A request that would exceed it together with
             others waits in the front end.
+        device_rows: maximum number of rows that stay on the device by `Capture(reduce="device")`,
+            one for each token and layer, until the results of their requests are dropped. Each
+            takes a vector of the model's dtype on the device, taken before the KV cache is sized. A
+            request that would exceed it together with others is rejected. 0: such captures are
+            rejected.
         reuse_bytes: host memory of the front end for rows of `Capture(reuse=True)`, which later
             requests with the same tokens and edits get in place of computing them. Beyond it, those
             of the least recently used tokens are forgotten. 0: such captures are rejected.
@@ -175,6 +180,7 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
     readout_bytes: Amount = 0
     reconstruct: Mapping[str, int] = field(default_factory=dict)
     reductions: Amount = 256
+    device_rows: Amount = 1024
     reuse_bytes: Amount = 0
     staging_bytes: Count | None = None
     on_mismatch: Literal["raise", "warn"] = "raise"

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 # Reductions whose row is made of all selected rows.
 REDUCING = ("mean", "max", "moments")
+# The kind of rows that stay on the device. Of these, as of "norm", the length is returned.
+ON_DEVICE = "device"
+LENGTHS = ("norm", ON_DEVICE)
 
 Final = tuple[tuple[int, int], ...]  # bounded ranges [start, stop) of positions
 Measured = tuple[int, str, int]  # source, site and layer of an edit
@@ -83,7 +86,7 @@ class ResolvedEdit:
 
 PatternKind = Literal[
     "top", "mass", "entropy", "full", "scores", "logits_top", "logits_of", "logits_all", "lens",
-    "features", "norm", "mean", "max", "moments",
+    "features", "norm", "device", "mean", "max", "moments",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from midstream.results.arrays import (
 )
 from midstream.results.encoded_rows import Rows
 from midstream.results.held_rows import HeldRows
+from midstream.results.left_rows import LeftRows
 from midstream.results.media_span import MediaSpan
 from midstream.results.norm_chart import NormPlots
 from midstream.results.rows_file import (
@@ -61,7 +62,7 @@ _INSTEAD = {
 
 
 @suggests(_INSTEAD)
-class Activations(NormPlots):
+class Activations(NormPlots, LeftRows):
     """The vectors captured for one completion, by (site, layer).
 
     `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, by position,
@@ -85,6 +86,7 @@ class Activations(NormPlots):
         heads: the heads of each (site, layer) that is [rows, heads, head_dim].
         held: the encoded rows, from which vectors are decoded.
         positions_of_media: where each image, audio and video of the prompt is; see `MediaSpan`.
+        source: what keeps rows of `Capture(reduce="device")` on the device; None: there are none.
     """
 
     def __init__(
@@ -146,7 +148,9 @@ class Activations(NormPlots):
         """Return the rows in memory of their own, so that the worker's memory can be freed."""
         held = self.held.copy()
         more = (held.token_ids, self.num_layers, self.heads, self.positions_of_media)
-        return Activations(held.values, held.positions, *more)
+        copied = Activations(held.values, held.positions, *more)
+        copied.source = self.source
+        return copied
 
     def __contains__(self, key: object) -> bool:
         named = sites.parse(key) if isinstance(key, str) else None
@@ -280,7 +284,7 @@ class Activations(NormPlots):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and copies have: these rows, encoded, and no other memory."""
-        return {**self.__dict__, "held": self.held.alone(), "_values": {}}
+        return {**self.__dict__, "held": self.held.alone(), "_values": {}, "source": None}
 
     def __repr__(self) -> str:
         if not self.keys():
@@ -338,7 +342,7 @@ def with_heads(
         positions_of_media = activations.positions_of_media
     if activations.heads == heads and activations.positions_of_media == positions_of_media:
         return activations
-    return Activations(
+    shown = Activations(
         activations.held.values,
         activations.held.positions,
         activations.held.tokens,
@@ -346,6 +350,8 @@ def with_heads(
         heads,
         positions_of_media,
     )
+    shown.source = activations.source
+    return shown
 
 
 def rows_after(

@@ -13,6 +13,7 @@ import numpy as np
 
 from midstream import sites
 from midstream.errors import CodecError, SpecError, UnsupportedError
+from midstream.plan.vectors.device_row import DeviceSource
 from midstream.results.arrays import PER_DIM, Heads, array_of, load_tensors
 from midstream.results.encoded_rows import Rows
 from midstream.results.media_span import MediaSpan, read_spans, spans_to_json
@@ -115,6 +116,14 @@ def heads_of(heads: Mapping[Tap, Heads]) -> dict[str, str]:
     named = {f"{site}.{layer}": tap_heads for (site, layer), tap_heads in heads.items()}
     text = json.dumps(named, separators=(",", ":"))
     return {"version": WIDTHS_VERSION, "heads": text} if named else {}
+
+
+def source_of(source: DeviceSource | None) -> dict[str, str]:
+    """Return metadata for rows that stay on the device; empty without any."""
+    if source is None:
+        return {}
+    names = [f"{site}.{layer}" for site, layer in sorted(source.taps, key=order)]
+    return {"source": source.id, "on_device": json.dumps(names, separators=(",", ":"))}
 
 
 def _widths(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:

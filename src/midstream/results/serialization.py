@@ -16,6 +16,7 @@ from midstream.results.rows_file import (
     header_of,
     heads_of,
     read_rows_file,
+    source_of,
     widths_of,
 )
 from midstream.sites import Tap
@@ -42,6 +43,7 @@ class PackedRows:
         forms = tuple([(group.taps, len(group), group.nothing) for group in self._groups])
         heads = tuple(activations.heads.items())
         about = header_of(activations.num_layers, activations.positions_of_media)
+        about |= source_of(activations.source)
         known = tuple(about.items()), activations.codec.spec, hidden, dtype, heads
         self._header, size = _header_of(forms, *known)
         self.nbytes = len(self._header) + size
@@ -74,7 +76,8 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
     `hidden`, the version is 2, and `widths` is a JSON object with the width of each of the other
     tensors by name. If some are of attention heads, one after the other, the version is 2 too, and
     `heads` is a JSON object with [number of heads, indices of those that are shown or null] by
-    name; the tensors have all heads.
+    name; the tensors have all heads. Of rows that stay on the device `source` is the id of their
+    request and `on_device` a JSON list of their names; the tensors are their lengths, [rows, 1].
     """
     return PackedRows(activations, hidden, dtype).tobytes()
 

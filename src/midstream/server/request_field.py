@@ -13,7 +13,8 @@ from midstream.api.arguments import CallArguments
 from midstream.compat.translation import translate, without_translated
 from midstream.config.config import KEY
 from midstream.errors import SpecError
-from midstream.plan import Plan
+from midstream.plan import Capture, Plan
+from midstream.plan.resolved import ON_DEVICE
 from midstream.validation import at, kind, read_fields, read_json_text, show
 
 Return = Literal["handle", "inline", "none"]
@@ -63,9 +64,14 @@ def read_field(value: object) -> MidstreamField:
                 raise SpecError(name, "expected a dict or a list, got null; omit it instead")
         arguments = CallArguments(**fields)
         try:
-            return MidstreamField(arguments.alone().plan(), returned, arguments, guards)
+            plan = arguments.alone().plan()
         except SpecError as error:
             raise arguments.explain(error) from None
+        for capture in () if plan is None or returned == "handle" else plan.captures:
+            if isinstance(capture, Capture) and capture.reduce == ON_DEVICE:
+                problem = f'expected "handle", as rows stay on the device, got "{returned}"'
+                raise SpecError("activations", problem)
+        return MidstreamField(plan, returned, arguments, guards)
 
 
 def take_field(body: dict[str, Any], known: Container[str] = ()) -> MidstreamField | None:

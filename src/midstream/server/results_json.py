@@ -115,6 +115,7 @@ class ResultEncoder:
                 # The thread continues; its rows have no client any more: free them when it ends.
                 work.add_done_callback(self._discard)
                 raise
+        self._captures.hold(cached, rows.source)
         context.undelivered.append(cached.id)
         return handle_of(cached)
 

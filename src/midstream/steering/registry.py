@@ -262,7 +262,8 @@ def scaled(placed: Placed) -> Vector:
 
 
 def _width_of(vector: Vector) -> int:
-    return vector.width if isinstance(vector, Matrix) else vector.size
+    # A DeviceRow, which may be freed at any time, has no data: SpecError.
+    return vector.width if isinstance(vector, Matrix) else len(vector.data) // 4
 
 
 def _check_width(vector: Vector, width: int) -> None:

@@ -132,8 +132,10 @@ class AskRequest:
         if self.tap not in activations:
             raise no_rows(self.tap, activations.keys())
         rows = activations[self.tap]
+        source = getattr(activations, "source", None)
+        is_on_device = source is not None and self.tap in source.taps
         if self.positions is None:
-            return self._checked(rows)
+            return activations.on_device(*self.tap) if is_on_device else self._checked(rows)
         known = {p: row for row, p in enumerate(activations.positions_of(*self.tap).tolist())}
         for position in self.positions:
             if position not in known:
@@ -143,6 +145,8 @@ class AskRequest:
                     f"no row of {self.site} at layer {self.layer} was captured at position "
                     f"{position}; there are {has}",
                 )
+        if is_on_device:
+            return tuple(activations.on_device(*self.tap, self.positions))
         return self._checked(rows[[known[position] for position in self.positions]])
 
     def _by_handle(self, rows: CapturedRows) -> CapturedRows:

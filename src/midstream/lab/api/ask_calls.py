@@ -66,7 +66,8 @@ class OfflineQuestions:
 
         Args:
             sources: what the rows are from: an output of `generate` that captured them, one of its
-                `outputs`, `Activations`, or rows [rows, width]; or a list of these.
+                `outputs`, `Activations`, or rows [rows, width]; or a list of these. With
+                `Capture(reduce="device")` no row is sent to the host and back.
             question: a text, or a list; one is for all sources, and one source for all questions.
             layer: the layer that the rows are from, counted from 0. The prompt names it.
             site: the site that they are from.

@@ -119,9 +119,12 @@ class Capture(ReadOut):
                 length of each row, [rows, 1]. The others reduce all selected rows, which must be
                 of the prompt, to one that has the position of the last of them: "mean" and "max",
                 of each component, [1, width]; "moments": mean and population variance of each
-                component, [2, width]. Only for the sink "memory", without `stream`, `heads` and a
-                lossy codec; no other capture of the request may select the same site and layer.
-                Empty: the rows themselves.
+                component, [2, width]. "device": the rows, of tokens of the prompt, stay in the
+                device memory of the workers for as long as the `Activations` exist, for `LLM.ask`
+                and as `rows` of a Steer or Replace of later requests (see `Activations.on_device`);
+                what is returned is "norm". Only for the sink "memory", without `stream`, `heads`
+                and a lossy codec; no other capture of the request may select the same site and
+                layer. Empty: the rows themselves.
             max_rows: record the first `max_rows` selected positions of the request and leave the
                 others out, at every site and layer. The receipt tells how many were left out. Only
                 these rows count for the engine's memory. None: all.
@@ -297,4 +300,4 @@ def _read_codec(value: object) -> str:
 Return = Literal["gathered", "sharded"]
 RETURNS: tuple[Return, ...] = get_args(Return)
 GATHERED, SHARDED = RETURNS
-REDUCTIONS = ("mean", "max", "norm", "moments")
+REDUCTIONS = ("mean", "max", "norm", "moments", "device")

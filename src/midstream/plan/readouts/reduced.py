@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from midstream.errors import SpecError
 from midstream.plan.positions.position_set import Where
-from midstream.plan.resolved import REDUCING, Pattern, ResolvedCapture, ResolvedPlan
+from midstream.plan.resolved import (
+    LENGTHS,
+    ON_DEVICE,
+    REDUCING,
+    Pattern,
+    ResolvedCapture,
+    ResolvedPlan,
+)
 from midstream.plan.shape import ModelShape
 from midstream.sites import Tap
 
@@ -25,11 +32,18 @@ def resolve_reduced(
     shape: ModelShape,
 ) -> list[ResolvedCapture]:
     """Resolve a capture whose rows are reduced: one for each width of vectors."""
-    if kind in REDUCING:
+    if kind in (*REDUCING, ON_DEVICE):
         _check_prompt(kind, where, prompt_len)
+    for site, layer in taps if kind == ON_DEVICE else ():
+        if shape.width((site, layer)) != shape.hidden_size:
+            raise SpecError(
+                "sites",
+                f'reduce="{kind}" is of vectors as wide as the residual stream, and those of '
+                f"{site} have {shape.width((site, layer))} numbers",
+            )
     by_width: dict[int, list[Tap]] = {}
     for tap in taps:
-        by_width.setdefault(1 if kind == "norm" else shape.width(tap), []).append(tap)
+        by_width.setdefault(1 if kind in LENGTHS else shape.width(tap), []).append(tap)
     captures = []
     for width, reads in by_width.items():
         size = 1 + RETURNED[kind] * width if kind in REDUCING else 1
@@ -78,7 +92,7 @@ def with_split_rows(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> ResolvedPla
         counts: dict[int, list[int]] = {}
         for place, tap in enumerate(pattern.reads):
             counts.setdefault(parts.get(tap, 1), []).append(place)
-        if pattern.kind == "norm" and set(counts) - {1}:
+        if pattern.kind in LENGTHS and set(counts) - {1}:
             site = next(site for site, layer in pattern.reads if (site, layer) in parts)
             raise SpecError(
                 f"capture[{capture.source}].reduce",
@@ -111,7 +125,7 @@ def check_codec(plan: ResolvedPlan) -> None:
 
 
 def is_reduced(capture: ResolvedCapture) -> bool:
-    return capture.pattern is not None and capture.kind in (*REDUCING, "norm")
+    return capture.pattern is not None and capture.kind in (*REDUCING, *LENGTHS)
 
 
 def num_sums(plan: ResolvedPlan, shape: ModelShape) -> int:

@@ -30,6 +30,7 @@ from midstream.plan.resolved import (
     SlottedPattern,
     Steps,
 )
+from midstream.plan.vectors.device_row import DeviceRow
 from midstream.plan.vectors.vector import Vector
 from midstream.sites import NAMES
 from midstream.validation import FLOAT32_MAX, INT_LIMIT, at, kind, read_message, read_word
@@ -48,10 +49,21 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a plan's message."""
 
 
-class NamedVectorMessage(_Message, frozen=True, array_like=True):
+class NamedVectorMessage(_Message, frozen=True, array_like=True, tag=1):
     """A vector that the reader has."""
 
     digest: str
+
+
+class DeviceRowMessage(_Message, frozen=True, array_like=True, tag=2):
+    """A `DeviceRow`, which the reader has on its device."""
+
+    source: str
+    site: str
+    layer: _Natural
+    position: _Natural
+    size: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
+    is_unit: bool
 
 
 class InstructionMessage(_Message, frozen=True, array_like=True):
@@ -95,11 +107,11 @@ class ProbeMessage(_Message, frozen=True):
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 12"]
+    format: Literal["midstream plan 13"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
-    vectors: tuple[bytes | NamedVectorMessage, ...]
+    vectors: tuple[bytes | NamedVectorMessage | DeviceRowMessage, ...]
     steps: tuple[Annotated[tuple[InstructionMessage, ...], Meta(min_length=1)], ...]
     edits: tuple[EditMessage, ...]
     captures: tuple[ResolvedCapture, ...]
@@ -131,12 +143,9 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         )
         for probe in plan.probes
     ]
-    vectors = [
-        NamedVectorMessage(vector.digest) if vector in named else vector.data
-        for vector in shared.vectors
-    ]
+    vectors = [_vector_message(vector, named) for vector in shared.vectors]
     message = PlanMessage(
-        format="midstream plan 12",
+        format="midstream plan 13",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
@@ -150,6 +159,15 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         followed=plan.followed,
     )
     return _ENCODER.encode(message)
+
+
+def _vector_message(
+    vector: Vector, named: Collection[Vector]
+) -> bytes | NamedVectorMessage | DeviceRowMessage:
+    if isinstance(vector, DeviceRow):
+        place = vector.source, *vector.tap, vector.position
+        return DeviceRowMessage(*place, vector.size, vector.is_unit)
+    return NamedVectorMessage(vector.digest) if vector in named else vector.data
 
 
 class _Shared:
@@ -213,9 +231,15 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
     )
 
 
-def _read_vector(message: bytes | NamedVectorMessage, known: Mapping[str, Vector]) -> Vector:
+def _read_vector(
+    message: bytes | NamedVectorMessage | DeviceRowMessage, known: Mapping[str, Vector]
+) -> Vector:
     if isinstance(message, bytes):
         return Vector(message)
+    if isinstance(message, DeviceRowMessage):
+        _check_tap(message.site, message.layer)
+        place = message.source, (message.site, message.layer), message.position
+        return DeviceRow(*place, message.size, is_unit=message.is_unit)
     vector = known.get(message.digest)
     if vector is None:
         raise SpecError("", f"there is no vector with the digest {message.digest!r} here")

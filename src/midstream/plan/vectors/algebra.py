@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from midstream.errors import SpecError
+from midstream.plan.vectors.device_row import DeviceRow
 from midstream.plan.vectors.vector import Vector
 
 if TYPE_CHECKING:
@@ -25,13 +26,15 @@ def wide(vectors: Sequence[Vector]) -> NDArray[np.float64]:
 
 
 def check_nonzero(vector: Vector, problem: str) -> None:
-    if not vector.numpy().any():
+    if not vector.norm:
         raise SpecError("", problem)
 
 
 @lru_cache(maxsize=256)
 def unit(vector: Vector) -> Vector:
     """Return v/‖v‖; `vector` must not be zero."""
+    if isinstance(vector, DeviceRow):
+        return vector.unit()
     return Vector.parse(wide([vector])[0] / vector.norm)
 
 

@@ -30,6 +30,7 @@ class Matrix(Vector):
     """A square matrix of finite float32 numbers, its rows one after the other: [width · width]."""
 
     __slots__ = ()
+    is_row = False
 
     @property
     def width(self) -> int:

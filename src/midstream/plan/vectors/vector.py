@@ -6,7 +6,7 @@ import base64
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.plan.argument_names import other_argument
@@ -41,6 +41,7 @@ class Vector:
 
     data: bytes
     digest: str = field(init=False, compare=False)
+    is_row: ClassVar[bool] = True
 
     def __hash__(self) -> int:
         # Of 64 characters, once; `data` may be long.
@@ -58,7 +59,7 @@ class Vector:
     @staticmethod
     def parse(value: object) -> Vector:
         """Read a vector from any of its forms, on any device, rounded to float32."""
-        if type(value) is Vector:  # a Matrix is not one
+        if isinstance(value, Vector) and value.is_row:
             return value
         if isinstance(value, (list, tuple)):
             return _from_numbers(value)

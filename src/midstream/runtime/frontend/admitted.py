@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from midstream.codecs import Rp8, parse_codec
 from midstream.plan import ModelShape, Plan, ResolvedPlan
+from midstream.plan.vectors.device_row import DeviceSource
 from midstream.results.arrays import Heads
 from midstream.results.media_span import MediaSpan
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan
@@ -25,6 +26,7 @@ class AdmittedRequest:
     reused: ReusedRows | None = None  # from earlier requests; None: all are computed
     later: dict[int, LaterPlan] = field(default_factory=dict)  # versions since, by number
     media: tuple[MediaSpan, ...] = ()  # of its prompt
+    source: DeviceSource | None = None  # of the rows that it leaves on the device
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
         """Return the heads shown of captures' taps, in the first order listed; `rp8` has none."""

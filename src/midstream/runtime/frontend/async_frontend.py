@@ -156,6 +156,7 @@ class AsyncFrontEnd(BaseFrontEnd):
                 self._forget(call)
                 self._needs.pop(admitted.uid, None)
                 self._reused.pop(admitted.uid, None)
+                self.device_sources.end(admitted.uid)
                 self.changes.remove([admitted.uid])
         return admitted
 
@@ -165,7 +166,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         if uid is None and request.request_id not in self._sessions:
             await deliver(request)
             return
-        if uid in self._reused or (uid in self._needs and self._needs[uid].vectors):
+        need = None if uid is None else self._needs.get(uid)
+        if uid in self._reused or (need is not None and (need.vectors or need.device_rows)):
             deliver = _within(self._with_vectors, deliver)
         # The end of a session has no payload, and must not overtake the session's inputs.
         ending = self._sessions.get(request.request_id) if uid is None else None

@@ -20,7 +20,9 @@ from midstream.errors import ConfigError, SpecError
 from midstream.plan import Capture, Plan
 from midstream.plan.plan import ServerWide
 from midstream.plan.probe import Probe
+from midstream.plan.resolved import ON_DEVICE
 from midstream.runtime.frontend.admitted import AdmittedRequest
+from midstream.runtime.frontend.device_rows import DeviceSources
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.engine_use import EngineUse
 from midstream.runtime.frontend.lens_registry import LensRegistry
@@ -51,6 +53,7 @@ from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
 from midstream.runtime.protocol.rpc import IntegrityReport
+from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.vllm.additional_config import Settings
 from midstream.sinks.name_claims import RequestNames
 from midstream.sinks.server_captures import ServerCaptures
@@ -129,6 +132,7 @@ class BaseFrontEnd:
         has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
         self._row_reuse = RowReuse(config.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
+        self.device_sources = DeviceSources(config.device_rows, info.shape.hidden_size)
         self._resolver = PlanResolver(info, engine)
         self.weights = WeightMemory(config.readout_bytes, self._is_used, self.forget_readings)
         self.lenses = LensRegistry(self.weights, info.shape)
@@ -233,13 +237,16 @@ class BaseFrontEnd:
         uid = secrets.token_hex(16)
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
+        if need.device_rows and params.n > 1:
+            raise SpecError("capture", f'reduce="{ON_DEVICE}" is for n=1, and n is {params.n}')
+        source = self.device_sources.begin(uid, need, prepared.plan)
         set_payload(request, prepared.payload(uid, self._mm_prefix))
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused
         later = dict(prepared.later)
         media = spans_of(request) if getattr(request, "mm_features", None) else ()
-        return AdmittedRequest(uid, prepared.plan, own, routes, reused, later, media)
+        return AdmittedRequest(uid, prepared.plan, own, routes, reused, later, media, source)
 
     def _submit(self, request: Any, send: Callable[[], object]) -> None:
         uid = uid_of(request.sampling_params)
@@ -269,7 +276,11 @@ class BaseFrontEnd:
             payload = msgspec.structs.replace(payload, kept=reused.find())
             set_payload(request, payload)
         sent = self._sent_vectors[self._admission.replica_of(payload.uid)]
-        update = sent.take(payload.uid, self._needs[payload.uid].vectors)
+        need = self._needs[payload.uid]
+        update = sent.take(payload.uid, need.vectors)
+        freed = self.device_sources.take_freed() if need.device_rows else ()
+        if freed:
+            update = msgspec.structs.replace(update or VectorUpdate((), ()), freed=freed)
         if update is None:
             yield
             return
@@ -278,6 +289,7 @@ class BaseFrontEnd:
             yield
         except Exception:
             sent.lose(update)
+            self.device_sources.lose(freed)
             raise
         finally:
             set_payload(request, payload)
@@ -296,6 +308,7 @@ class BaseFrontEnd:
         for uid in uids:
             self._needs.pop(uid, None)
             self._reused.pop(uid, None)
+            self.device_sources.end(uid)
         self.changes.remove(uids)
         self.names.release(uids)
         self._release_vectors(uids)

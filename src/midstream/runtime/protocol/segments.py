@@ -12,7 +12,14 @@ from midstream.plan import Instruction, ResolvedPlan, Vector
 from midstream.plan.positions.automaton import Automaton
 from midstream.plan.positions.range_set import overlay, subtract
 from midstream.plan.positions.ranges import Ranges
-from midstream.plan.resolved import Pattern, ResolvedEdit, ResolvedProbe, SlottedPattern
+from midstream.plan.resolved import (
+    ON_DEVICE,
+    Pattern,
+    ResolvedEdit,
+    ResolvedProbe,
+    SlottedPattern,
+)
+from midstream.plan.vectors.device_row import DeviceRow
 from midstream.sites import Tap
 
 T = TypeVar("T")
@@ -76,6 +83,15 @@ def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:
         yield step.write
     if step.mask is not None:
         yield (step.mask,)
+
+
+def device_rows_of(plan: ResolvedPlan) -> Iterator[tuple[ResolvedEdit, DeviceRow]]:
+    """Yield the rows on the device that a plan's edits name, each with its edit."""
+    for edit in plan.edits:
+        for step in edit.steps.instructions:
+            for row in step.write:
+                if isinstance(row, DeviceRow):
+                    yield edit, row
 
 
 Edits = tuple[TapProgramStep, ...]  # at one tap, in order
@@ -274,7 +290,7 @@ def _reads(
     capture: int, pattern: Pattern, taps: dict[Tap, int], share: RankShare
 ) -> tuple[PatternRead, ...]:
     """Return a rank's rows of attention or of reduced vectors of a capture, or the logits, which
-    each rank of a tensor-parallel group makes with the others.
+    each rank of a tensor-parallel group makes with the others; or the rows that each keeps.
     """
     return tuple(
         PatternRead(
@@ -287,7 +303,8 @@ def _reads(
             share.returns(index),
         )
         for place, tap in enumerate(pattern.reads)
-        if (index := taps.get(tap)) is not None and (pattern.of_logits or share.returns(index))
+        if (index := taps.get(tap)) is not None
+        and (pattern.of_logits or pattern.kind == ON_DEVICE or share.returns(index))
     )
 
 

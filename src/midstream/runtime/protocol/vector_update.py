@@ -11,3 +11,4 @@ class VectorUpdate(ProtocolMessage, frozen=True, array_like=True):
     dropped: tuple[str, ...]  # digests
     added: tuple[bytes, ...]  # numbers, as `Vector.data`
     front_end: Natural = 0
+    freed: tuple[str, ...] = ()  # requests whose rows on the device nobody uses any more

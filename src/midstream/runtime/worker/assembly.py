@@ -28,6 +28,7 @@ from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.runtime.worker.step.score_cache import ScoreCache
 from midstream.runtime.worker.step_recorder import RankMemory
+from midstream.runtime.worker.tables.device_rows import DeviceRowTable
 from midstream.runtime.worker.taps.sum_check import check_model
 from midstream.runtime.worker.taps.tapped_rank import TappedRank, tap_model
 from midstream.transport.arena import Arena
@@ -54,10 +55,15 @@ def assemble_worker(worker: Any, vllm_config: Any, config: Config) -> WorkerEndp
     rank = tap_model(worker, vllm_config, config)
     runner, buffers, parallel = rank.runner, rank.buffers, vllm_config.parallel_config
     reductions = Reductions(config.reductions, rank.hidden_size, runner.device)
+    ring = buffers.ring
+    device_rows = DeviceRowTable(
+        config.device_rows, rank.hidden_size, rank.taps, ring.dtype, ring.device
+    )
     if hasattr(runner, "model_memory_usage"):  # by which alone 0.28 sizes the KV cache
-        runner.model_memory_usage += buffers.nbytes + rank.weights.nbytes + reductions.nbytes
+        owned = (buffers, rank.weights, reductions, device_rows)
+        runner.model_memory_usage += sum(memory.nbytes for memory in owned)
     workers = parallel.world_size * replicas_of(vllm_config)
-    arena = Arena(arena_settings(config, workers), buffers.ring.device.type == "cuda")
+    arena = Arena(arena_settings(config, workers), ring.device.type == "cuda")
     is_v2 = seams.is_v2_runner(runner)
     seams.check_runner(runner, is_v2)
     adapter = v2 if is_v2 else v1
@@ -77,7 +83,7 @@ def assemble_worker(worker: Any, vllm_config: Any, config: Config) -> WorkerEndp
             lambda: full_attention_blocks(runner.kv_cache_config), columns, max_model_len
         )
     session = WorkerSession(
-        RankMemory(buffers, rank.taps, host_transport(buffers.ring, arena), arena, kept),
+        RankMemory(buffers, rank.taps, host_transport(ring, arena), arena, kept, device_rows),
         StepRules(
             max_model_len,
             config.on_nonfinite,

@@ -13,7 +13,13 @@ from midstream.errors import NoRoomError
 from midstream.plan import ResolvedPlan, Vector
 from midstream.plan.resolve.wire import from_bytes
 from midstream.runtime.protocol.rank_parts import part_of_steps
-from midstream.runtime.protocol.segments import FOREVER, PlanSegment, RankShare, cut
+from midstream.runtime.protocol.segments import (
+    FOREVER,
+    PlanSegment,
+    RankShare,
+    cut,
+    device_rows_of,
+)
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.worker.request_state import (
     RankPlan,
@@ -66,6 +72,7 @@ class PlanTable:
         share: RankShare,
     ) -> None:
         self._tables = tables
+        self._device_rows = tables.instructions.device_rows
         self._codecs = codecs
         self._rows = rows
         self._taps = dict(taps)
@@ -81,6 +88,8 @@ class PlanTable:
     def update_vectors(self, update: VectorUpdate) -> None:
         """Store vectors that plans of later requests name, and drop others."""
         self._vectors.update(update)
+        if self._device_rows is not None:
+            self._device_rows.free(update.freed)
         if update.dropped:
             self._parse.cache_clear()  # its plans keep their vectors
 
@@ -97,6 +106,10 @@ class PlanTable:
         plan = self._plans.get(packed)
         if plan is None:
             resolved, pieces = self._parse(packed)
+            if self._device_rows is not None:
+                every = device_rows_of(resolved)
+                mine = [row for edit, row in every if (edit.site, edit.layer) in self._taps]
+                self._device_rows.check(mine)
             try:
                 segments = self._acquire_segments(pieces, resolved.codec)
             except NoRoomError:

@@ -10,6 +10,7 @@ from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import FunctionUse, RankPlan
+from midstream.runtime.worker.tables.device_rows import DeviceRowTable
 
 # Returns the functions of a plan at this rank's taps.
 Load = Callable[[ResolvedPlan], list[FunctionUse]]
@@ -24,14 +25,18 @@ class RequestResources:
         states: tuple[GateStates, AutomatonStates],
         reductions: tuple[Reductions, Sequence[int]] | None,
         load: Load | None,
+        device_rows: DeviceRowTable,
     ) -> None:
         self.plans = plans
+        self._device_rows = device_rows
         self._gate_states, self._automata = states
         self._reductions = reductions
         self._load = load
 
-    def acquire(self, packed: bytes, slot: int) -> tuple[RankPlan, list[FunctionUse]]:
-        """Return a request's plan and functions; give it sums and states. Pair with `release`."""
+    def acquire(self, packed: bytes, slot: int, uid: str) -> tuple[RankPlan, list[FunctionUse]]:
+        """Return a request's plan and functions; give it sums and states. Pair with `release`.
+        What it leaves on the device stays until the front end frees it.
+        """
         plan = self.plans.acquire(packed)
         functions: list[FunctionUse] = []
         try:
@@ -46,6 +51,8 @@ class RequestResources:
             if plan.has_sums and self._reductions is not None:
                 reductions, widths = self._reductions
                 reductions.acquire(slot, plan.segments, widths)
+            if plan.leaves_rows:
+                self._device_rows.acquire(uid, plan.resolved)
         except Exception:
             self.release(plan, slot)
             raise

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.plan import ResolvedPlan
-from midstream.plan.resolved import ResolvedBias, ResolvedFunction, path_of
+from midstream.plan.resolved import ON_DEVICE, ResolvedBias, ResolvedFunction, path_of
 from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.protocol.results import DoseSums, WeightState
 from midstream.runtime.protocol.segments import FOREVER, Edits, PatternRead, PlanSegment
@@ -70,11 +70,14 @@ class RankPlan:
     users: int = 0  # requests that use it
     has_states: bool = field(init=False)  # gates of it remember something; see `GateStates`
     has_sums: bool = field(init=False)  # it reduces rows; see `Reductions`
+    leaves_rows: bool = field(init=False)  # on the device; see `DeviceRowTable`
 
     def __post_init__(self) -> None:
         patterns = [capture.pattern for capture in self.resolved.captures]
         self.has_states = any(probe.is_scan for probe in self.resolved.probes)
         self.has_sums = any(pattern is not None and pattern.reduces for pattern in patterns)
+        kinds = {pattern.kind for pattern in patterns if pattern is not None}
+        self.leaves_rows = ON_DEVICE in kinds
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class RequestTable:
         functions: list[FunctionUse] = []
         slot = self._slots.new_slot()
         try:
-            own, functions = self._resources.acquire(plan, slot)
+            own, functions = self._resources.acquire(plan, slot, uid)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)

@@ -27,6 +27,7 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_planner import StepPlanner
 from midstream.runtime.worker.step_recorder import RankMemory, StepCounts, StepRecorder
 from midstream.runtime.worker.tables.codec_table import CodecTable
+from midstream.runtime.worker.tables.device_rows import DeviceRowTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.runtime.worker.taps.local_calls import LocalCalls
 
@@ -57,9 +58,13 @@ class WorkerSession:
         if reductions is None:
             reductions = Reductions(0, 1, buffers.ring.device)
         self._reductions = reductions
+        ring, device_rows = buffers.ring, memory.device_rows
+        if device_rows is None:
+            device_rows = DeviceRowTable(0, 1, taps, ring.dtype, ring.device)
+        self._device_rows = device_rows
         self.checksum = links.checksum
         self._codecs = CodecTable(buffers)
-        self._tables = ProgramTable(buffers)
+        self._tables = ProgramTable(buffers, device_rows)
         doses = Doses(buffers.doses, buffers.scan_states.shape[1], rules.max_dose)
         slots = SlotTable(rules.max_model_len, rules.on_nonfinite, doses)
         self._slots = slots
@@ -74,15 +79,17 @@ class WorkerSession:
             slots,
             self._codecs,
             self._gate_states,
-            StepPatterns(buffers, slots, self._codecs, patterns, reductions),
+            StepPatterns(buffers, slots, self._codecs, patterns, reductions, device_rows),
             None if add_up is None else SplitScores(share.rank, share.ranks, add_up),
         )
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
         widths = tuple(map(buffers.width, taps.values()))
         load = None if self._local is None else self._local.load
         states = self._gate_states, self._automata
-        resources = RequestResources(plans, states, (reductions, widths), load)
+        resources = RequestResources(plans, states, (reductions, widths), load, device_rows)
         self.requests = RequestTable(slots, resources, self._recorder, links)
+        weights = self.requests.weights
+        device_rows.weights = lambda: weights.current.number
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
 
@@ -186,6 +193,7 @@ class WorkerSession:
         self._recorder.check_integrity()
         self._tables.check_integrity()
         self._reductions.check_integrity()
+        self._device_rows.check_integrity()
         self._gate_states.check_integrity()
         self._automata.check_integrity()
         if self.requests.is_empty:

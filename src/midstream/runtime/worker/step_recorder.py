@@ -31,6 +31,7 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan, TokenRuns
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.tables.device_rows import DeviceRowTable
 from midstream.runtime.worker.taps.tap_check import TapSignature
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
@@ -57,6 +58,7 @@ class RankMemory:
     transport: Transport
     arena: Arena
     kept: ScoreCache | None = None  # scores of cached tokens; None: there are none
+    device_rows: DeviceRowTable | None = None  # None: no row stays on the device
 
 
 class StepRecorder:

@@ -15,6 +15,7 @@ from typing import Any
 
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
+from midstream.plan.vectors.device_row import DeviceSource
 from midstream.results.serialization import PackedRows
 
 # Interval of the search for rows whose time is over.
@@ -45,10 +46,11 @@ class _Kept:
     rows: PackedRows | None  # that nobody has fetched yet; None: they are in `file`
     file: int | None = None  # memfd with the rows as safetensors; None: not fetched, or freed
     readers: int = 0
+    source: DeviceSource | None = None  # keeps its rows on the device; None: there are none
 
     def free(self) -> None:
         """Free the rows, except for readers that have a descriptor of their own."""
-        self.rows = None
+        self.rows = self.source = None
         if self.file is not None:
             os.close(self.file)
             self.file = None
@@ -191,6 +193,13 @@ class CaptureCache:
                 os.close(file)
             raise
         return entry
+
+    def hold(self, entry: CachedCapture, source: DeviceSource | None) -> None:
+        """Keep rows on the device until the entry's own are freed."""
+        with self._lock:
+            kept = self._captures.get(entry.id)
+            if kept is not None:
+                kept.source = source
 
     def get(self, name: str) -> CachedCapture | None:
         """Return the entry of an id; None if the id is unknown or expired."""

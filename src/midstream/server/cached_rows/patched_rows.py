@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from safetensors import safe_open
 
 from midstream.errors import SpecError
 from midstream.plan.captured_rows import OpenRows
+from midstream.plan.vectors.device_row import DeviceRow
 from midstream.plan.vectors.matrix import read_rows
 from midstream.plan.vectors.vector import Vector
 from midstream.results.rows_file import POSITIONS, TOKENS
@@ -84,6 +86,9 @@ class _RowsFile:
                 'them with codec="raw"',
             )
         self._file, self._budget = file, budget
+        about = file.metadata()
+        self._source, self._width = about.get("source", ""), int(about["hidden"])
+        self._on_device = frozenset(json.loads(about.get("on_device", "[]")))
         every: list[str] = list(file.keys())
         names = [name.split(".") for name in every if not name.endswith((POSITIONS, TOKENS))]
         self.taps: tuple[Tap, ...] = tuple((site, int(layer)) for site, layer in names)
@@ -94,8 +99,8 @@ class _RowsFile:
     def read(self, tap: Tap, positions: tuple[int, ...]) -> tuple[Vector, ...]:
         name = f"{tap[0]}.{tap[1]}"
         rows: torch.Tensor = self._file.get_tensor(name)
+        known = self._file.get_tensor(f"{name}.{POSITIONS}").tolist()
         if positions:
-            known = self._file.get_tensor(f"{name}.{POSITIONS}").tolist()
             row_of = {position: row for row, position in enumerate(known)}
             for position in positions:
                 if position not in row_of:
@@ -106,6 +111,13 @@ class _RowsFile:
                         f"no row of {name} was captured at position {position}; there are {has}",
                     )
             rows = rows[[row_of[position] for position in positions]]
+        if name in self._on_device:
+            # Of these the file has the lengths; their handle keeps the rows themselves.
+            places = zip(positions or known, rows[:, 0].tolist(), strict=True)
+            return tuple(
+                DeviceRow(self._source, tap, position, self._width, norm)
+                for position, norm in places
+            )
         self._budget.take(4 * rows.numel())
         return read_rows(rows.float(), MAX_ITEMS)
 

@@ -55,7 +55,7 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 12",
+    "format": "midstream plan 13",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
@@ -213,7 +213,7 @@ def test_a_named_vector_is_sent_as_its_digest_and_read_from_what_the_reader_has(
     data = to_bytes(plan, {vector})
     assert msgspec.msgpack.decode(data) == {
         **MESSAGE,
-        "vectors": [[vector.digest], MESSAGE["vectors"][1]],
+        "vectors": [[1, vector.digest], MESSAGE["vectors"][1]],
     }
     assert from_bytes(data, {vector.digest: vector}) == plan
     other = Vector.parse([4, 2, 3])
@@ -276,7 +276,10 @@ def test_a_message_with_something_wrong_is_refused():
         ((["sharded"], 1), "sharded: expected `bool`"),
         ((["edits"], {}), "edits: expected `array`, got `object`"),
         ((["vectors", 0], 3), r"vectors\[.*\]: expected `bytes | array`"),
-        ((["vectors", 0], ["ab"]), r"vectors\[0\]: there is no vector with the digest 'ab' here"),
+        (
+            (["vectors", 0], [1, "ab"]),
+            r"vectors\[0\]: there is no vector with the digest 'ab' here",
+        ),
         ((["vectors", 0], []), r"vectors\[.*\]: expected `array` of at least length 1"),
         ((["vectors", 0], b""), r"vectors\[0\]: the vector is empty"),
         ((["vectors", 0], b"abc"), r"vectors\[0\]: 3 bytes are not a whole number of float32"),

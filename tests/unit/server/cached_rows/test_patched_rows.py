@@ -1,5 +1,6 @@
 """Edits of a request with the cached rows of an earlier one, over HTTP."""
 
+import gc
 import re
 
 import pytest
@@ -10,9 +11,11 @@ from support.serving_fake import Site, make, refused, rows, serving
 
 from midstream.codecs import parse_codec
 from midstream.plan import Replace, Vector
+from midstream.plan.vectors.device_row import DeviceSource
 from midstream.results.activations import Activations
-from midstream.results.serialization import pack
+from midstream.results.serialization import PackedRows, pack
 from midstream.server.cached_rows.patched_rows import opened_rows
+from midstream.steering.guard_definition import fingerprint
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -123,3 +126,74 @@ async def test_rows_that_lost_precision_are_refused():
         assert (await refused(error, 400, "codec full8"))[
             "param"
         ] == "midstream.edits.rows.captured"
+
+
+def keep_on_device(site: Site, client: str, freed: list[str]) -> str:
+    """Lengths of rows of layer 1 at positions 2 … 5, which are on the device."""
+    source = DeviceSource("their-request", 3, [("resid_post", 1)], freed.append)
+    at = torch.arange(2, 6)
+    values = {("resid_post", 1): at[:, None].float(), ("resid_post", 2): torch.ones(4, 3)}
+    activations = Activations(values, dict.fromkeys(values, at), torch.arange(6))
+    activations.source = source
+    captures = site.server.captures
+    entry = captures.store(PackedRows(activations, 3, torch.float32), client, "r", {})
+    captures.hold(entry, source)
+    return entry.id
+
+
+async def test_rows_on_the_device_are_named_and_freed_with_their_handle():
+    freed: list[str] = []
+    async with serving() as (site, client):
+        id_ = keep_on_device(site, "127.0.0.1", freed)
+        for positions in ([5, 2], None):
+            listed = {} if positions is None else {"positions": positions}
+            where = list(range(2 if positions else 4))
+            body = asking({"captured": id_, **listed}, layer=1, positions=where)
+            assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+            (_, params, _) = site.engine.calls.pop()
+            (edit,) = params.extra_args["midstream"].plan.edits
+            found = [(row.source, row.tap, row.position, row.size, row.norm) for row in edit.rows]
+            wanted = positions or [2, 3, 4, 5]
+            tap = ("resid_post", 1)
+            assert found == [("their-request", tap, p, 3, float(p)) for p in wanted]
+        body = asking({"captured": id_, "positions": 2}, layer=2, positions=0)
+        assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+        assert edits_of(site)[0].rows == (Vector.parse([1.0] * 3),)
+        assert freed == []
+        # Also while somebody reads their lengths.
+        reading = site.server.captures.open(id_, "127.0.0.1")
+        assert reading is not None
+        assert (await client.delete(f"/v1/midstream/activations/{id_}")).status_code == 204
+        gc.collect()
+        assert freed == ["their-request"]
+        site.server.captures.end_read(*reading)
+        await refused(client.post(COMPLETIONS, json=body), 400, f"there are no rows '{id_}'")
+
+
+async def test_rows_on_the_device_are_not_there_for_another_client():
+    site, freed = await make(has_key=True), []
+    mine, others = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
+    id_ = keep_on_device(site, fingerprint("a"), freed)
+    body = asking({"captured": id_, "positions": [2]}, layer=1, positions=[0])
+    async with site.client() as client:
+        await refused(client.post(COMPLETIONS, json=body, headers=others), 400, "there are no rows")
+        path = f"/v1/midstream/activations/{id_}"
+        for response in (client.delete(path, headers=others), client.get(path, headers=others)):
+            assert (await response).status_code == 404
+        assert site.engine.calls == []
+        assert (await client.post(COMPLETIONS, json=body, headers=mine)).status_code == 200
+    assert freed == []
+    site.server.captures.close()
+    gc.collect()
+    assert freed == ["their-request"]
+    site.server.close()
+
+
+@pytest.mark.parametrize("returned", ["inline", "none"])
+async def test_rows_that_stay_on_the_device_without_a_handle_are_refused(returned):
+    async with serving() as (site, client):
+        capture = {"layers": [1], "positions": "prompt", "reduce": "device"}
+        body = {"prompt": "abcdef", "midstream": {"capture": capture, "activations": returned}}
+        error = await refused(client.post(COMPLETIONS, json=body), 400, 'expected "handle"')
+        assert error["param"] == "midstream.activations"
+        assert site.engine.calls == []

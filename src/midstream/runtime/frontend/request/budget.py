@@ -16,10 +16,21 @@ from midstream.ops import layout
 from midstream.ops.layout import Op
 from midstream.plan import ModelShape, Plan, ResolvedPlan, Vector
 from midstream.plan.positions.range_set import overlay
+from midstream.plan.positions.ranges import count as count_positions
+from midstream.plan.resolved import ON_DEVICE, path_of
 from midstream.plan.sink_target import MEMORY
+from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.rpc.remote_worker import MOST_HELD, RemoteWorker
-from midstream.runtime.protocol.segments import WHOLE, PlanSegment, RankShare, Room, cut, vectors_of
-from midstream.sites import Tap
+from midstream.runtime.protocol.segments import (
+    WHOLE,
+    PlanSegment,
+    RankShare,
+    Room,
+    cut,
+    device_rows_of,
+    vectors_of,
+)
+from midstream.sites import Tap, show_tap
 
 # Per kind of capacity: its setting, and what it counts.
 _KINDS = {
@@ -77,6 +88,8 @@ class Need:
     vectors: tuple[Vector, ...] = ()  # named by digest; the workers must store them
     # (kind, name) of the registered weights that it reads
     weights: tuple[tuple[str, str], ...] = ()
+    device_rows: int = 0  # that it leaves on the device
+    sources: tuple[str, ...] = ()  # requests whose rows on the device it has in its edits
 
     @property
     def rows(self) -> int:
@@ -149,6 +162,50 @@ def need_of(
             f"{room.probes}; raise midstream's setting probes",
         )
     return need
+
+
+def with_device_rows(need: Need, plan: ResolvedPlan, info: EngineInfo) -> Need:
+    """Return what a plan takes, with the rows that it leaves on the device, and the requests that
+    left those of its edits. Raises SpecError where this engine cannot do it.
+    """
+    num_left = 0
+    for capture in plan.captures:
+        if capture.kind == ON_DEVICE:
+            _check_alone(capture.source, info)
+            num_left += len(capture.taps) * count_positions(capture.where.ranges, plan.prompt_len)
+    stages = {tap: worker.stage for worker in info.workers for tap in worker.taps}
+    sources: dict[str, None] = {}
+    for edit, row in device_rows_of(plan):
+        sources[row.source] = None
+        stage = stages[edit.site, edit.layer]
+        if stages.get(row.tap, stage) != stage:
+            raise SpecError(
+                f"{path_of(edit.source)}.rows",
+                f"the rows of {show_tap(row.tap)} are on another pipeline stage than layer "
+                f'{edit.layer}; capture them without reduce="device", which sends them',
+            )
+    return replace(need, device_rows=num_left, sources=tuple(sources))
+
+
+def _check_alone(source: int, info: EngineInfo) -> None:
+    replicas = 1 + max(worker.replica for worker in info.workers)
+    for what, number in (("replicas", replicas), ("API servers", info.front_ends.count)):
+        if number > 1:
+            raise SpecError(
+                f"capture[{source}].reduce",
+                f'reduce="{ON_DEVICE}" leaves rows with one engine, for requests of one front end, '
+                f"and this engine has {number} {what}; capture the rows as they are",
+            )
+
+
+def left_taps(plan: ResolvedPlan) -> frozenset[Tap]:
+    """Return the taps whose rows a plan leaves on the device."""
+    return frozenset(
+        tap
+        for capture in plan.captures
+        if capture.kind == ON_DEVICE and capture.pattern is not None
+        for tap in capture.pattern.reads
+    )
 
 
 def check_tables(need: Need, room: Room) -> None:

@@ -32,6 +32,7 @@ from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
 from midstream.runtime.protocol.rpc import StopRequests, UpdatedPlan, UpdatePlan
+from midstream.runtime.protocol.segments import device_rows_of
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.validation import at
 
@@ -231,6 +232,10 @@ class PlanChanges(RunningPlans):
             history.prompt,
         )
         check_same_reads(history.first, prepared.plan)
+        if set(prepared.need.sources) - {row.source for _, row in device_rows_of(history.first)}:
+            raise SpecError(
+                "edits", "rows on the device are for the edits that a request begins with"
+            )
         return _ValidChange(uid, history, own_edits, factor, prepared)
 
     def _take(self, change: _ValidChange, source: str) -> PendingChange:

@@ -35,6 +35,7 @@ from midstream.runtime.frontend.request.budget import (
     all_taps,
     max_row_bytes,
     need_of,
+    with_device_rows,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controlled import with_controller
@@ -266,8 +267,8 @@ class PlanResolver:
         need = need_of(resolved, self._taps, self._info.room, edits, width, ranks)
         counts = {name: count for name, count in counts.items() if count}
         need = replace(need, counts=counts, vectors=named, weights=weights)
-        if resolved.biases:
-            check_biases(resolved, config)
+        need = with_device_rows(need, resolved, self._info)
+        check_biases(resolved, config)
         _check_ring(resolved, workers)
         _check_functions(resolved, workers)
         _check_gates(resolved, workers)

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from midstream.plan import ResolvedPlan, Vector
+from midstream.plan.vectors.device_row import DeviceRow
 from midstream.runtime.protocol.segments import vectors_of
 from midstream.runtime.protocol.vector_update import VectorUpdate
 
@@ -26,6 +27,7 @@ def named_vectors(plan: ResolvedPlan) -> tuple[Vector, ...]:
         for step in part.instructions
         for run in vectors_of(step)
         for vector in run
+        if not isinstance(vector, DeviceRow)
     )
     is_small = sum(len(vector.data) for vector in vectors) <= MOST_BY_VALUE
     return () if is_small else tuple(vectors)

@@ -99,6 +99,7 @@ def joint_need(needs: Sequence[Need], room: Room) -> Need:
         kinds=kinds,
         vectors=tuple(dict.fromkeys(vector for need in needs for vector in need.vectors)),
         weights=tuple(dict.fromkeys(weight for need in needs for weight in need.weights)),
+        sources=tuple(dict.fromkeys(source for need in needs for source in need.sources)),
     )
     check_tables(total, room)
     return total

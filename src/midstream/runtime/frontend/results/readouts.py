@@ -41,6 +41,8 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
             by_kind.setdefault(capture.kind, []).append((capture, asked))
     readouts = {key: RESULTS[key].decode(rows, mine) for key, mine in by_kind.items()}
     vectors = with_reduced(_vectors(rows, widths), rows, admitted.plan)
+    if vectors is not None:
+        vectors.source = admitted.source
     return Parted(vectors, {**_NONE, **readouts})
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from midstream.plan.resolved import REDUCING
+from midstream.plan.resolved import LENGTHS, ON_DEVICE, REDUCING
 from midstream.runtime.protocol.runs import within_runs
 from midstream.runtime.worker.readouts.logits import StepLogits
 from midstream.runtime.worker.readouts.queries import queries_of
@@ -17,6 +19,7 @@ from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_plan import CodecBatch
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers, on_device
+from midstream.runtime.worker.tables.device_rows import DeviceRowTable
 from midstream.runtime.worker.tables.pattern_records import PatternEncoding
 
 
@@ -30,16 +33,22 @@ class StepPatterns:
         codecs: CodecTable,
         reader: PatternReader | None,
         reductions: Reductions,
+        device_rows: DeviceRowTable,
     ) -> None:
         self._buffers = buffers
         self._slots = slots
         self._codecs = codecs
         self._reader = reader
         self._reductions = reductions
+        self._device_rows = device_rows
 
     def compute(self, prepared: PreparedStep) -> StepLogits:
-        """Count a step's reduced rows, write scores of attention, return the logits asked for."""
+        """Count a step's reduced rows, copy those that stay on the device, write scores of
+        attention, return the logits asked for.
+        """
         self._count(prepared)
+        if len(self._device_rows):
+            self._copy(prepared)
         if self._reader is None:
             return {}
         self._score(prepared, self._reader)
@@ -65,23 +74,44 @@ class StepPatterns:
         """Add a step's rows to its requests' sums, each position once, also after preemption."""
         if not len(self._reductions):
             return
-        runs, reductions = prepared.plan.runs, self._reductions
+        reductions = self._reductions
         reached: dict[int, int] = {}
+        for encoding, slot, position, records in self._runs(prepared):
+            if not encoding.has_sums:
+                continue
+            skip = max(0, reductions.counted(slot) - position)
+            if skip < len(records):
+                reductions.add(slot, encoding, records[skip:])
+            reached[slot] = max(reached.get(slot, 0), position + len(records))
+        for slot, stop in reached.items():
+            reductions.advance(slot, stop)
+
+    def _copy(self, prepared: PreparedStep) -> None:
+        """Copy a step's rows that stay on the device; after preemption to the same places."""
+        for encoding, slot, position, records in self._runs(prepared):
+            request = self._slots.by_slot(slot)
+            for columns in encoding.patterns:
+                if request is not None and columns.kind == ON_DEVICE:
+                    rows = records[:, columns.start : columns.start + columns.width]
+                    self._device_rows.store(request.uid, columns.tap, position, rows)
+
+    def _runs(self, prepared: PreparedStep) -> Iterator[tuple[PatternEncoding, int, int, Tensor]]:
+        """Yield the runs of a step's requests whose rows are counted or stay on the device: the
+        encoding, the slot, the first position and the records [n, numbers].
+        """
+        runs = prepared.plan.runs
         for batch in prepared.plan.batches:
             encoding = self._codecs.encoding(batch.codec)
-            if not isinstance(encoding, PatternEncoding) or not encoding.has_sums:
+            if not isinstance(encoding, PatternEncoding):
+                continue
+            if not (encoding.has_sums or encoding.leaves_rows):
                 continue
             records = self._records(prepared, batch, encoding)
             first = (batch.record // encoding.units).tolist()
             columns = runs.slot, runs.position, runs.length
             every = zip(first, *(column[batch.runs].tolist() for column in columns), strict=True)
             for record, slot, position, length in every:
-                skip = max(0, reductions.counted(slot) - position)
-                if skip < length:
-                    reductions.add(slot, encoding, records[record + skip : record + length])
-                reached[slot] = max(reached.get(slot, 0), position + length)
-        for slot, stop in reached.items():
-            reductions.advance(slot, stop)
+                yield encoding, slot, position, records[record : record + length]
 
     def _reduced(
         self, prepared: PreparedStep, batch: CodecBatch, encoding: PatternEncoding, records: Tensor
@@ -91,7 +121,7 @@ class StepPatterns:
         for index, columns in enumerate(encoding.patterns):
             if not columns.is_row:
                 continue
-            if columns.kind == "norm":
+            if columns.kind in LENGTHS:
                 vectors = records[:, columns.start : columns.start + columns.width]
                 norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=torch.float64)
                 rows[index] = norms.float()

@@ -12,8 +12,10 @@ from midstream.errors import NoRoomError
 from midstream.ops import layout
 from midstream.ops.layout import Flags
 from midstream.plan import Vector
+from midstream.plan.vectors.device_row import DeviceRow
 from midstream.runtime.protocol.segments import Edits, TapProgramStep, vectors_of
-from midstream.runtime.worker.tables.device_buffers import Buffers, scatter, upload
+from midstream.runtime.worker.tables.device_buffers import Buffers, on_device, scatter, upload
+from midstream.runtime.worker.tables.device_rows import DeviceRowTable
 from midstream.runtime.worker.tables.range_pool import Pool, RangeAllocator
 
 _FRESH, _OTHER_IDS = int(Flags.FRESH), int(Flags.OTHER_IDS)  # see `midstream.plan.instructions`
@@ -25,8 +27,9 @@ _ALONE = 1 << 18
 class InstructionStore:
     """Owner of `Buffers.instructions`, `params`, `lists` and `bank`; equal ones are there once."""
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: Buffers, device_rows: DeviceRowTable | None = None) -> None:
         self._buffers = buffers
+        self.device_rows = device_rows
         self.reset()
 
     def reset(self) -> None:
@@ -79,6 +82,7 @@ class InstructionStore:
         unit = self._buffers.unit
         new_units: list[int] = []
         new_vectors: list[Vector] = []
+        copied: list[tuple[int, DeviceRow]] = []  # from the device, with its first unit
         acquired: list[tuple[Pool, object]] = []
 
         def rows(vectors: tuple[Vector, ...]) -> int:
@@ -93,7 +97,17 @@ class InstructionStore:
                 )
             acquired.append((self.bank, vectors))
             start, is_new = allocation
-            if is_new and units * unit >= _ALONE:
+            if is_new and any(isinstance(vector, DeviceRow) for vector in vectors):
+                unit_of_row = start
+                for vector in vectors:
+                    mine = range(unit_of_row, unit_of_row + vector.size // unit)
+                    if isinstance(vector, DeviceRow):
+                        copied.append((unit_of_row, vector))
+                    else:
+                        new_units.extend(mine)
+                        new_vectors.append(vector)
+                    unit_of_row = mine.stop
+            elif is_new and units * unit >= _ALONE:
                 data = bytearray().join([vector.data for vector in vectors])
                 values = torch.frombuffer(data, dtype=torch.float32).view(-1, unit)
                 upload(self._buffers.bank[start : start + units], values)
@@ -132,7 +146,18 @@ class InstructionStore:
             data = bytearray().join([vector.data for vector in new_vectors])
             values = torch.frombuffer(data, dtype=torch.float32).view(-1, unit)
             scatter(self._buffers.bank, new_units, values)
+        if copied:
+            self._copy(copied)
         return np.array(words, np.int32), np.array(numbers, np.float32)
+
+    def _copy(self, copied: Sequence[tuple[int, DeviceRow]]) -> None:
+        """Queue the copy of rows on the device into the bank, each from a unit on."""
+        assert self.device_rows is not None
+        rows = self.device_rows.read([row for _, row in copied])
+        bank, width = self._buffers.bank, rows.shape[1] // self._buffers.unit
+        first = torch.tensor([start for start, _ in copied])[:, None] + torch.arange(width)
+        units = on_device(first.view(-1), bank.device)
+        bank.index_copy_(0, units, rows.view(-1, self._buffers.unit))
 
     def _dose_slot(self, edit: TapProgramStep) -> int:
         """Return 1 + the column of an edit's dose; 0: it has none."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from midstream.codecs import RowEncoding
-from midstream.plan.resolved import REDUCING, LensMap, PatternKind, SaeEncoder
+from midstream.plan.resolved import ON_DEVICE, REDUCING, LensMap, PatternKind, SaeEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ class PatternEncoding(RowEncoding):
     def has_sums(self) -> bool:
         """Whether vectors of a record are counted in sums."""
         return any(pattern.kind in REDUCING for pattern in self.patterns)
+
+    @property
+    def leaves_rows(self) -> bool:
+        """Whether vectors of a record stay on the device."""
+        return any(pattern.kind == ON_DEVICE for pattern in self.patterns)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of an encoded record; 0: this rank returns nothing of it."""

@@ -15,6 +15,7 @@ from midstream.ops import layout
 from midstream.ops.layout import Op
 from midstream.runtime.protocol.segments import Edits, TapProgramStep
 from midstream.runtime.worker.tables.device_buffers import Buffers, upload
+from midstream.runtime.worker.tables.device_rows import DeviceRowTable
 from midstream.runtime.worker.tables.instruction_store import InstructionStore
 
 
@@ -31,10 +32,10 @@ class _Entry:
 class ProgramTable:
     """Owner of `Buffers.table`."""
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: Buffers, device_rows: DeviceRowTable | None = None) -> None:
         self._buffers = buffers
         self._num_taps, self._rows, _ = buffers.table.shape
-        self.instructions = InstructionStore(buffers)
+        self.instructions = InstructionStore(buffers, device_rows)
         self._programs: dict[Edits, _Entry] = {}
         self._unused: set[Edits] = set()  # programs without a user
         self._groups: dict[tuple[int, ...], _Entry] = {}
