@@ -48,7 +48,7 @@ def ids(rows: TcpRows, most: int | None = None) -> list[str]:
 
 
 def wait_until(holds: Any) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -56,7 +56,7 @@ def queue_of(sink, dead_letters=None, **settings):
     return EventQueue("test", sink, EventSettings(**own), dead_letters)
 
 
-def until(condition, seconds=10):
+def until(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it has not happened"
