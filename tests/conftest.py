@@ -85,6 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.nightly)
         if name.startswith(("engine/", "system/", "browser/", "nightly/")):
             item.add_marker(pytest.mark.engine)
+        # A server of objects is a process.
+        if "object_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.engine)
         if not NIGHTLY:
             _cap_examples(item)
     if not NIGHTLY and not _names_nightly(config):

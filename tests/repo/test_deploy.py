@@ -305,6 +305,7 @@ def promtool(*words):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.engine  # starts processes
 def test_the_alerts_fire_as_their_tests_say():
     promtool("test", "rules", "alerts_test.yaml")
 

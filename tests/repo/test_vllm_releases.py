@@ -97,6 +97,7 @@ def test_the_parts_that_are_read_hold_every_python_file_and_not_the_rest():
             assert archive.read(name).decode() == FILES[name]
 
 
+@pytest.mark.engine  # starts processes
 def test_a_release_that_the_index_does_not_have_is_a_failure_and_no_skip(monkeypatch):
     monkeypatch.delenv("MIDSTREAM_OFFLINE", raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -130,7 +130,7 @@ def hub_stand_in(patch: pytest.MonkeyPatch, cache: Any) -> Iterator[StandIn]:
 
     hub = StandIn()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
     for name, value in (

@@ -28,8 +28,8 @@ def nothing_left() -> Iterator[Callable[[Running], None]]:
     end = time.monotonic() + 60
     while left := [one for one in processes if one.is_running() and one.status() != "zombie"]:
         assert time.monotonic() < end, f"processes are left: {left}"
-        time.sleep(0.2)
+        time.sleep(0.05)
     while kept := memory & mapped():
         assert time.monotonic() < end, f"shared memory is left: {kept}"
-        time.sleep(0.2)
+        time.sleep(0.05)
     assert not [name for name in set(os.listdir("/dev/shm")) - names if "midstream" in name]

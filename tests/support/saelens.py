@@ -1,6 +1,6 @@
 """Random SAEs of the package `sae_lens`, in its own files: the reference of tests.
 
-Importing it takes seconds, so one file of tests does.
+`sae_lens` takes seconds to import: it is imported where it is used.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sae_lens
 import torch
-from sae_lens.saes.sae import SAEMetadata
 from torch import Tensor
 
 from support.end_oracle import EndOracle
@@ -93,6 +91,8 @@ def explained(sae: Any, rows: Tensor) -> float:
 
 def read(folder: Path) -> Any:
     """Return what `sae_lens` reads of a folder, in float64."""
+    import sae_lens
+
     return sae_lens.SAE.load_from_disk(folder).to(torch.float64)
 
 
@@ -140,6 +140,9 @@ def reconstructed(
 
 
 def _made(name: str, width: int, features: int, given: dict[str, Any]) -> Any:
+    import sae_lens
+    from sae_lens.saes.sae import SAEMetadata
+
     fields = dict(given)
     places = {key: fields.pop(key) for key in ("hook_name", "hook_name_out") if key in fields}
     config = getattr(sae_lens, f"{name}Config")
@@ -150,6 +153,8 @@ def _made(name: str, width: int, features: int, given: dict[str, Any]) -> Any:
 
 
 def _saved(sae: Any, folder: Path) -> Path:
+    import sae_lens
+
     is_trained = isinstance(sae, sae_lens.TrainingSAE)
     (sae.save_inference_model if is_trained else sae.save_model)(folder)
     return folder

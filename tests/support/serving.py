@@ -106,7 +106,7 @@ class Running:
             leases = sum(one["arena"]["leases"] for one in status["workers"])
             if not status["requests"] + status["waiting"] + leases or time.monotonic() > end:
                 return status
-            time.sleep(0.1)
+            time.sleep(0.02)
 
     def stop(self, seconds: float = 90) -> int:
         """Ends it as an operator would; its exit status."""
@@ -188,7 +188,7 @@ def _wait(server: Running) -> None:
             pass
         assert server.process.poll() is None, f"it ended: {server.log[-6000:]}"
         assert time.monotonic() < end, f"it does not answer: {server.log[-6000:]}"
-        time.sleep(0.25)
+        time.sleep(0.05)
 
 
 def free_port() -> int:

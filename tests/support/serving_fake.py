@@ -1,6 +1,7 @@
 """A fake engine, and an app like vLLM's around it, with midstream's endpoints."""
 
 import asyncio
+import functools
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -300,12 +301,15 @@ async def make(
         # It imports vLLM, which takes seconds.
         patch.object(plugin, "_has_key", lambda args: has_key),
         patch.object(FastAPI, "include_router", _include_router),
+        patch.object(plugin.fingerprint, "install", _install),
     ):
         endpoints.attach_router(app)
     await endpoints.init_state(engine, app.state, app.state.args)
     return site
 
 
+# It looks through modules of vLLM, of which a process has one.
+_install = functools.cache(plugin.fingerprint.install)
 _include = FastAPI.include_router
 _routes: dict[int, list[Any]] = {}
 

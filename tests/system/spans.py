@@ -32,7 +32,7 @@ def collecting() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/v1/traces", found
         server.shutdown()
 

@@ -88,7 +88,7 @@ def test_the_closest_name_is_looked_for_only_where_that_is_fast():
     assert closest("zzz", ["bank_rows", "probes"]) == ""
     assert hint("zzz", ["bank_rows"]) == ""
     names = [f"{'direction-' * 6}{index:06}" for index in range(100_000)]
-    began = time.perf_counter()
+    began = time.process_time()
     assert hint(f"{'direction-' * 6}x00000", names) == ""
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert hint("direction-x", ["direction-y"]) == " (did you mean `direction-y`?)"

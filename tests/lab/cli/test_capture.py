@@ -207,6 +207,7 @@ def wait_for(folder, pattern):
     raise AssertionError(f"{pattern} was not written")
 
 
+@pytest.mark.engine  # starts processes
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_in_good_order_and_resume_goes_on(tmp_path, number, status):
     write_lines(tmp_path, prompts(400))
@@ -226,6 +227,7 @@ def test_a_signal_ends_it_in_good_order_and_resume_goes_on(tmp_path, number, sta
     check_rows(tmp_path / "acts", texts)
 
 
+@pytest.mark.engine  # starts processes
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_is_heard_although_the_start_of_the_engine_loses_interrupts(
     tmp_path, number, status

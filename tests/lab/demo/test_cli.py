@@ -25,6 +25,7 @@ def run_python(*arguments, **environment):
     )
 
 
+@pytest.mark.engine  # starts processes
 def test_help_says_all_options_and_imports_neither_vllm_nor_torch():
     code = (
         "import sys, midstream.lab.demo.cli as cli\n"
@@ -100,6 +101,7 @@ def test_both_commands_take_several_scales_after_one_option(called, arguments, s
     assert called[0].layer == (-1 if "--layer" in arguments else None)
 
 
+@pytest.mark.engine  # starts processes
 @pytest.mark.parametrize("out", [".", "a-file/report.html"])
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path, out):
     (tmp_path / "a-file").write_text("")
@@ -124,6 +126,7 @@ print("after")
 """
 
 
+@pytest.mark.engine  # starts processes
 def test_noise_is_kept_away_unless_something_fails_or_it_is_wished_for():
     done = run_python("-c", NOISE.format(verbose=True, ending="pass"))
     assert "noise from C" in done.stdout
@@ -140,6 +143,7 @@ def test_noise_is_kept_away_unless_something_fails_or_it_is_wished_for():
     assert "RuntimeError: no luck" in done.stderr
 
 
+@pytest.mark.engine  # starts processes
 def test_a_user_s_own_settings_win():
     code = (
         "import os; from midstream import console as surroundings;"
@@ -151,6 +155,7 @@ def test_a_user_s_own_settings_win():
     assert run_python("-c", code, **own).stdout == "3 INFO\n"
 
 
+@pytest.mark.engine  # starts processes
 def test_what_midstream_refuses_in_a_process_of_the_engines_is_told_by_its_own_words():
     ending = (
         "sys.stderr.write('(Worker pid=1) ERROR midstream.errors.ConfigError: layer 99\\n')\n"

@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from sae_lens.config import CacheActivationsRunnerConfig
-from sae_lens.training.activations_store import ActivationsStore
 from support import saelens
 from unit.store.making import header, rows_of, write
 
@@ -52,6 +50,9 @@ def assert_learnt(sae, losses):
 
 
 def test_an_sae_trains_from_exported_activations(stored, tmp_path):
+    from sae_lens.config import CacheActivationsRunnerConfig
+    from sae_lens.training.activations_store import ActivationsStore
+
     export(stored.select(site="resid_post"), tmp_path / "acts", "saelens", length=50)
     known = json.loads((tmp_path / "acts" / "cache_activations_runner_cfg.json").read_text())
     config = CacheActivationsRunnerConfig(

@@ -59,12 +59,14 @@ def decisions(model, rows):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_held_out_scores_are_those_of_a_cross_validation_by_scikit_learn(kind):
+# A network takes long to fit.
+@pytest.mark.parametrize(("kind", "folds"), [("linear", 5), ("mlp", 2)])
+def test_held_out_scores_are_those_of_a_cross_validation_by_scikit_learn(kind, folds):
     rows, labels = planted()
-    found = FittedProbe.from_rows(rows, labels, kind, layer=7, seed=SEED, name="guard")
+    given = {} if folds == 5 else {"held_out": folds}  # 5 by default
+    found = FittedProbe.from_rows(rows, labels, kind, layer=7, seed=SEED, name="guard", **given)
     model = make_pipeline(StandardScaler(), KINDS[kind])
-    wanted, folds = np.empty(TEXTS), StratifiedGroupKFold(5, shuffle=True, random_state=SEED)
+    wanted, folds = np.empty(TEXTS), StratifiedGroupKFold(folds, shuffle=True, random_state=SEED)
     for train, test in folds.split(rows, labels, np.arange(TEXTS)):
         wanted[test] = decisions(clone(model).fit(rows[train], labels[train]), rows[test])
     scale = np.abs(wanted).max()
@@ -80,7 +82,7 @@ def test_held_out_scores_are_those_of_a_cross_validation_by_scikit_learn(kind):
 
 def test_the_penalty_of_a_logistic_regression_is_that_of_the_least_loss_on_held_out_groups():
     rows, labels = planted()
-    found = FittedProbe.from_rows(rows, labels, layer=0, seed=SEED)
+    found = FittedProbe.from_rows(rows, labels, layer=0, held_out=2, seed=SEED)
     losses = {}
     folds = StratifiedGroupKFold(3, shuffle=True, random_state=SEED)
     for c in 10.0 ** np.arange(-4, 2):
@@ -191,8 +193,9 @@ def test_several_classes_are_told_by_multinomial_regression_and_each_against_the
         chosen = view.threshold(0.05)
         assert chosen.fpr.value == (found.scores[labels != index, index] >= chosen.value).mean()
         assert chosen.probe.info.recipe["class"] == name
-        assert view.learning_curve([60]).aucs[0].value == pytest.approx(view.auc.value, abs=1e-9)
         assert view.calibrate().brier < 0.25
+    curve = view.learning_curve([60])
+    assert curve.aucs[0].value == pytest.approx(view.auc.value, abs=1e-9)
     refused_calls(
         (lambda: found.auc, "", "fitted.of.* is of one of 'code', 'poem', 'talk'"),
         (lambda: found.threshold(0.1), "", "several classes"),
@@ -221,7 +224,7 @@ def test_the_score_at_the_last_token_is_that_of_the_text(pool, own, classes):
 
 def test_a_mean_of_rows_has_the_mean_of_scores_and_one_row_has_no_pool():
     rows, labels, owners = needles(texts=60)
-    arguments = {"labels": labels, "layer": 0, "owners": owners, "reduce": "mean"}
+    arguments = {"labels": labels, "layer": 0, "owners": owners, "reduce": "mean", "held_out": 0.5}
     assert FittedProbe.from_rows(rows, kind="linear", **arguments).probe.pool == "mean:4096"
     assert FittedProbe.from_rows(rows, kind="mlp", **arguments).probe.pool == "none"
     assert FittedProbe.from_rows(rows[:60], labels, "linear", layer=0).probe.pool == "none"
@@ -238,15 +241,15 @@ def tokens_of_texts(texts=40, tokens=8, width=48, seed=0):
 
 def test_random_labels_are_not_told_although_each_text_has_many_alike_tokens():
     areas = []
-    for seed in range(8):
+    for seed in range(4):
         rows, labels, owners = tokens_of_texts(seed=seed)
         found = FittedProbe.from_rows(rows, labels, "linear", layer=0, owners=owners, seed=seed)
         areas.append(found.auc.value)
         # The same rows, of which each is said to be a text of its own: tokens leak.
         leaking = FittedProbe.from_rows(rows, labels[owners], "linear", layer=0, seed=seed)
         assert leaking.auc.value > 0.95
-    # The mean of 8 areas of 20 and 20 texts has a standard deviation of 0.03.
-    assert abs(np.mean(areas) - 0.5) < 0.12, areas
+    # The mean of 4 areas of 20 and 20 texts has a standard deviation of 0.05.
+    assert abs(np.mean(areas) - 0.5) < 0.15, areas
 
 
 @given(st.data())
@@ -284,7 +287,7 @@ def test_tokens_are_reduced_and_pooled_by_text_in_whatever_order_they_come():
     of_text = [rows[owners == text] for text in range(30)]
     means = np.stack([part.mean(0) for part in of_text])
     lasts = np.stack([part[-1] for part in of_text])
-    arguments = {"kind": "linear", "layer": 0, "seed": SEED}
+    arguments = {"kind": "linear", "layer": 0, "held_out": 2, "seed": SEED}
     for reduce, wanted in (("mean", means), ("last", lasts)):
         found = FittedProbe.from_rows(rows, labels, owners=owners, reduce=reduce, **arguments)
         same = FittedProbe.from_rows(wanted, labels, **arguments)
@@ -405,7 +408,7 @@ def test_what_is_known_of_a_fit_comes_back_from_its_file(tmp_path):
 
 def test_labels_are_numbers_bools_and_names_and_one_class_is_the_positive_one():
     rows, labels = planted()
-    arguments = {"kind": "linear", "layer": 0, "seed": SEED}
+    arguments = {"kind": "linear", "layer": 0, "held_out": 2, "seed": SEED}
     plain = FittedProbe.from_rows(rows, labels.tolist(), **arguments)
     for values in (labels, labels == 1, torch.tensor(labels), ["b" if n else "a" for n in labels]):
         found = FittedProbe.from_rows(rows, values, **arguments)

@@ -15,6 +15,7 @@ from midstream.lab.report import ReportError, table
 from midstream.lab.report.page import render
 from midstream.lab.report.pairs import Pair
 from midstream.lab.report.run import ReportPlan, _repetition, run
+from midstream.lab.report.sections import layers_section
 
 TOPICS = ["day", "night", "house", "river", "garden"]
 WORDS = [("glad", "sad"), ("won", "lost"), ("saved", "died"), ("laughed", "wept")]
@@ -134,7 +135,7 @@ def test_the_layer_can_be_chosen(engine, wanted, steered):
     result = run(engine, dataclasses.replace(PLAN, layer=wanted), no_stage)
     assert result.layer == steered
     assert result.best_layer == engine.layer
-    assert f"Layer {steered} is the one steered below" in render(result)
+    assert f"Layer {steered} is the one steered below" in layers_section(result)
 
 
 @pytest.mark.parametrize("wanted", [4, -5])

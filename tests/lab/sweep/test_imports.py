@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import midstream
 
 PROGRAM = """
@@ -28,6 +30,7 @@ assert "1.00" in str(sweep.picture())
 """
 
 
+@pytest.mark.engine  # starts processes
 def test_a_sweep_is_read_and_shown_without_torch_and_vllm():
     source = Path(midstream.__file__).parent.parent
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, env={"PYTHONPATH": str(source)})

@@ -246,6 +246,7 @@ def test_wrong_options_are_refused_before_any_work(run, arguments, said):
     assert asked == []
 
 
+@pytest.mark.engine  # starts processes
 def test_python_m_midstream_is_the_same_command_and_light_to_import():
     code = (
         "import sys, runpy; sys.argv = ['midstream', 'doctor', '--help']\n"

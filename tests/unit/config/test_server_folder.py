@@ -32,6 +32,7 @@ os._exit(1)
 """
 
 
+@pytest.mark.engine  # starts processes
 def test_children_find_it_and_it_goes_with_the_process_that_made_it():
     environment = {**os.environ, VARIABLE: f"{os.getpid()}:/another/server's"}
     done = subprocess.run(
@@ -42,6 +43,7 @@ def test_children_find_it_and_it_goes_with_the_process_that_made_it():
     assert not Path(folder).exists()
 
 
+@pytest.mark.engine  # starts processes
 def test_what_a_killed_process_has_left_its_children_remove():
     child = (
         "import time; from midstream.config.server_folder import remove_if_left\n"

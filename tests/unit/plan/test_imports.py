@@ -2,6 +2,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import midstream
 
 PROGRAM = """
@@ -22,6 +24,7 @@ assert wire.from_bytes(wire.to_bytes(resolved)) == resolved
 """
 
 
+@pytest.mark.engine  # starts processes
 def test_it_works_without_torch_and_vllm():
     source = Path(midstream.__file__).parent.parent
     env = {"PYTHONPATH": str(source)}

@@ -198,6 +198,7 @@ def test_an_id_of_a_damaged_store_is_refused_as_unknown_and_rows_without_one_are
     sinks.close()
 
 
+@pytest.mark.engine  # starts processes
 def test_another_process_has_an_id_until_it_ends_and_a_killed_one_leaves_nothing(tmp_path):
     path = str(tmp_path / "locks")
     command = [sys.executable, "-c", HOLDING, path, "a"]

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def send(sink: TcpSink, *names: str, **changes: Any) -> None:
 
 
 def reader(sink: TcpSink, **settings: Any) -> TcpRows:
-    return TcpRows(*sink.address, **{"wait_seconds": 1, **settings})
+    return TcpRows(*sink.address, **{"wait_seconds": 10, **settings})
 
 
 def ids(rows: TcpRows, most: int | None = None) -> list[str]:
@@ -50,7 +50,7 @@ def ids(rows: TcpRows, most: int | None = None) -> list[str]:
 
 
 def wait_until(holds: Any) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -60,11 +60,37 @@ def files(sink: TcpSink) -> list[Path]:
     return sorted(Path(sink._root).glob("*.rows"))
 
 
+ENDS = count()
+
+
+def ids_up_to_now(sink: TcpSink, rows: Iterator[Any]) -> list[str]:
+    """What a reader yields before a record that is sent now; no other reader has records."""
+    end = f"end{next(ENDS)}"
+    send(sink, end)
+    names: list[str] = []
+    for row in rows:
+        if row.id == f"/{end}/0":
+            return names
+        names.append(row.id)
+    raise AssertionError(f"{names}, and then the reader ended")
+
+
+def all_ids(sink: TcpSink, rows: TcpRows) -> list[str]:
+    """Ids that a reader yields of all records, which it acknowledges."""
+    wait_until(lambda: not sink._spool._held)  # what earlier readers had is there again
+    iterator: Any = iter(rows)
+    names = ids_up_to_now(sink, iterator)
+    rows.acknowledge()
+    iterator.close()
+    return names
+
+
 def test_rows_come_bit_by_bit_with_their_request_and_positions(sent: TcpSink) -> None:
     taps = [("resid_post", 1), ("resid_post", 3)]
     rows = activations(taps, positions=[0, 1, 3])
     send(sent, "a", activations=rows, tag="t", metadata={"label": 1})
-    [one] = DataLoader(reader(sent), batch_size=None)
+    loader = iter(DataLoader(reader(sent), batch_size=None))
+    one = next(loader)
     assert (one.id, one.header["request_id"], one.header["status"]) == ("t/a/0", "7", "ok")
     assert one.header["metadata"] == {"label": 1}
     assert one.positions == dict.fromkeys(["resid_post.1", "resid_post.3"], [[0, 2], [3, 4]])
@@ -72,7 +98,8 @@ def test_rows_come_bit_by_bit_with_their_request_and_positions(sent: TcpSink) ->
     for tap in taps:
         assert torch.equal(one.activations[tap], rows[tap])
         assert torch.equal(one.activations.positions_of(*tap), rows.positions_of(*tap))
-    wait_until(lambda: not files(sent))
+    assert ids_up_to_now(sent, loader) == []
+    wait_until(lambda: len(files(sent)) == 1)  # the last one has no acknowledgement yet
 
 
 def test_a_record_is_kept_until_it_is_acknowledged_and_then_deleted(sent: TcpSink) -> None:
@@ -85,7 +112,7 @@ def test_a_record_is_kept_until_it_is_acknowledged_and_then_deleted(sent: TcpSin
     wait_until(lambda: len(files(sent)) == 2)
     iterator.close()  # type: ignore[attr-defined]
     # `b` was yielded, and no other was asked for: it comes again, and is dropped.
-    assert ids(rows) == ["/c/0"]
+    assert all_ids(sent, rows) == ["/c/0"]
     assert rows.doubles == 1
     wait_until(lambda: not files(sent))
 
@@ -114,11 +141,11 @@ def test_a_new_reader_gets_what_its_predecessor_had_and_drops_what_a_state_knows
 def test_a_request_that_is_sent_again_under_its_name_is_dropped(sent: TcpSink) -> None:
     send(sent, "a", "b", "a")
     rows = reader(sent)
-    assert ids(rows) == ["/a/0", "/b/0"]
+    assert all_ids(sent, rows) == ["/a/0", "/b/0"]
     known = reader(sent)
     known.know(["/c/0"])
     send(sent, "c", "d")
-    assert ids(known) == ["/d/0"]
+    assert all_ids(sent, known) == ["/d/0"]
     wait_until(lambda: not files(sent))
 
 
@@ -148,7 +175,7 @@ def test_a_full_spool_lets_writes_wait_for_a_reader_and_loses_nothing(tmp_path: 
 
     thread = threading.Thread(target=fill, daemon=True)
     thread.start()
-    thread.join(0.5)
+    thread.join(0.2)
     assert thread.is_alive(), "nobody reads, and the engine goes on"
     assert sum(path.stat().st_size for path in files(sink)) <= 4096
     rows, seen = reader(sink), []
@@ -168,8 +195,13 @@ def test_a_write_that_waits_lets_readers_have_those_before_it_that_nobody_flushe
     sink.open(ORIGIN)
     writes = threading.Thread(target=lambda: [sink.write(delivery(name)) for name in "ab"])
     writes.start()
-    assert ids(reader(sink)) == ["/a/0"]
+    rows = reader(sink, manual=True)
+    iterator = iter(rows)
+    assert next(iterator).id == "/a/0"
+    rows.acknowledge()
     writes.join(30)
+    assert not writes.is_alive()
+    assert files(sink) == []
     assert len(list((tmp_path / "spool").glob("*.part"))) == 1
     sink.close()
 
@@ -192,8 +224,9 @@ def test_a_write_may_wait_for_a_reader_longer_than_a_call(tmp_path: Path) -> Non
     results = [queue.put(delivery(name), 10) for name in "ab"]
     sink: Any = queue._sink
     wait_until(lambda: files(sink))
-    time.sleep(1)
+    time.sleep(0.5)
     assert not results[1].done()
+    queue.drain()  # it is flushed when it is written, and not some seconds later
     assert ids(reader(sink), 2) == ["/a/0", "/b/0"]
     assert [result.result(10).status for result in results] == ["ok", "ok"]
     sinks.close()
@@ -205,7 +238,8 @@ def test_readers_share_records_and_one_that_ends_leaves_its_own(sent: TcpSink) -
     other = iter(reader(sent, window_bytes=1))
     names = {next(one).id, next(other).id}
     one.close()  # type: ignore[attr-defined]
-    names.update(row.id for row in other)
+    wait_until(lambda: len(sent._spool._held) == 1)
+    names.update(ids_up_to_now(sent, other))
     assert names == {f"/{name}/0" for name in "abcdef"}
 
 

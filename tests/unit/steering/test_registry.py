@@ -280,7 +280,7 @@ def test_vectors_take_no_more_room_than_there_is_and_a_name_makes_room_for_itsel
 def test_an_unknown_name_is_found_out_fast_among_as_many_names_as_there_may_be(registry):
     for nth in range(module.MAX_NAMES):
         registry.register(f"{'direction-' * 9}{nth:04}", V)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(SpecError, match="did you mean"):
         registry.lookup(f"{'direction-' * 9}x000")
-    assert time.perf_counter() - began < 0.3
+    assert time.process_time() - began < 0.3

@@ -412,10 +412,10 @@ def test_a_forged_shard_is_read_or_refused_but_never_anything_else(tmp_path_fact
 def test_headers_and_requests_that_cannot_be_are_refused_in_no_time_and_no_memory(tmp_path):
     cases = [(changed(change), problem) for change, problem in HEADERS.values()]
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     for data, problem in (*cases, *LINES.values()):
         refused(tmp_path, data, problem)
-    took = time.perf_counter() - started
+    took = time.process_time() - started
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert took < 20

@@ -347,6 +347,7 @@ def write_some(root, number):
     )
 
 
+@pytest.mark.engine  # starts processes
 @pytest.mark.parametrize("writers", [2, 4])
 def test_processes_share_a_store(tmp_path, writers):
     context = multiprocessing.get_context("fork")

@@ -162,6 +162,7 @@ def test_text_is_escaped_for_elements_and_attributes() -> None:
     assert escape("\u202ea\x00\ud800\n") == "\ufffda\ufffd\ufffd\n"
 
 
+@pytest.mark.engine  # starts processes
 def test_texts_and_numbers_need_numpy_alone() -> None:
     code = (
         "import sys; from midstream import viz; str(viz.heatmap([[1]], ['a'], ['b']));"

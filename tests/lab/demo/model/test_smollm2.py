@@ -130,9 +130,9 @@ def test_a_complete_folder_is_left_alone_in_milliseconds_and_an_empty_one_filled
     place.mkdir(parents=True)
     smollm2.make_smollm2(place)
     before = {path: path.stat().st_mtime_ns for path in place.iterdir()}
-    start = time.perf_counter()
+    start = time.process_time()
     smollm2.make_smollm2(place)
-    assert time.perf_counter() - start < 0.05
+    assert time.process_time() - start < 0.05
     assert {path: path.stat().st_mtime_ns for path in place.iterdir()} == before
     assert len(pip.commands) == 1
 

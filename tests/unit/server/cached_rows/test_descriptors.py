@@ -144,7 +144,8 @@ async def test_edits_with_rows_of_more_captures_than_may_be_open_are_refused(few
 
 
 @pytest.mark.anyio
-async def test_rows_expire_though_nobody_calls_and_the_timer_ends_with_the_server():
+async def test_rows_expire_though_nobody_calls_and_the_timer_ends_with_the_server(monkeypatch):
+    monkeypatch.setattr("midstream.server.cached_rows.capture_cache._EXPIRY_SECONDS", 0.05)
     async with serving(held_seconds=1) as (site, client):
         assert (await client.post("/v1/completions", json=ASKED)).status_code == 200
         before = open_files()

@@ -74,6 +74,7 @@ def test_what_is_no_json_is_counted_and_raises_nothing(tmp_path, event, caplog):
         assert "an event is no JSON, and lost" in caplog.text
 
 
+@pytest.mark.engine  # starts processes
 def test_after_a_kill_the_ids_of_the_file_have_no_gap(tmp_path):
     path = tmp_path / "events.jsonl"
     process = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE)

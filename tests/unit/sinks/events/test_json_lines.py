@@ -46,6 +46,7 @@ def test_a_file_is_rotated_by_size_and_the_oldest_is_removed(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.engine  # starts processes
 def test_processes_share_a_file_and_each_line_is_there_once_and_whole(tmp_path):
     path = tmp_path / "events.jsonl"
     processes = [child(path, name, 2000, 300) for name in range(3)]
@@ -59,6 +60,7 @@ def test_processes_share_a_file_and_each_line_is_there_once_and_whole(tmp_path):
     assert len(list(tmp_path.glob("events.jsonl.*[0-9]"))) > 5
 
 
+@pytest.mark.engine  # starts processes
 def test_after_a_kill_every_line_but_maybe_the_last_is_whole_and_none_before_it_is_missing(
     tmp_path,
 ):

@@ -31,11 +31,12 @@ def broker():
 
 
 def consumed(broker, count):
-    from confluent_kafka import Consumer
+    from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 
-    options = {"bootstrap.servers": broker, "group.id": "test", "auto.offset.reset": "earliest"}
-    consumer = Consumer(options)
-    consumer.subscribe(["guards"])
+    # Without a group, whose members wait for one another for three seconds.
+    consumer = Consumer({"bootstrap.servers": broker, "group.id": "test"})
+    partitions = consumer.list_topics("guards", timeout=10).topics["guards"].partitions
+    consumer.assign([TopicPartition("guards", nth, OFFSET_BEGINNING) for nth in partitions])
     messages, end = [], time.monotonic() + 60
     while len(messages) < count and time.monotonic() < end:
         message = consumer.poll(0.5)

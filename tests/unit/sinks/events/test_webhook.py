@@ -23,7 +23,7 @@ SECRET = "0123456789abcdef-key"
 def log_of(url, **settings):
     own = {
         "backoff_seconds": 0.01, "most_backoff_seconds": 0.1, "linger_seconds": 0.02,
-        "call_seconds": 0.5, **settings,
+        **settings,
     }  # fmt: skip
     return EventLog(read_events({"webhook": {"url": url, **own}}))
 
@@ -33,7 +33,7 @@ def put_all(log, count):
         log.put({"guard": "g", "number": number})
 
 
-def until(condition, seconds=20):
+def until(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it has not happened"
@@ -46,7 +46,7 @@ def dead(path):
 
 def test_a_batch_is_one_post_of_json_whose_events_have_consecutive_ids():
     with Receiver() as receiver:
-        log = log_of(receiver.url, linger_seconds=0.2)
+        log = log_of(receiver.url, linger_seconds=60.0)
         put_all(log, 3)
         log.close()
         [(_, headers, body)] = receiver.posts
@@ -61,8 +61,9 @@ def test_a_batch_is_one_post_of_json_whose_events_have_consecutive_ids():
 
 @pytest.mark.parametrize("failure", [500, 503, 429, 408, RESET, HANG])
 def test_what_may_pass_is_tried_again_with_the_same_body_and_key(failure):
+    limit = {"call_seconds": 0.3} if failure == HANG else {}
     with Receiver([failure, failure, 200]) as receiver:
-        log = log_of(receiver.url, call_seconds=0.3)
+        log = log_of(receiver.url, batch_events=3, linger_seconds=60.0, **limit)
         put_all(log, 3)
         until(lambda: len(receiver.received) == 3)
         log.close()
@@ -112,14 +113,14 @@ def test_a_pause_is_a_number_or_a_date(header, low, high):
 
 def test_a_receiver_that_dies_and_is_started_again_gets_every_event_at_least_once():
     first = Receiver()
-    log = log_of(first.url, batch_events=5, retry_seconds=60.0)
+    log = log_of(first.url, batch_events=5, retry_seconds=60.0, call_seconds=0.3)
     sender = threading.Thread(target=lambda: [(put_all(log, 1), time.sleep(0.002))
                                               for _ in range(200)])  # fmt: skip
     sender.start()
     until(lambda: len(first.received) >= 20)
     port = first.port
     first.close()  # with batches on their way
-    time.sleep(0.3)
+    time.sleep(0.1)
     with Receiver([RESET, 500, HANG, 200], port=port) as second:
         sender.join(30)
         until(lambda: len(first.received | second.received) == 200)
@@ -160,7 +161,7 @@ def test_an_answer_that_drips_ends_with_the_time_of_the_attempt():
         sink = WebhookSink(WebhookSettings(url=f"http://127.0.0.1:{listening.getsockname()[1]}/"))
         began = time.monotonic()
         outcome = sink.send([SinkEvent("a", b"{}", began)], 0.4)
-        assert 0.4 <= time.monotonic() - began < 5
+        assert 0.4 <= time.monotonic() - began < 20
         over.set()
         thread.join(10)
         sink.close()
@@ -179,7 +180,7 @@ def test_closing_ends_in_time_while_the_receiver_hangs_and_nothing_is_lost(tmp_p
         until(lambda: receiver.posts)
         began = time.monotonic()
         log.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
     assert sorted(event["number"] for event in dead(path)) == [0, 1, 2, 3, 4]
 
 

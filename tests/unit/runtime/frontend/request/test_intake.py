@@ -60,7 +60,7 @@ async def test_a_drain_lets_running_calls_end_and_accepts_no_new_ones():
 def test_a_drain_ends_with_its_time():
     began = time.monotonic()
     assert Intake().drain(0.1, lambda: True) == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_the_error_is_503_and_keeps_its_time_through_a_pickle():

@@ -59,7 +59,7 @@ async def test_a_worker_that_hangs_has_its_last_answer_and_is_asked_once(workers
         found, age = await read(usage, 0.1)
         assert found == [{"replica": 0, "steps": 5}]
         assert age > 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert workers.calls == 2
     workers.hangs = False
     workers.go_on.set()
