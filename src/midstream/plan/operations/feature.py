@@ -207,6 +207,8 @@ class Feature(Operation):
                     raise SpecError(
                         "", "missing; give `encoder` and `decoder`, or `sae` and `index`"
                     )
+                if isinstance(rows, str):
+                    raise SpecError("", f"a registered SAE is named by sae={show(rows)}, index=…")
                 self._set(**{name: read_rows(rows)})
         if len(self.decoder) != len(self.encoder):
             raise SpecError(
