@@ -196,8 +196,12 @@ def test_a_message_writes_what_was_meant():
         ),
         (lambda: Capture(3, to="acts"), "did you mean `sink`"),
         (
+            lambda: PromptArguments("resid_post").plan(),
+            re.escape('give a list, or "all", as Capture("all", sites=\'resid_post\')'),
+        ),
+        (
             lambda: Feature("scope", 5, 1, value=2.0),
-            "encoder: a registered SAE is named by sae='scope', index=",
+            "encoder: expected vectors, got `str`; a registered SAE is sae='scope', index=",
         ),
         (lambda: Steering(None).set(bass="calm"), "of Steering.set .did you mean `base`"),
         (lambda: Steering(None).set(decode="calm"), "did you mean `generated`"),

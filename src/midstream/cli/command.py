@@ -86,7 +86,7 @@ def _check_folder(model: Any) -> None:
 
 
 class Command(TyperCommand):
-    """A sub-command. Its arguments MODEL and OUT, if it has them, may also be `--model` and `--out`.
+    """A sub-command, whose arguments MODEL and OUT may also be given as `--model` and `--out`.
     Without an argument that it needs, the error has the example of its help.
     """
 

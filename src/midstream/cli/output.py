@@ -49,8 +49,9 @@ def refusals(as_json: bool, work: str = "") -> Iterator[None]:
         with shown:
             yield
     except (MidstreamError, OSError) as error:
-        is_of_file = isinstance(error, OSError) and error.filename and error.strerror
-        problem = f"{error.filename}: {error.strerror}" if is_of_file else str(error)
+        problem = str(error)
+        if isinstance(error, OSError) and error.filename:
+            problem = f"{error.filename}: {error.strerror}"
         raise refuse(problem, as_json) from error
 
 

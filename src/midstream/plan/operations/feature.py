@@ -208,7 +208,8 @@ class Feature(Operation):
                         "", "missing; give `encoder` and `decoder`, or `sae` and `index`"
                     )
                 if isinstance(rows, str):
-                    raise SpecError("", f"a registered SAE is named by sae={show(rows)}, index=…")
+                    known = f"sae={show(rows)}, index=…"
+                    raise SpecError("", f"expected vectors, got `str`; a registered SAE is {known}")
                 self._set(**{name: read_rows(rows)})
         if len(self.decoder) != len(self.encoder):
             raise SpecError(
