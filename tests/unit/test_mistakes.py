@@ -28,6 +28,7 @@ from midstream import (
     Capture,
     Client,
     Directions,
+    Feature,
     Gate,
     Lens,
     Probe,
@@ -57,6 +58,7 @@ from midstream.runtime.frontend.request.prompt.inputs import conversations, list
 from midstream.runtime.vllm.engine_rules import check_layers, check_script, named_model
 from midstream.sae.sae import SAE
 from midstream.steering import VectorRegistry
+from midstream.steering.tiers import Steering
 from midstream.store import RowDataset
 from midstream.store.selection import as_selection
 
@@ -175,7 +177,35 @@ def test_a_message_writes_what_was_meant():
         ),
         (lambda: Capture([0], "resid_psot"), "did you mean `resid_post`"),
         (lambda: check_names("generate", ["max_tokens"]), r"mean SamplingParams\(max_tokens=…\)"),
-        (lambda: check_names("generate", ["lens"]), "did you mean capture=…"),
+        *(
+            (lambda name=name: check_names("generate", [name]), re.escape(f"mean {meant}?"))
+            for name, meant in (
+                ("lens", "capture=Lens(…)"),
+                ("norms", "capture=Norms(…)"),
+                ("max_new_tokens", "SamplingParams(max_tokens=…)"),
+                ("max_token", "SamplingParams(max_tokens=…)"),
+                ("do_sample", "SamplingParams(temperature=0)"),
+            )
+        ),
+        (lambda: SamplingParams(temp=0), "did you mean temperature="),
+        (lambda: LLM("m", capture=[10]), re.escape("generate(prompt, capture=…)")),
+        (lambda: LLM("m", edits=E), re.escape("mean generate(prompt, edits=…)")),
+        (
+            lambda: LLM("m", max_tokens=3),
+            re.escape("mean generate(prompt, SamplingParams(max_tokens=…))"),
+        ),
+        (lambda: Capture(3, to="acts"), "did you mean `sink`"),
+        (
+            lambda: PromptArguments("resid_post").plan(),
+            re.escape('give a list, or "all", as Capture("all", sites=\'resid_post\')'),
+        ),
+        (
+            lambda: Feature("scope", 5, 1, value=2.0),
+            "encoder: expected vectors, got `str`; a registered SAE is sae='scope', index=",
+        ),
+        (lambda: Steering(None).set(bass="calm"), "of Steering.set .did you mean `base`"),
+        (lambda: Steering(None).set(decode="calm"), "did you mean `generated`"),
+        (lambda: read_classes(ANY, ["a"], ["a"]), "negative: these are the positive prompts"),
         (lambda: SamplingParams(do_sample=False), "did you mean temperature=0"),
         (lambda: SamplingParams(num_return_sequences=2), "did you mean n=…"),
         (lambda: LLM("m", device="cpu"), "did you mean to leave it out"),

@@ -182,7 +182,10 @@ _INSTEAD = {
     "fwd_hooks": "edits=… to change activations, capture=… to read them",
     "hooks": "edits=… to change activations, capture=… to read them",
     "interventions": "edits=…",
-    **dict.fromkeys(("attention", "features", "lens", "logits", "norms"), "capture=…"),
+    **{
+        name.lower(): f"capture={name}(…)"
+        for name in ("Attention", "Features", "Lens", "Logits", "Norms")
+    },
     "layers": "capture=Capture(layers=…)",
     "names_filter": "capture=Capture(layers=…, sites=…)",
     "output_hidden_states": "capture=Capture(layers=…)",
@@ -200,17 +203,20 @@ _INSTEAD = {
 }
 
 
-# The same of sampling parameters, by transformers' names.
+# The same of sampling parameters, by the names of transformers and short forms.
 _TRANSFORMERS = {
-    "do_sample": "temperature=0 for greedy sampling",
+    "do_sample": "temperature=0",
     "num_return_sequences": "n=…",
     "eos_token_id": "stop_token_ids=[…]",
+    "stop_sequences": "stop=[…]",
+    "temp": "temperature=…",
     **dict.fromkeys(("max_length", "max_new_tokens"), "max_tokens=…"),
 }
-_IN_A_CALL = {
+_OF_SAMPLING = {
     **{name: f"SamplingParams({name}=…)" for name in SamplingArguments.__annotations__},
-    **_INSTEAD,
+    **{name: f"SamplingParams({meant})" for name, meant in _TRANSFORMERS.items()},
 }
+_IN_A_CALL = {**_OF_SAMPLING, **_INSTEAD}
 _SAMPLING = {**_INSTEAD, **_TRANSFORMERS, "num_beams": "LLM.beam_search(…)"}
 # Fields of requests to a server that are no sampling parameters; and how alike a name must be to
 # one of these to be taken for it.
@@ -225,6 +231,9 @@ _BODY = (
 _VERY_ALIKE = 0.85
 # The same of an engine: settings of midstream that are no arguments, and transformers' names.
 _SETTINGS = {
+    **{name: f"generate(prompt, {meant})" for name, meant in _OF_SAMPLING.items()},
+    **{name: f"generate(prompt, {name}=…)" for name in ("edits", "probes", "steer", "controller")},
+    "capture": "layers=[…] for every request, or generate(prompt, capture=…)",
     **{name: f'midstream={{"{name}": …}}' for name in Config.__struct_encode_fields__},
     "steering": 'enable_steering=True, or midstream={"steering": …} for edits of every request',
     "device": "to leave it out (vLLM has one device, that of its build)",
@@ -278,9 +287,9 @@ def _check_names(
     for name in others:
         if name in parameters:
             continue
-        close = closest(name, parameters.union(own))
-        if name in instead or close:
-            shown = instead.get(name, f"{close}=…")
+        close = "" if name in instead else closest(name, parameters.union(own))
+        shown = f"{close}=…" if close else instead.get(name) or instead.get(closest(name, instead))
+        if shown:
             raise SpecError(name, f"{function}() has no such argument; did you mean {shown}?")
 
 

@@ -57,21 +57,24 @@ def _without_types(params: list[Any]) -> list[Any]:
     return params
 
 
-def model_first(args: list[str]) -> list[str]:
-    """Return arguments with the value of `--model` first, as the argument MODEL."""
-    words, models = list[str](), list[str]()
+def as_argument(args: list[str], option: str, is_first: bool) -> list[str]:
+    """Return arguments with the value of an option, such as `--model`, as the first or the last
+    argument.
+    """
+    words, values, last = list[str](), list[str](), list[str]()
     rest = iter(args)
     for word in rest:
         if word == "--":
-            return [*models, *words, word, *rest]
+            last = [word, *rest]
+            break
         name, equals, value = word.partition("=")
-        if name != "--model":
+        if name != option:
             words.append(word)
         elif not equals and (value := next(rest, "")) == "":
-            raise typer.BadParameter("--model: expected a folder or a name")
+            raise typer.BadParameter(f"{option}: expected a folder or a name")
         else:
-            models.append(value)
-    return [*models, *words]
+            values.append(value)
+    return [*values, *words, *last] if is_first else [*words, *last, *values]
 
 
 def _check_folder(model: Any) -> None:
@@ -83,8 +86,8 @@ def _check_folder(model: Any) -> None:
 
 
 class Command(TyperCommand):
-    """A sub-command. Its argument MODEL, if it has one, may also be given as `--model`. Without an
-    argument that it needs, the error has the example of its help.
+    """A sub-command, whose arguments MODEL and OUT may also be given as `--model` and `--out`.
+    Without an argument that it needs, the error has the example of its help.
     """
 
     def get_params(self, ctx: Any) -> Any:
@@ -92,8 +95,9 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         arguments = [param for param in self.params if param.param_type_name == "argument"]
-        if any("MODEL" in (param.metavar or "") for param in arguments):
-            args = model_first(args)
+        for word, is_first in (("MODEL", True), ("OUT", False)):
+            if any(word in (param.metavar or "") for param in arguments):
+                args = as_argument(args, f"--{word.lower()}", is_first)
         try:
             left = super().parse_args(ctx, args)
         except typer.BadParameter as error:

@@ -11,6 +11,7 @@ import typer
 
 from midstream.cli.command import Command, CommandGroup
 from midstream.cli.output import print_json, read_json_option, refusals
+from midstream.errors import SpecError
 
 if TYPE_CHECKING:
     from midstream.client import Client
@@ -24,6 +25,7 @@ AdminKey = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the guard.")]
 _URL = "http://127.0.0.1:8000"
+_FILES = (".safetensors", ".json")
 Show = Callable[[Any], str]
 
 
@@ -238,6 +240,8 @@ def _run(
 def _read_probe(value: str | None) -> Any:
     """Return the probe of a file or folder, or the name of vectors, unchanged."""
     if value is None or not os.path.exists(value):
+        if value is not None and value.lower().endswith(_FILES):
+            raise SpecError("probe", f"there is no file {value!r}")
         return value
     from midstream.plan.probe import Probe
     from midstream.validation import at, check_regular, check_suffix, read_json_text
@@ -246,7 +250,7 @@ def _read_probe(value: str | None) -> Any:
     if path.is_dir():
         return Probe.from_folder(path)
     with at(value):
-        name = check_suffix(path, ".safetensors", ".json")
+        name = check_suffix(path, *_FILES)
     if not name.lower().endswith(".json"):
         return Probe.load(path)
     with at(value):

@@ -49,7 +49,10 @@ def refusals(as_json: bool, work: str = "") -> Iterator[None]:
         with shown:
             yield
     except (MidstreamError, OSError) as error:
-        raise refuse(str(error), as_json) from error
+        problem = str(error)
+        if isinstance(error, OSError) and error.filename:
+            problem = f"{error.filename}: {error.strerror}"
+        raise refuse(problem, as_json) from error
 
 
 @contextmanager

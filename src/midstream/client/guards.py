@@ -7,9 +7,11 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from midstream.client.protocol import SITES, STATUS, Exchange, call
+from midstream.errors import SpecError
+from midstream.plan.argument_names import other_argument
 from midstream.plan.probe import Probe
 from midstream.plan.shape import ModelShape
-from midstream.validation import at
+from midstream.validation import at, kind
 
 GUARDS = "/v1/midstream/guards"
 
@@ -25,6 +27,12 @@ def put(name: str, probe: Any, fields: Mapping[str, Any]) -> Exchange[dict[str, 
         body["for"] = body.pop("for_")
     if probe is not None:
         body["probe"] = _plain(probe)
+        if not isinstance(body["probe"], (str, Mapping)):
+            raise SpecError(
+                "probe",
+                "expected Probe(vector, layer=14), its dict, or the name of registered vectors, "
+                f"got {kind(probe)}{other_argument(probe)}",
+            )
     version: dict[str, Any] = yield from call("PUT", path_of(name), body)
     return version
 

@@ -15,10 +15,14 @@ from midstream.errors import ServerError
 from midstream.plan.captured_rows import CapturedRows
 from midstream.results.activations import Activations
 from midstream.results.arrays import array_of
+from midstream.results.printed_output import results_of, shown_text
 from midstream.results.probe_scores import Probes
 from midstream.results.readouts import RESULTS, ChoiceReadOuts, OnlyReadOuts
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.results.serialization import unpack
+
+_MORE = ("capture_results", "captured", "guards")
+_PRINTED = ("activations", "probes", "receipt", *_MORE)
 
 
 @dataclass(slots=True)
@@ -50,6 +54,14 @@ class ServedCompletion(ChoiceReadOuts):
     rows: list[Activations] = field(default_factory=list)
     captured: CapturedRows | None = None
     guards: list[dict[str, Any]] | None = None
+
+    def __repr__(self) -> str:
+        end = f"; {self.finish_reason}" if self.finish_reason else ""
+        lines = [f"ServedCompletion({self.index})", f"text: {shown_text(self.text)}{end}"]
+        results = {name: getattr(self, name) for name in (*_PRINTED, *RESULTS)}
+        lines += results_of(results)
+        lines += [f"{name}: {results[name]!r}" for name in _MORE if results[name]]
+        return "\n  ".join(lines)
 
 
 @dataclass(slots=True)
@@ -89,6 +101,12 @@ class ServedOutput(OnlyReadOuts):
         """Receipt of the only choice; None with several choices."""
         receipt: Receipt | None = self._only("receipt")
         return receipt
+
+    def __repr__(self) -> str:
+        lines = [line for choice in self.outputs for line in repr(choice).splitlines()]
+        if len(self.outputs) == 1:
+            lines = [line.removeprefix("  ") for line in lines[1:]]
+        return "\n  ".join([f"ServedOutput(request {self.request_id})", *lines])
 
     def _only(self, name: str) -> Any:
         return getattr(self.outputs[0], name) if len(self.outputs) == 1 else None

@@ -27,6 +27,9 @@ _MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("pos", "position", "position_indices", "token_positions"), ("positions",)),
     "tokens": ("positions",),
     "dtype": ("codec",),
+    **dict.fromkeys(("to", "save_to", "path"), ("sink",)),
+    "prefill": ("prompt",),
+    "decode": ("generated",),
 }
 
 # The argument of `generate` for the parts of a plan that a module of `midstream.plan` has.

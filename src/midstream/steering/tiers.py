@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import accept_spellings
 from midstream.plan.operations import Gate
 from midstream.plan.plan import ServerWide, emit_server_wide
 from midstream.plan.positions.positions import Positions
@@ -71,6 +72,7 @@ class Steering:
         self.state = SteeringState()
         self._lock = threading.Lock()
 
+    @accept_spellings
     def set(
         self, base: object = None, *, prompt: object = None, generated: object = None
     ) -> SteeringState:

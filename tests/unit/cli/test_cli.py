@@ -11,7 +11,7 @@ from support.command import CliRunner
 
 from midstream.cli import serve
 from midstream.cli.app import app
-from midstream.cli.command import model_first, whole
+from midstream.cli.command import as_argument, whole
 from midstream.entries import COMMANDS, PROBE_COMMANDS, STORE_COMMANDS
 from midstream.lab.tools.doctor import examine
 from midstream.lab.tools.doctor.report import (
@@ -138,6 +138,9 @@ MISTAKES = [
     (["prune", "."], "no store"),
     (["merge", ".", "--into", "b"], "no store"),
     (["export", ".", "out", "--to", "npz"], "no store"),
+    (["export", ".", "--out", "out", "--to", "npz"], "no store"),
+    (["guard", "put", "a", "no.json", "--above", "1"], "probe: there is no file 'no.json'"),
+    (["replay", "none"], "error: none: No such file or directory"),
 ]
 
 
@@ -156,9 +159,14 @@ def test_a_mistake_is_answered_before_any_work(typed, said, tmp_path, monkeypatc
     assert said in " ".join(result.output.replace("│", " ").split())
 
 
-def test_the_model_may_be_an_option_and_numbers_have_an_exponent(monkeypatch):
-    assert model_first(["a", "--model", "m", "--x"]) == ["m", "a", "--x"]
-    assert model_first(["--model=m", "--", "--model", "n"]) == ["m", "--", "--model", "n"]
+def test_an_argument_may_be_an_option_and_numbers_have_an_exponent(monkeypatch):
+    for typed, option, is_first, meant in (
+        ("a --model m --x", "--model", True, "m a --x"),
+        ("--model=m -- --model n", "--model", True, "m -- --model n"),
+        ("--out o acts --to npz", "--out", False, "acts --to npz o"),
+        ("--out=o -- acts", "--out", False, "-- acts o"),
+    ):
+        assert as_argument(typed.split(), option, is_first) == meant.split()
     assert [whole()(text) for text in ("1e9", "2.5e3", "100_000", 7)] == [10**9, 2500, 100_000, 7]
     asked = []
     monkeypatch.setattr(serve.os, "execv", lambda _, words: asked.append(words))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 from support.command import CliRunner
@@ -153,6 +154,11 @@ def test_both_clients_have_guards(kind):
     both = Both(kind, made)
     try:
         assert both.call("guards.put", "toxic", PROBE, above=1.0, for_=2)["version"] == 1
+        for value in (np.ones(4), 3):
+            with pytest.raises(
+                SpecError, match="probe: expected Probe.vector, layer=14., its dict"
+            ):
+                both.call("guards.put", "toxic", value, above=1.0)
         assert both.call("guards.promote", "toxic")["action"] == "flag"
         assert both.call("guards.rollback", "toxic")["version"] == 3
         assert both.call("guards.rollback", "toxic", 2)["action"] == "flag"

@@ -17,7 +17,7 @@ from unit.client.both import KINDS, Both, streamed
 
 from midstream import Capture, Probe, Replace, Steer
 from midstream.client import AsyncClient, Client, ServerError
-from midstream.client.outputs import Reader
+from midstream.client.outputs import Reader, ServedCompletion
 from midstream.errors import ConfigError, SpecError
 from midstream.plan import Classes
 from midstream.plan.vectors.vector import Vector
@@ -57,6 +57,16 @@ def test_an_answer_has_what_the_offline_api_returns(both, site, activations):
     assert site.seen == [{"model": "m", "prompt": "abc"}]
     # What was fetched is not held any longer.
     assert len(site.server.captures) == 0
+    printed = repr(output).splitlines()
+    assert printed[:2] == [f"ServedOutput(request {output.request_id})", "  text: 't1t2t3'; length"]
+    assert printed[2].startswith("  activations: Activations(resid_post; layers 1; 5 rows of ")
+    assert printed[3].startswith("  probes: Probes(p: 5 scores, ")
+    assert printed[4].startswith("  receipt: ok; ")
+    assert len(printed) == 5
+    output.outputs.append(ServedCompletion(1, "x", guards=[{"guard": "calm"}]))
+    assert repr(output).endswith(
+        "\n  ServedCompletion(1)\n    text: 'x'\n    guards: [{'guard': 'calm'}]"
+    )
 
 
 @pytest.mark.parametrize("activations", ["handle", "inline"])

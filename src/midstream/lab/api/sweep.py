@@ -24,6 +24,7 @@ from midstream.lab.sweep.async_run import OnCell, OnStart, Turn, run_job
 from midstream.lab.sweep.cells import MAX_CELLS
 from midstream.lab.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
 from midstream.lab.sweep.metrics import check_logprobs_mode
+from midstream.lab.sweep.request import OPTIONS
 from midstream.lab.sweep.source import PromptSource
 from midstream.plan.captured_rows import OpenRows
 from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
@@ -34,7 +35,7 @@ from midstream.runtime.frontend.request.prompt.tokenized import (
     token_texts,
     tokenize,
 )
-from midstream.validation import at
+from midstream.validation import at, hint
 
 # Bytes of logits that are on outputs at the same time.
 _LOGIT_BYTES = 256 << 20
@@ -83,7 +84,8 @@ def prepare(
     source = request.source.prompt if isinstance(request.source, PromptSource) else None
     for name in template:
         if name not in TEMPLATE_ARGUMENTS:
-            raise SpecError(name, "sweep() has no such argument")
+            known = (*OPTIONS, *TEMPLATE_ARGUMENTS)
+            raise SpecError(name, f"sweep() has no such argument{hint(name, known)}")
         if not (is_chat(prompt) or is_chat(source)):
             raise SpecError(name, "the prompt is not a chat; omit it")
     shown = request.metric if isinstance(request.metric, Metric) else None

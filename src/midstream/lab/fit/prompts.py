@@ -65,6 +65,9 @@ def read_classes(llm: Any, positive: Any, negative: Any) -> tuple[Any, Any]:
         name = f"; write LLM({llm!r})" if isinstance(llm, str) else ""
         raise SpecError("llm", f"expected an LLM, got {kind(llm)}{name}")
     if negative is not None:
+        texts = isinstance(positive, list) and all(isinstance(text, str) for text in positive)
+        if texts and positive and positive == negative:
+            raise SpecError("negative", "these are the positive prompts, so there is no direction")
         return positive, negative
     classes: tuple[list[Any], list[Any]] = [], []
     for pair in read_prompts("positive", positive):

@@ -207,6 +207,9 @@ class Feature(Operation):
                     raise SpecError(
                         "", "missing; give `encoder` and `decoder`, or `sae` and `index`"
                     )
+                if isinstance(rows, str):
+                    known = f"sae={show(rows)}, index=…"
+                    raise SpecError("", f"expected vectors, got `str`; a registered SAE is {known}")
                 self._set(**{name: read_rows(rows)})
         if len(self.decoder) != len(self.encoder):
             raise SpecError(

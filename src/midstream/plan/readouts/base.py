@@ -180,7 +180,12 @@ class ReadOut(FrozenFields, ABC):
         """Read which vectors are read, in any of their forms."""
         chosen_layers, chosen_sites = read_taps(layers, sites, "layers", "sites")
         if chosen_layers is None:
-            raise SpecError("", 'missing field `layers`: give a list, or "all"')
+            named = (
+                f', as {type(self).__name__}("all", sites={show(sites)})'
+                if sites is not None
+                else ""
+            )
+            raise SpecError("", f'missing field `layers`: give a list, or "all"{named}')
         if chosen_sites is not None and "logits" in chosen_sites:
             raise SpecError("sites", LOGITS)
         self._set(layers=chosen_layers, sites=chosen_sites or Sites("resid_post"))

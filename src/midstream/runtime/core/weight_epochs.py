@@ -104,8 +104,9 @@ def prepare(engine: Any) -> None:
     """Let requests of an engine core have a key of its weights, once."""
     manager = engine.scheduler.kv_cache_manager
     if WEIGHT_EPOCHS.get(manager) is None:
-        loads, forget_rows = functools.partial(_loads, engine), functools.partial(count_reset, engine)
-        WEIGHT_EPOCHS.set(manager, WeightEpochs(loads, forget_rows))
+        loads = functools.partial(_loads, engine)
+        epochs = WeightEpochs(loads, functools.partial(count_reset, engine))
+        WEIGHT_EPOCHS.set(manager, epochs)
 
 
 def renew_key(manager: Any, request: Any) -> None:

@@ -63,8 +63,8 @@ class Guard:
             raise HttpError(
                 403,
                 "vectors and steering cannot be changed on this server: it has no key and is not "
-                f"bound to loopback; start it with --api-key, {ADMIN_KEY_VARIABLE}, or midstream's "
-                "setting http.admin=true",
+                "bound to loopback; start it with --host 127.0.0.1, --api-key, "
+                f"{ADMIN_KEY_VARIABLE}, or midstream's setting http.admin=true",
             )
         if self._admin_digest is None:
             self._check_origin(headers)

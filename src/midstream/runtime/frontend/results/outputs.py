@@ -9,7 +9,7 @@ from vllm import RequestOutput
 from vllm.outputs import CompletionOutput
 
 from midstream.errors import NotAskedError
-from midstream.results.readouts import RESULTS as READOUTS
+from midstream.results.printed_output import results_of, shown_text
 from midstream.results.readouts import OutputReadOuts
 from midstream.validation import no_attribute
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from midstream.results.probe_scores import Probes
     from midstream.results.receipt import CaptureResult, Receipt
 
-_SHOWN = 300  # characters of a text that are printed
-_RECEIPT_LINES = 3
 _LAYERS = "start the engine with LLM(model, layers=[…]) for it"
 # What to write for each attribute that a request without it lacks.
 _REMEDIES = {
@@ -49,7 +47,6 @@ _INSTEAD = {
 PER_COMPLETION = tuple(
     name for name in _REMEDIES if name not in ("capture_results", "hidden", "prefill_hidden")
 )
-_PRINTED = ("activations", *READOUTS, "probes")
 
 
 class _Results(OutputReadOuts):
@@ -118,15 +115,15 @@ class GenerateOutput(_Results, RequestOutput):  # type: ignore[misc]
         ids = self.prompt_token_ids
         tokens = "" if ids is None else f"; {len(ids)} tokens"
         lines = [f"GenerateOutput(request {self.request_id}{'' if self.finished else ', running'})"]
-        lines.append(f"prompt: {_shown(self.prompt)}{tokens}")
+        lines.append(f"prompt: {shown_text(self.prompt)}{tokens}")
         for completion in self.outputs:
             name = "text" if len(self.outputs) == 1 else f"outputs[{completion.index}].text"
             end = f", {completion.finish_reason}" if completion.finish_reason else ""
             count = len(completion.token_ids)
-            lines.append(f"{name}: {_shown(completion.text)}; {count} tokens{end}")
+            lines.append(f"{name}: {shown_text(completion.text)}; {count} tokens{end}")
             if isinstance(completion, GenerateCompletion) and len(self.outputs) > 1:
-                lines += [f"  {line}" for line in _results_of(completion)]
-        return "\n  ".join([*lines, *_results_of(self)])
+                lines += [f"  {line}" for line in results_of(completion.__dict__)]
+        return "\n  ".join([*lines, *results_of(self.__dict__)])
 
 
 class StreamedOutput(GenerateOutput):
@@ -165,21 +162,3 @@ def without_nothing(output: Any) -> None:
         for name in _REMEDIES:
             if holder.__dict__.get(name, holder) is None:
                 del holder.__dict__[name]
-
-
-def _results_of(holder: Any) -> list[str]:
-    results = {name: holder.__dict__.get(name) for name in _PRINTED}
-    lines = [f"{name}: {value!r}" for name, value in results.items() if value is not None]
-    receipt = holder.__dict__.get("receipt")
-    if receipt is not None:
-        told = str(receipt).split(": ", 1)[1].splitlines()
-        more = " …" if len(told) > _RECEIPT_LINES else ""
-        told = [*(line.strip() for line in told[:_RECEIPT_LINES]), *receipt.problems]
-        lines.append(f"receipt: {'; '.join(dict.fromkeys(told))}{more}")
-    return lines
-
-
-def _shown(text: str | None) -> str:
-    if text is None:
-        return "None"
-    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r} …"
