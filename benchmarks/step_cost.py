@@ -82,7 +82,7 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
 
     session = make_session(sequences, layers, hidden, device)
     names = [f"r{n}" for n in range(sequences)]
-    core = Core(names, what)
+    core = Core(names)
     if what != "idle":
         plan = to_bytes(make_plan(layers, hidden, what))
         for nth, name in enumerate(names):
@@ -95,6 +95,8 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
     for step in range(STEPS):
         computed = np.full(sequences, PROMPT + step, np.int32)
         view = StepBatch(names, scheduled, computed, sequences, _no_ids)
+        for request in core.requests.values():
+            request.num_tokens = PROMPT + step + 1
         if step == STEPS - 1:
             profile.enable()
         start = time.perf_counter()
@@ -107,7 +109,7 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
         queued = time.perf_counter()
         session.after_forward()
         after = time.perf_counter()
-        core.update(session.reported_scores, PROMPT + step)
+        core.update(session.reported_scores)
         profile.disable()
         seconds.append((between - start, after - queued, time.perf_counter() - after))
         if step % 10 == 9 and what in ("edits", "captures"):
@@ -127,7 +129,7 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
 class Core:
     """What the engine core evaluates of probes that stop."""
 
-    def __init__(self, names: list[str], what: str) -> None:
+    def __init__(self, names: list[str]) -> None:
         from midstream.plan.control.act import Condition
         from midstream.plan.positions.position_set import Where
         from midstream.runtime.protocol.acting_probes import ActingProbe
@@ -138,7 +140,6 @@ class Core:
         everywhere = Where(((0, None),))
         acts = [ActingProbe(f"p{n}", n, everywhere, condition) for n in range(PROBES)]
         payload = RequestPayload("u", b"", CacheKeys((0,), ("",), None), acts=tuple(acts))
-        self._is_asked = what == "probes that stop"
         self.requests = {
             name: SimpleNamespace(
                 request_id=name,
@@ -150,12 +151,10 @@ class Core:
         self._places = {name: nth for nth, name in enumerate(names)}
         self._sampled = [[7]] * len(names)
 
-    def update(self, scores: Any, position: int) -> None:
+    def update(self, scores: Any) -> None:
         """Evaluate what the worker reports of a step."""
         from midstream.runtime.core.probe_stops import update_from_output
 
-        for request in self.requests.values() if self._is_asked else ():
-            request.num_tokens = position + 1
         output = SimpleNamespace(
             midstream_step_scores=scores,
             req_id_to_index=self._places,

@@ -187,22 +187,14 @@ def transport(result: dict[str, Any]) -> str:
 
 def step_cost(result: dict[str, Any]) -> str:
     """Render a result of step_cost.py: host time before and after a forward pass."""
-    found = {
-        name: one
-        for name, one in result.get("host", result).items()
-        if isinstance(one, dict) and "before_us" in one
-    }
+    host = result.get("host", result).items()
+    found = {name: one for name, one in host if isinstance(one, dict) and "before_us" in one}
     columns = {"before_us": "before a forward pass", "after_us": "after it"}
     more = {"collect_us": "collection", "evaluated_us": "evaluation", "calls": "calls"}
     columns |= {key: more[key] for key in more if any(key in one for one in found.values())}
+    units = {key: " µs" if key.endswith("_us") else "" for key in columns}
     rows = [
-        [
-            name,
-            *(
-                f"{one[key]:.0f}{' µs' if key.endswith('_us') else ''}" if key in one else ""
-                for key in columns
-            ),
-        ]
+        [name, *(f"{one[key]:.0f}{units[key]}" if key in one else "" for key in columns)]
         for name, one in found.items()
     ]
     shape = f"host, {result['sequences']} sequences × {result['layers']} layers"

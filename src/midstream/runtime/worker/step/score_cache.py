@@ -55,6 +55,23 @@ class _KeptRuns:
     layouts: tuple[int, ...]  # the different ones
     rows: int
 
+    @staticmethod
+    def make(runs: TokenRuns, layout: Ints, changes: int) -> _KeptRuns:
+        """Return them, by the layout of each run."""
+        chosen = np.flatnonzero((layout > 0) & (runs.scored > 0))
+        length, layout = runs.length[chosen], layout[chosen]
+        return _KeptRuns(
+            of=runs,
+            changes=changes,
+            chosen=chosen,
+            length=length,
+            row=runs.row[chosen],
+            slot=runs.slot[chosen],
+            layout=layout,
+            layouts=tuple(sorted(set(layout.tolist()))),
+            rows=int(length.sum()),
+        )
+
 
 @dataclass(slots=True, eq=False)
 class _Write:
@@ -189,14 +206,11 @@ class ScoreCache:
     def _column(self, key: str) -> int:
         column = self._column_of.get(key)
         if column is None:
-            assert self._blocks is not None
             if not self._free:
-                values, size = self._values, self._values.shape[1]
-                grown = max(4, 2 * size)
-                self._values = np.zeros((self._blocks.tokens, grown), np.float32)
-                if size:
-                    self._values[:, :size] = values
-                self._free = list(range(grown - 1, size - 1, -1))
+                assert self._blocks is not None
+                size = self._values.shape[1]
+                self._values = _widened(self._values, self._blocks.tokens, max(4, 2 * size))
+                self._free = list(range(self._values.shape[1] - 1, size - 1, -1))
             column = self._column_of[key] = self._free.pop()
         return column
 
@@ -265,20 +279,7 @@ class ScoreCache:
         last = self._runs
         if last is not None and last.changes == self._changes and runs.has_rows_of(last.of):
             return last
-        layout = self._layout_of(runs.slot)
-        chosen = np.flatnonzero((layout > 0) & (runs.scored > 0))
-        length, layout = runs.length[chosen], layout[chosen]
-        self._runs = _KeptRuns(
-            of=runs,
-            changes=self._changes,
-            chosen=chosen,
-            length=length,
-            row=runs.row[chosen],
-            slot=runs.slot[chosen],
-            layout=layout,
-            layouts=tuple(sorted(set(layout.tolist()))),
-            rows=int(length.sum()),
-        )
+        self._runs = _KeptRuns.make(runs, _layout_of(self._layout, runs.slot), self._changes)
         return self._runs
 
     def settle(self, step: int) -> None:
@@ -293,14 +294,6 @@ class ScoreCache:
         """Return, once, what the requests have that began with the last recorded step."""
         new, self._new = self._new, []
         return new
-
-    def _layout_of(self, slot: Ints) -> Ints:
-        if slot.size and int(slot.max()) < self._layout.size:
-            return self._layout[slot]
-        known = slot < self._layout.size
-        layout = np.zeros(slot.size, np.int64)
-        layout[known] = self._layout[slot[known]]
-        return layout
 
     def carry_out(self, step: int) -> None:
         """Carry out what is queued, up to a step. Blocks until its scores are on the host."""
@@ -378,6 +371,21 @@ def _written_with(write: _Write) -> tuple[int, ...]:
     """Return what steps that are written together have in common: memory and only layout."""
     memory, layouts = id(write.scores().memory), write.runs.layouts
     return (memory, *layouts) if len(layouts) == 1 else (memory, *layouts, write.step)
+
+
+def _layout_of(layouts: Ints, slot: Ints) -> Ints:
+    """Return the layouts of slots; 0: a slot has none, and may be beyond those that have."""
+    known = slot < layouts.size
+    layout = np.zeros(slot.size, np.int64)
+    layout[known] = layouts[slot[known]]
+    return layout
+
+
+def _widened(values: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
+    wide = np.zeros((rows, columns), np.float32)
+    if values.size:
+        wide[:, : values.shape[1]] = values
+    return wide
 
 
 def _known(position: Ints | PendingPositions) -> Ints:
