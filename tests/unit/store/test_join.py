@@ -254,7 +254,8 @@ def test_an_object_store_is_read_a_buffer_at_a_time(written, monkeypatch, prefet
     batches = list(dataset())
     # Threads may begin the last window, which is smaller, before the window in front of it.
     whole_windows = sorted(sizes)[1:]
-    assert whole_windows and set(whole_windows) == {200}
+    assert whole_windows
+    assert set(whole_windows) == {200}
     assert sum(sizes) == sum(len(batch["index"]) for batch in expected)
     assert len(batches) == len(expected)
     for batch, other in zip(batches, expected, strict=True):
