@@ -28,7 +28,7 @@ def test_a_dict_of_attention_is_still_one() -> None:
     refused(
         parse_readout,
         (median, "unknown reduction 'median'"),
-        ({**median, "sites": "resid_post"}, "one of mean, max, norm, moments, got 'median'"),
+        ({**median, "sites": "resid_post"}, "one of mean, max, norm, moments, device, got"),
     )
 
 
