@@ -31,6 +31,7 @@ def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, st
         "README.md": {"ratio": ratio(found), "figures": figures(found)},
         "docs/benchmarks.md": {"benchmarks": "\n\n".join(map(render, latest_8b(found).values()))},
         "docs/probing.md": {"probes": "".join(map(render, _of(found, "probes")[-1:]))},
+        "docs/train-draft.md": {"draft_head": "".join(map(render, _of(found, "draft_head")[-1:]))},
         "benchmarks/results/README.md": {"benchmarks": "\n\n".join(map(render, found))},
     }
 
@@ -472,6 +473,26 @@ def probes(result: dict[str, Any]) -> str:
     return "\n\n".join([_where(once), markers.table(head, rows, numbers=True)])
 
 
+def draft_head(result: dict[str, Any]) -> str:
+    """Render a result of draft_head.py: what vLLM accepts of each head."""
+    rows = [
+        [
+            name,
+            *(f"{one['losses'][at]:.2f}" if one["losses"] else "" for at in (0, -1)),
+            f"{one['drafts']:,}",
+            f"{one['accepted']:,}",
+            f"{one['length']:.2f}",
+        ]
+        for name, one in result["heads"].items()
+    ]
+    about = f"{result['model']}, {result['answers']} answers of {result['tokens']} tokens at most"
+    head = [f"{about}, {result['epochs']} epochs; head", "loss after the first epoch"]
+    head += ["of the best", "drafts", "accepted tokens", "acceptance length"]
+    # One round: every answer is at temperature 0.
+    once = {name: part for name, part in result.items() if name != "rounds"}
+    return "\n\n".join([_where(once), markers.table(head, rows, numbers=True)])
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "against": against,
     "attribution": attribution,
@@ -493,6 +514,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(("attention_cost", "lens_cost", "sae_cost", "acting", "guards"), overhead),
     "parity": parity,
     "probes": probes,
+    "draft_head": draft_head,
 }
 
 
