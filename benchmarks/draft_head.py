@@ -21,10 +21,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import engines
 import train_draft
@@ -51,7 +50,7 @@ def main() -> int:
     args = parser.parse_args()
     from midstream.lab.demo.model.smollm2 import NAME, make_smollm2
 
-    model = args.model or make_smollm2(HERE.parent / ".models" / NAME)
+    model = args.model or make_smollm2(Path(".models") / NAME)
     asked = train_draft.questions(TOPICS, FORMS)
     held_out = train_draft.questions(HELD_OUT, FORMS)
     about = {"model": model.name, "answers": len(asked), "held_out": len(held_out)}

@@ -478,16 +478,16 @@ def draft_head(result: dict[str, Any]) -> str:
     rows = [
         [
             name,
-            *(f"{one['losses'][at]:.2f}" if one["losses"] else "" for at in (0, -1)),
+            " → ".join(f"{one['losses'][at]:.1f}" for at in (0, -1)) if one["losses"] else "",
             f"{one['drafts']:,}",
             f"{one['accepted']:,}",
             f"{one['length']:.2f}",
         ]
         for name, one in result["heads"].items()
     ]
-    about = f"{result['model']}, {result['answers']} answers of {result['tokens']} tokens at most"
-    head = [f"{about}, {result['epochs']} epochs; head", "loss after the first epoch"]
-    head += ["of the best", "drafts", "accepted tokens", "acceptance length"]
+    about = f"{result['answers']} answers of {result['tokens']} tokens, {result['epochs']} epochs"
+    head = [f"{result['model']}, {about}", "held-out loss, first epoch → best"]
+    head += ["drafts", "accepted", "1 + accepted / drafts"]
     # One round: every answer is at temperature 0.
     once = {name: part for name, part in result.items() if name != "rounds"}
     return "\n\n".join([_where(once), markers.table(head, rows, numbers=True)])

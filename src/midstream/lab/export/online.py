@@ -254,7 +254,7 @@ def train_without_accelerator() -> None:
 
     cli.Trainer = OnCpu
     # It waits for the device before it reads a clock.
-    torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.accelerator.synchronize = lambda *_: None
 
 
 if __name__ == "__main__":
