@@ -139,3 +139,16 @@ def percent_range(ratios: list[float]) -> str:
     """Return by how much ratios are above 1, as text: the least to the most."""
     least, most = percent(min(ratios)), percent(max(ratios))
     return least if least == most else f"{least} to {most}"
+
+
+def where(result: dict[str, Any]) -> str:
+    """Return machine, versions, commit, and the number of rounds, as a line of text."""
+    where = result["machine"]
+    changed = ", with uncommitted changes" if where.get("changed") else ""
+    rounds = f"; medians of {result['rounds']} rounds" if "rounds" in result else ""
+    if "stopped_after_s" in result:
+        rounds += f", as many as fitted into {result['stopped_after_s']} s"
+    return (
+        f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, midstream "
+        f"{where['midstream']} ({where['commit']}{changed}), {where['date']}{rounds}"
+    )

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import markers
-from figures import added, figures, latest_8b, percent, ratio
+from figures import added, figures, latest_8b, percent, ratio, where
+from fitted import draft_head, probes
 
 RESULTS = markers.ROOT / "benchmarks" / "results"
 
@@ -31,6 +32,7 @@ def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, st
         "README.md": {"ratio": ratio(found), "figures": figures(found)},
         "docs/benchmarks.md": {"benchmarks": "\n\n".join(map(render, latest_8b(found).values()))},
         "docs/probing.md": {"probes": "".join(map(render, _of(found, "probes")[-1:]))},
+        "docs/train-draft.md": {"draft_head": "".join(map(render, _of(found, "draft_head")[-1:]))},
         "benchmarks/results/README.md": {"benchmarks": "\n\n".join(map(render, found))},
     }
 
@@ -62,7 +64,7 @@ def render(result: dict[str, Any]) -> str:
 
 def overhead(result: dict[str, Any]) -> str:
     """Render a result of overhead.py or flat_cost.py: time added to plain vLLM, by workload."""
-    parts = [_where(result)]
+    parts = [where(result)]
     for shape, measured in result["shapes"].items():
         workloads = {
             name: variants
@@ -83,7 +85,7 @@ def overhead(result: dict[str, Any]) -> str:
 
 def against(result: dict[str, Any]) -> str:
     """Render a result of against.py: captures of every layer of every prompt token, by variant."""
-    parts = [_where(result)]
+    parts = [where(result)]
     for shape, measured in result["shapes"].items():
         variants = measured["variants"]
         if "plain vLLM" not in variants:
@@ -132,7 +134,7 @@ def serving(result: dict[str, Any]) -> str:
         f"{result['clients']} other clients{_apart(result)}",
         *columns,
     ]
-    return "\n\n".join([_where(result), markers.table(head, rows, numbers=True)])
+    return "\n\n".join([where(result), markers.table(head, rows, numbers=True)])
 
 
 def _apart(result: dict[str, Any]) -> str:
@@ -144,7 +146,7 @@ def _apart(result: dict[str, Any]) -> str:
 
 def capture_cost(result: dict[str, Any]) -> str:
     """Render a result of capture_cost.py: time added by captures, and throughput of rows."""
-    parts = [_where(result)]
+    parts = [where(result)]
     for shape, measured in result["shapes"].items():
         works = list(measured["work"].items())
         names = list(dict.fromkeys(name for _, variants in works for name in variants))
@@ -182,7 +184,7 @@ def transport(result: dict[str, Any]) -> str:
     ]
     rows.append(["a copy without a reader", *[f"{result['bus_gb_s']:.1f}"] * 2, ""])
     head = ["transport alone", "GB/s of vectors", "GB/s moved", "… reading every page"]
-    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+    return f"{where(result)}\n\n{markers.table(head, rows, numbers=True)}"
 
 
 def step_cost(result: dict[str, Any]) -> str:
@@ -198,12 +200,12 @@ def step_cost(result: dict[str, Any]) -> str:
         for name, one in found.items()
     ]
     shape = f"host, {result['sequences']} sequences × {result['layers']} layers"
-    return f"{_where(result)}\n\n{markers.table([shape, *columns.values()], rows, numbers=True)}"
+    return f"{where(result)}\n\n{markers.table([shape, *columns.values()], rows, numbers=True)}"
 
 
 def disk(result: dict[str, Any]) -> str:
     """Render a result of disk.py: GB/s to a disk, or to memory."""
-    parts = [_where(result)]
+    parts = [where(result)]
     served = "" if result["shape"] == "none" else f", {result['shape']} served"
     cores = f", {result['cores']} cores" if "cores" in result else ""
     # A result of one folder has no places.
@@ -220,7 +222,7 @@ def disk(result: dict[str, Any]) -> str:
 
 def dataset(result: dict[str, Any]) -> str:
     """Render a result of dataset.py: GB/s of reading a store, and of a plain read of its files."""
-    parts = [_where(result)]
+    parts = [where(result)]
     for workload, ways in result["workloads"].items():
         rows = [
             [
@@ -244,7 +246,7 @@ def dataset(result: dict[str, Any]) -> str:
 
 def stream(result: dict[str, Any]) -> str:
     """Render a result of stream.py: prompts per second in steady state, by variant."""
-    parts = [_where(result)]
+    parts = [where(result)]
     for shape, measured in result["shapes"].items():
         for work, variants in measured.items():
             if not isinstance(variants, dict) or "plain" not in variants:
@@ -271,7 +273,7 @@ def stream(result: dict[str, Any]) -> str:
 
 def sweep(result: dict[str, Any]) -> str:
     """Render a result of sweep.py: time of a cell, by variant."""
-    parts = [_where(result)]
+    parts = [where(result)]
     for shape, measured in result["shapes"].items():
         for work, variants in measured.items():
             if not isinstance(variants, dict) or "llm.sweep" not in variants:
@@ -321,7 +323,7 @@ def identical(result: dict[str, Any]) -> str:
         for shape, measured in result["shapes"].items()
         for name, one in measured["compared"].items()
     ]
-    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+    return f"{where(result)}\n\n{markers.table(head, rows, numbers=True)}"
 
 
 def request_cost(result: dict[str, Any]) -> str:
@@ -346,12 +348,12 @@ def request_cost(result: dict[str, Any]) -> str:
         f"tokens, {result['clients']} clients"
     )
     head = [about, *processes, "steps of a request", "requests/s"]
-    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+    return f"{where(result)}\n\n{markers.table(head, rows, numbers=True)}"
 
 
 def remote_bridge(result: dict[str, Any]) -> str:
     """Render a result of remote_bridge.py: time of TransformerLens's `run_with_cache`."""
-    parts = [_where(result)]
+    parts = [where(result)]
     ranks = f", TP {result['ranks']}" if result.get("ranks", 1) > 1 else ""
     for shape, measured in result["shapes"].items():
         rows = [
@@ -369,19 +371,6 @@ def remote_bridge(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _where(result: dict[str, Any]) -> str:
-    """Return machine, versions, commit, and the number of rounds, as a line of text."""
-    where = result["machine"]
-    changed = ", with uncommitted changes" if where.get("changed") else ""
-    rounds = f"; medians of {result['rounds']} rounds" if "rounds" in result else ""
-    if "stopped_after_s" in result:
-        rounds += f", as many as fitted into {result['stopped_after_s']} s"
-    return (
-        f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, midstream "
-        f"{where['midstream']} ({where['commit']}{changed}), {where['date']}{rounds}"
-    )
-
-
 def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
     if name not in variants:
         return ""
@@ -394,7 +383,7 @@ def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
 def parity(result: dict[str, Any]) -> str:
     """Render a result of parity.py: relative errors against transformers."""
     lines = [
-        f"{_where(result)}; SmolLM2-135M-Instruct, every site of every layer, prompt and 12 "
+        f"{where(result)}; SmolLM2-135M-Instruct, every site of every layer, prompt and 12 "
         "generated tokens",
         "",
         "| dtype | prompt | comparison | median | worst | taps within 2 % |",
@@ -430,7 +419,7 @@ def reuse_chat(result: dict[str, Any]) -> str:
         "prompt tokens from the cache",
         "rows reused",
     ]
-    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+    return f"{where(result)}\n\n{markers.table(head, rows, numbers=True)}"
 
 
 def attribution(result: dict[str, Any]) -> str:
@@ -448,26 +437,7 @@ def attribution(result: dict[str, Any]) -> str:
     ]
     columns = [f"correlation at `{site}`" for site in sites]
     head = [f"{result['model']}, prompts", "cells", *columns, "largest effects among the estimates"]
-    return "\n\n".join([_where(result), markers.table(head, rows, numbers=True)])
-
-
-def probes(result: dict[str, Any]) -> str:
-    """Render a result of probes.py: what held-out texts say of each kind of probe."""
-
-    def shown(interval: list[float]) -> str:
-        value, low, high = interval
-        return f"{value:.3f} ({low:.3f} to {high:.3f})"
-
-    rows = [
-        [name, *(shown(one[rate]) for rate in ("auc", "tpr", "fpr")), f"{one['brier']:.3f}"]
-        for name, one in result["kinds"].items()
-    ]
-    target = f"{result['fpr']:.0%}"
-    columns = ["AUC", f"TPR at a target of {target} FPR", "FPR of held-out texts", "Brier"]
-    head = [f"{result['model']}, layer {result['layer']}, {result['texts']} texts", *columns]
-    # One round: a fit with a seed gives the same.
-    once = {name: part for name, part in result.items() if name != "rounds"}
-    return "\n\n".join([_where(once), markers.table(head, rows, numbers=True)])
+    return "\n\n".join([where(result), markers.table(head, rows, numbers=True)])
 
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -491,6 +461,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(("attention_cost", "lens_cost", "sae_cost", "acting", "guards"), overhead),
     "parity": parity,
     "probes": probes,
+    "draft_head": draft_head,
 }
 
 

@@ -12,4 +12,5 @@ if [ ! -d "$folder" ]; then
   mv "$folder.part" "$folder"
 fi
 export PYTHONPATH=$PWD/src:$PWD/tests:$folder${PYTHONPATH:+:$PYTHONPATH}
-"$python" -m pytest -q tests/lab/export/test_draft_readers.py tests/system/test_online.py
+"$python" -m pytest -q tests/lab/export/test_draft_readers.py tests/system/test_online.py \
+  tests/system/test_draft_head.py

@@ -40,7 +40,7 @@ TERMS = [
 # What people type, and the page that they should see first; mkdocs.yml has words for the search.
 QUERIES = {
     "dataset": "dataset-capture", "svg": "pictures", "figure for paper": "pictures",
-    "dashboard": "deploy", "draft head": "export", "alert": "deploy", "rollback": "steering",
+    "dashboard": "deploy", "draft head": "train-draft", "alert": "deploy", "rollback": "steering",
     "hugging face hub": "fitting", "install": "quickstart", "linear probe": "probing",
     "false positive": "probing", "sparse autoencoder": "lens", "causal tracing": "patching",
     "gradients": "attribution", "openai client": "serving",

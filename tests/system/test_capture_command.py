@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import psutil
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from support import engines, own_process
 from support.forging import forged
 from support.nightly import NIGHTLY, rounds
 
 from midstream import Capture, Role, SamplingParams, Text, open_store
+from midstream.lab.export import export
 from midstream.lab.jobs import Job, PromptParts, Summary, capture_dataset
 from midstream.lab.jobs.engine import VllmEngine
 from midstream.lab.jobs.estimate import estimate_job
@@ -85,6 +88,36 @@ def assert_same(one: Any, output: Any, codec: str = "raw") -> None:
         # A reduced value may be rounded to the step beside.
         close = {"rtol": 1e-5, "atol": 1e-5} if codec == "raw" else {"rtol": 0.02, "atol": 0.05}
         torch.testing.assert_close(found[tap], wanted[tap], **close)
+
+
+def test_a_draft_model_trains_on_what_the_model_read_and_said(
+    llm: Any, talking_llama: Path, tmp_path: Path
+) -> None:
+    """Speculators pairs a token with the vectors of the one before it, and takes the model's next
+    token from the last vector of each.
+    """
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS[:6]]
+    capture = Capture("all", positions="all")
+    fields = {"model": str(talking_llama), "chat": True, "roles": True, "max_tokens": 8}
+    run(llm, tmp_path, chats, capture=capture, **fields)
+    store = open_store(tmp_path / "acts")
+    export(store, tmp_path / "rows", "speculators")
+    model = transformers.AutoModelForCausalLM.from_pretrained(talking_llama)
+    begins = [request.prompt_tokens for request in store.requests]
+    samples = datasets.load_from_disk(str(tmp_path / "rows"))
+    assert len(samples) == len(begins) == 6
+    for number, (sample, begin) in enumerate(zip(samples, begins, strict=True)):
+        file = load_file(tmp_path / "rows" / "hidden_states" / f"hs_{number}.safetensors")
+        ids, rows = sample["input_ids"], file["hidden_states"]
+        with torch.no_grad():
+            states = model(ids[None], output_hidden_states=True).hidden_states
+            last = model.model.norm(rows[:, -1])
+            said = model.lm_head(last).argmax(-1)
+        wanted = torch.stack(states[1:], 2)[0]
+        found = torch.stack([*rows[:, :-1].unbind(1), last], 1)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        assert said[begin - 1 : -1].tolist() == ids[begin:].tolist()
+        assert sample["loss_mask"].tolist() == [0] * begin + [1] * (len(ids) - begin)
 
 
 def generate(llm: Any, prompts: list[str], max_tokens: int, **capture: Any) -> list[Any]:

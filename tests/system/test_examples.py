@@ -55,6 +55,7 @@ def test_every_example_is_run_here_and_listed_in_the_readme():
         "refusal_ablation",
         "sae_feature",
         "steering_client",  # in test_serving_docs.py
+        "train_draft",  # in test_draft_head.py
     ]
     readme = (EXAMPLES / "README.md").read_text()
     assert [name for name in NAMES if f"]({name}.py)" not in readme] == []

@@ -106,6 +106,30 @@ def test_speculators_command_knows_the_backend() -> None:
     assert "hidden_states_backend: midstream" in shown
 
 
+def test_the_loss_of_a_head_falls_on_rows_of_a_server(
+    server: Running, talking_llama: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("speculators.train.config")
+    datasets = pytest.importorskip("datasets")
+    draw = torch.Generator().manual_seed(0)
+    # Half is to train on, and the same half again to measure the loss after each epoch.
+    ids = 2 * torch.randint(3, 200, (12, 60), generator=draw).tolist()
+    columns = {"input_ids": ids, "loss_mask": [[1] * 60] * 24, "seq_len": [60] * 24}
+    data = tmp_path / "prepared"
+    datasets.Dataset.from_dict(columns).with_format("torch").save_to_disk(data)
+    model = [f"--verifier-name-or-path={talking_llama}", "--target-layer-ids", "1", "2"]
+    taps = "--midstream-taps=resid_post.0,resid_post.1,resid_post.2"
+    source = ["--hidden-states-backend=midstream", f"--midstream-url={server.url}", taps]
+    small = ["--total-seq-len=128", "--num-workers=0", "--epochs=8", "--train-data-ratio=0.5"]
+    plain = ["--draft-attn-impl=eager", "--loss-implementation=eager"]
+    folders = [f"--data-path={data}", f"--save-path={tmp_path}/head", f"--log-dir={tmp_path}/log"]
+    options = [*model, *source, *small, *plain, *folders]
+    python("-m", "midstream.lab.export.online", *options, timeout=300)
+    files = [tmp_path / "head" / name / "val_metrics.json" for name in ("0", "checkpoint_best")]
+    first, best = (json.loads(file.read_text())["loss_epoch"] for file in files)
+    assert best < 0.95 * first
+
+
 def test_a_sample_waits_for_a_server_that_is_killed_and_comes_back(start: Any, data: str) -> None:
     port = serving.free_port()
     rows = ServedRows(data, f"http://127.0.0.1:{port}", TAPS, wait_seconds=300)

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+from collections import Counter
 
 import datasets
 import numpy as np
@@ -192,6 +193,10 @@ def test_files_of_speculators_are_completions_with_all_taps(tmp_path, dtype, len
         assert torch.equal(file["token_ids"], row["input_ids"])
         assert torch.equal(file["hidden_states"], torch.stack(vectors))
         assert file["hidden_states"].dtype == getattr(torch, dtype)
+    counted = Counter(
+        token for ids, mask, _ in wanted for token, counts in zip(ids, mask, strict=True) if counts
+    )
+    assert torch.load(tmp_path / "data" / "token_freq.pt") == counted
 
 
 @pytest.mark.parametrize("length", [None, 6])

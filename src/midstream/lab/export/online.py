@@ -2,7 +2,8 @@
 
 `python -m midstream.lab.export.online` is speculators' own training command with the backend
 `midstream`. Its data loaders ask the server for each sample's rows when they need them, over HTTP,
-so nothing is lost, or sent twice, if either side is killed and starts again.
+so nothing is lost, or sent twice, if either side is killed and starts again. Without an accelerator
+it trains on the CPU, which speculators' own command does not.
 """
 
 from __future__ import annotations
@@ -236,8 +237,29 @@ def register() -> None:
         hs_connectors.HiddenStatesBackend.register(NAME)(Backend)
 
 
+def train_without_accelerator() -> None:
+    """Have speculators' trainer use the CPU where torch has no accelerator; else do nothing."""
+    import torch
+    from speculators.train import cli, trainer
+
+    if torch.accelerator.is_available():
+        return
+
+    class OnCpu(trainer.Trainer):  # type: ignore[misc]
+        """A trainer with a device that it would take from an accelerator."""
+
+        def setup_trainer(self) -> None:
+            self.local_rank = self.device_type = "cpu"
+            super().setup_trainer()
+
+    cli.Trainer = OnCpu
+    # It waits for the device before it reads a clock.
+    torch.accelerator.synchronize = lambda *_: None
+
+
 if __name__ == "__main__":
     from midstream.lab.export import online
 
     online.register()
+    online.train_without_accelerator()
     runpy.run_module("speculators.train", run_name="__main__", alter_sys=True)

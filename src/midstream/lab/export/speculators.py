@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from midstream.errors import StoreError
 from midstream.lab.export.dataset_folder import DatasetFolder, hugging_face, lists
@@ -21,7 +23,8 @@ def write(rows: AlignedRows, folder: Path) -> int:
 
     The data set has `input_ids`, `loss_mask` and `seq_len` of each completion; its rows, [tokens,
     taps, width], are in `hidden_states/hs_i.safetensors`. The trainer applies the final norm of the
-    model to the last tap, and joins the others.
+    model to the last tap, and joins the others. `token_freq.pt` counts the tokens of `loss_mask` by
+    id, from which it chooses a vocabulary of `--draft-vocab-size`.
     """
     site, layer = rows.taps[-1]
     if site != "resid_post" or layer < max(number for _, number in rows.taps):
@@ -37,6 +40,7 @@ def write(rows: AlignedRows, folder: Path) -> int:
     )
     (folder / ROWS).mkdir(parents=True)
     tokens = files = 0
+    counts: Counter[int] = Counter()
     sequences = rows.sequences()
     with DatasetFolder(folder, features, torch_format=True) as target:
         while part := [
@@ -46,6 +50,9 @@ def write(rows: AlignedRows, folder: Path) -> int:
             target.write(_columns(part))
             files += len(part)
             tokens += sum(len(ids) for ids, _ in part)
+            for ids, mask in part:
+                counts.update(ids[mask > 0].tolist())
+    torch.save(dict(counts), folder / "token_freq.pt")
     return tokens
 
 
