@@ -95,7 +95,7 @@ def activate() -> None:
         take = scored_blocks.get_new_blocks
         _wrap("vllm.v1.core.block_pool", "BlockPool", "get_new_blocks", take)
         # The last one runs first: what is left of requests that failed is not evaluated.
-        for part in (ended_requests, probe_stops, failed_requests):
+        for part in (scored_blocks, ended_requests, probe_stops, failed_requests):
             hook = part.update_from_output
             _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", hook)
         for install in INSTALLERS:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 
 from midstream.plan import Instruction, ResolvedPlan, ResolvedProbe
 from midstream.plan.positions.range_set import overlay
 from midstream.plan.positions.ranges import Ranges
+from midstream.plan.readouts.reduced import RETURNED, SUMS
 from midstream.plan.resolved import digest_steps
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 
@@ -54,12 +55,17 @@ class _Segments:
 
 
 class KeptScore(ProtocolMessage, frozen=True, array_like=True):
-    """A probe's score, which the workers keep for the tokens of cached blocks."""
+    """A probe's score, which the workers keep for the tokens of cached blocks; or the sums of rows
+    that a capture reduces, which they keep for the ends of these blocks.
+    """
 
-    # Digest in hex of how it is computed from a row; equal keys in a plan have equal ranges.
+    # Digest in hex of how it is computed from a row; equal keys in a plan have equal ranges. Of
+    # sums, also of the selected positions, but for where the last range stops: before that, equal
+    # keys select the same.
     key: str
-    slot: Natural  # its column among the plan's scores
-    ranges: Ranges  # positions that may have one
+    slot: Natural  # its column among the plan's scores; of sums, the capture's index
+    ranges: Ranges  # positions that may have one, or that are counted
+    nbytes: Natural = 0  # of sums at one block's end, at most, on one rank; 0: it is a score
 
 
 class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):
@@ -70,9 +76,10 @@ class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):
     # content alone, so that requests with equal edits share blocks.
     marks: tuple[str, ...]
     # Position whose row must be computed, as it is captured or read by a gate with memory: what the
-    # cache serves has no row.
+    # cache serves has no row. Of rows that are reduced, it is that of the last.
     first_read: int | None
-    scores: tuple[KeptScore, ...] = ()  # of positions that may be cached with their scores
+    # Of positions that may be cached with their scores, or with their sums.
+    scores: tuple[KeptScore, ...] = ()
 
     def __post_init__(self) -> None:
         starts = self.starts
@@ -122,12 +129,13 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
         if not marks or made[here] != marks[-1]:
             starts.append(start)
             marks.append(made[here])
-    reads = [capture.where.possible for capture in plan.captures] + scanned(plan)
+    reads = [capture.returned for capture in plan.captures] + scanned(plan)
     # What selects tokens by those before it reads each generated one, cached or not.
     firsts = [ranges[0][0] for ranges in reads if ranges]
     firsts += [automaton.start for automaton in plan.automata]
     kept = [probe for probe in plan.probes if _is_kept(probe)]
     scores = _distinct([score for probe in kept for score in _kept_scores(plan, probe)])
+    scores += tuple(_kept_sums(plan))
     return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None), scores)
 
 
@@ -175,6 +183,19 @@ def _kept_scores(plan: ResolvedPlan, probe: ResolvedProbe) -> list[KeptScore]:
         for ranges in [probe.where.possible]
         for slot, content in zip(probe.slots, contents, strict=True)
     ]
+
+
+def _kept_sums(plan: ResolvedPlan) -> Iterator[KeptScore]:
+    """Yield what is kept of each capture that reduces rows. A hit ends before the last of these."""
+    for index, capture in enumerate(plan.captures):
+        pattern = capture.pattern
+        if pattern is None or not pattern.reduces:
+            continue
+        ranges = capture.where.ranges
+        content = [pattern.kind, pattern.reads, pattern.counts, ranges[:-1], ranges[-1][0]]
+        key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        components = (pattern.size - 1) // RETURNED[pattern.kind] * sum(pattern.counts)
+        yield KeptScore(key, index, ranges, 8 * SUMS[pattern.kind] * components)
 
 
 def _content(steps: tuple[Instruction, ...]) -> str:

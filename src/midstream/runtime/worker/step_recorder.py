@@ -29,6 +29,7 @@ from midstream.runtime.worker.step.score_cache import CachedScores, ScoreCache
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
+from midstream.runtime.worker.step.sum_cache import SumCache
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.taps.tap_check import TapSignature
@@ -57,6 +58,7 @@ class RankMemory:
     transport: Transport
     arena: Arena
     kept: ScoreCache | None = None  # scores of cached tokens; None: there are none
+    sums: SumCache | None = None  # likewise
 
 
 class StepRecorder:
@@ -84,6 +86,7 @@ class StepRecorder:
         self._transport = memory.transport
         self._arena = memory.arena
         self.kept = memory.kept
+        self.sums = memory.sums
         self._slots = slots
         self._codecs = codecs
         self._patterns = patterns
@@ -132,6 +135,7 @@ class StepRecorder:
         plan = prepared.plan
         batches: Sequence[CodecBatch] = plan.batches
         logits: StepLogits = {}
+        self._patterns.count(prepared, self.counts.steps)
         if batches:
             logits = self._patterns.compute(prepared)  # of all rows, also those that are dropped
             incomplete = self._slots.incomplete[plan.runs.slot]
@@ -171,6 +175,7 @@ class StepRecorder:
         """Add the scores that requests have from the cache and that began with a step without a
         program.
         """
+        self._patterns.count(None, self.counts.steps)
         cached = self._record_cached(None, None)
         if cached:
             self.reported = StepScores(lambda: scores_with_cached(None, cached))
@@ -254,6 +259,8 @@ class StepRecorder:
         self._verify(step)
         if self.kept is not None:
             self.kept.carry_out(step.number)
+        if self.sums is not None:
+            self.sums.carry_out(step.number)
         step.shipment.free_staging()
 
     def _verify(self, step: in_flight.InFlightStep) -> None:

@@ -11,7 +11,7 @@ from midstream.runtime.protocol.runs import within_runs
 from midstream.runtime.worker.readouts.logits import StepLogits
 from midstream.runtime.worker.readouts.queries import queries_of
 from midstream.runtime.worker.readouts.reader import PatternReader
-from midstream.runtime.worker.reductions import Reductions, place_of
+from midstream.runtime.worker.reductions import CountedRows, Reductions, place_of
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_plan import CodecBatch
@@ -38,8 +38,7 @@ class StepPatterns:
         self._reductions = reductions
 
     def compute(self, prepared: PreparedStep) -> StepLogits:
-        """Count a step's reduced rows, write scores of attention, return the logits asked for."""
-        self._count(prepared)
+        """Write a step's scores of attention, and return the logits asked for."""
         if self._reader is None:
             return {}
         self._score(prepared, self._reader)
@@ -61,27 +60,29 @@ class StepPatterns:
         mine |= {index: rows.to(device) for index, rows in reduced.items()}
         return self._reader.encode(encoding, records, *queries, mine)
 
-    def _count(self, prepared: PreparedStep) -> None:
-        """Add a step's rows to its requests' sums, each position once, also after preemption."""
+    def count(self, prepared: PreparedStep | None, step: int) -> None:
+        """Add a step's rows to its requests' sums; None: it has no program. A request whose cached
+        tokens' sums are not there fails.
+        """
         if not len(self._reductions):
             return
-        runs, reductions = prepared.plan.runs, self._reductions
-        reached: dict[int, int] = {}
-        for batch in prepared.plan.batches:
+        pieces: dict[int, list[CountedRows]] = {}
+        for batch in () if prepared is None else prepared.plan.batches:
             encoding = self._codecs.encoding(batch.codec)
             if not isinstance(encoding, PatternEncoding) or not encoding.has_sums:
                 continue
-            records = self._records(prepared, batch, encoding)
+            assert prepared is not None
+            runs, records = prepared.plan.runs, self._records(prepared, batch, encoding)
             first = (batch.record // encoding.units).tolist()
             columns = runs.slot, runs.position, runs.length
             every = zip(first, *(column[batch.runs].tolist() for column in columns), strict=True)
             for record, slot, position, length in every:
-                skip = max(0, reductions.counted(slot) - position)
-                if skip < length:
-                    reductions.add(slot, encoding, records[record + skip : record + length])
-                reached[slot] = max(reached.get(slot, 0), position + length)
-        for slot, stop in reached.items():
-            reductions.advance(slot, stop)
+                rows = CountedRows(position, encoding, records[record : record + length])
+                pieces.setdefault(slot, []).append(rows)
+        for slot, cached in self._reductions.count(pieces, step).items():
+            request = self._slots.by_slot(slot)
+            if request is not None:
+                self._slots.fail(request, cached, f"no sums are kept of its {cached} cached tokens")
 
     def _reduced(
         self, prepared: PreparedStep, batch: CodecBatch, encoding: PatternEncoding, records: Tensor

@@ -119,20 +119,38 @@ class ScoreCache:
         self.extend(slot, blocks)
         number = int(self._layout[slot])
         if not number:
-            number = self._numbered(scores)
+            number = self._numbered(tuple([score for score in scores if not score.nbytes]))
             self._users[number] = self._users.get(number, 0) + 1
             self._layout[slot] = number
-        if cached:
+        if cached and self._layouts[number].keys:
             self._new.append(CachedScores(self, slot, cached, number))
 
-    def extend(self, slot: int, blocks: Sequence[Sequence[int]]) -> None:
-        """Note more blocks, by group, of a request."""
+    def extend(self, slot: int, blocks: Sequence[Sequence[int]]) -> int:
+        """Note more blocks, by group, of a request; return the first position in them."""
         assert self._blocks is not None
         mine = blocks[self._blocks.group]
         begin = int(self._known[slot])
         end = min(begin + len(mine), self._table.shape[1])
         self._table[slot, begin:end] = mine[: end - begin]
         self._known[slot] = end
+        return begin * self._blocks.size
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block; once there is a request."""
+        assert self._blocks is not None
+        return self._blocks.size
+
+    def blocks_from(self, slot: int, position: int) -> list[int]:
+        """Return the blocks that a request has of its positions from one on."""
+        first = position // self.block_size
+        blocks: list[int] = self._table[slot, first : self._known[slot]].tolist()
+        return blocks
+
+    def blocks_at(self, slot: int, index: Ints) -> Ints:
+        """Return some of a request's blocks, by their indices."""
+        blocks: Ints = self._table[slot, index]
+        return blocks
 
     def has(self, slot: int) -> bool:
         return slot < self._layout.size and bool(self._layout[slot])
@@ -256,6 +274,8 @@ class ScoreCache:
         numbers = np.unique(layout).tolist()
         for number in numbers:
             kept, columns = self._kept_of(number)
+            if not kept.size:
+                continue
             mine = slice(None) if len(numbers) == 1 else np.flatnonzero(layout == number)
             self._values[kept[:, None], places[mine]] = values[row[mine]][:, columns].T
 
