@@ -64,6 +64,10 @@ class ScoredBlocks:
         self._hashes: dict[int, Any] = {}
         self._sums = SumBudget()
         self._keys_of_sums: dict[int, str] = {}  # by number, of those in `_numbers`
+        # Numbers of what gates remember, and blocks that are filled by steps which may not be run.
+        self._remembered: set[int] = set()
+        self._fresh: set[int] = set()
+        self._recent: set[str] = set()  # keys of the step that is being scheduled
 
     def __len__(self) -> int:
         return len(self._coverage)
@@ -75,10 +79,12 @@ class ScoredBlocks:
             numbers = tuple([self._use(score) for score in scores])
             SCORE_NUMBERS.set(request, numbers)
             dropped = []
-            # Those of this request, which are the last ones, stay even if they are more.
-            while len(self._numbers) > max(self._most, len(numbers)):
+            # Those of requests of one step, which are the last ones, stay even if they are more: the
+            # workers get this message before the step in which they serve them.
+            while len(self._numbers) > max(self._most, len(self._recent)):
                 key, number = self._numbers.popitem(last=False)
                 self._kept.discard(number)
+                self._remembered.discard(number)
                 if self._keys_of_sums.pop(number, None) is not None:
                     self._sums.forget_key(key)
                 dropped.append(key)
@@ -93,8 +99,11 @@ class ScoredBlocks:
             self._kept.add(number)
             if score.nbytes:
                 self._keys_of_sums[number] = score.key
+            if score.memory:
+                self._remembered.add(number)
             self._next += 1
         self._numbers.move_to_end(score.key)
+        self._recent.add(score.key)
         return number
 
     def served(
@@ -110,8 +119,13 @@ class ScoredBlocks:
         wanted = _Wanted(scores, numbers, self.size, self._kept)
         blank: dict[tuple[int, int], list[int]] = {}  # ids of blocks, by number and bits
         last: tuple[Coverage, Coverage] | None = None
+        # A gate starts from what another request's has only once that is computed.
+        fresh = self._fresh if any(score.memory for score in scores) else frozenset()
         for index, block in enumerate(hit):
             if index * self.size >= length:
+                break
+            if block.block_id in fresh:
+                length = index * self.size
                 break
             needs = wanted.of_block(index)
             if needs is None:
@@ -124,9 +138,9 @@ class ScoredBlocks:
                 continue
             if not _has(coverage, needs):
                 duplicate = self._duplicate(block, pool, needs)
-                if duplicate is not None:
+                if duplicate is not None and duplicate.block_id not in fresh:
                     hit[index] = duplicate
-                elif not self._skips or self._lacks_sums(coverage, needs):
+                elif not self._skips or self._lacks_states(coverage, needs):
                     length = index * self.size
                     break
                 else:
@@ -140,9 +154,10 @@ class ScoredBlocks:
             self._tell(BlankScores(key_of[number], ids, tokens))
         return length
 
-    def _lacks_sums(self, coverage: Coverage, needs: Coverage) -> bool:
-        sums = tuple([pair for pair in needs if pair[0] in self._keys_of_sums])
-        return not _has(coverage, sums)
+    def _lacks_states(self, coverage: Coverage, needs: Coverage) -> bool:
+        """Return whether a block lacks sums, or what gates remember: neither can be skipped."""
+        states = self._remembered.union(self._keys_of_sums)
+        return not _has(coverage, tuple([pair for pair in needs if pair[0] in states]))
 
     def _use_sums(self, scores: Sequence[KeptScore], blocks: Sequence[Any]) -> None:
         """Note that a request gets sums of blocks; those of later ones are to be evicted first."""
@@ -188,6 +203,8 @@ class ScoredBlocks:
             if not coverage or block.block_hash is None:
                 continue
             self._coverage[block.block_id] = coverage
+            if wanted.remembers:
+                self._fresh.add(block.block_id)
             served = pool.get_cached_block(request.block_hashes[index], [self.group])
             if served and served[0] is not block:
                 self._duplicates.setdefault(block.block_hash, set()).add(block.block_id)
@@ -208,10 +225,12 @@ class ScoredBlocks:
                 self._sums.use(score.key, block, score.nbytes)
         return coverage
 
-    def drop_sums(self) -> None:
+    def end_step(self) -> None:
         """Let the workers drop sums that no request gets. Call when no step is being scheduled, as
         one may have been promised what another's blocks take the room of.
         """
+        self._fresh.clear()
+        self._recent.clear()
         if dropped := self._sums.take_dropped():
             self._tell(DropSums(dropped))
 
@@ -255,6 +274,7 @@ class _Wanted:
         """Create it; `kept`: the numbers that count; None: all do."""
         self.scores = scores
         self._scores = sorted(zip(numbers, scores, strict=True), key=itemgetter(0))
+        self.remembers = any(score.memory for score in scores)
         self.sums = [(number, score) for number, score in self._scores if score.nbytes]
         self._size = size
         self._kept = kept
@@ -351,10 +371,10 @@ def cache_full_blocks(
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Let the workers drop sums, between the scheduling of two steps."""
+    """Note that what was scheduled so far comes before what is scheduled from now on."""
     scored: ScoredBlocks | None = SCORED_BLOCKS.get(scheduler.kv_cache_manager.block_pool)
     if scored is not None:
-        scored.drop_sums()
+        scored.end_step()
     return original(scheduler, *args, **kwargs)
 
 

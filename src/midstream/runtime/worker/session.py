@@ -158,7 +158,13 @@ class WorkerSession:
             self.requests.settle_requests([request])
         elif not scores:
             return
-        kept.place(request.slot, scores, blocks, cached)
+        placed = self._gate_states.placed(request.slot, scores)
+        kept.place(request.slot, placed, blocks, cached)
+        if cached and kept.has(request.slot):
+            steps = self.counts.steps
+            self._gate_states.restore(
+                request.slot, cached, lambda at: kept.values_at(request.slot, at, steps)
+            )
         self._reductions.place(request.slot, scores, cached)
 
     def add_blocks(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:

@@ -145,10 +145,10 @@ class StepRecorder:
             # Of some records a rank returns nothing: scores, or logits that another one returns.
             batches = [batch for batch in batches if self._row_bytes(batch.codec)]
         tally, scores = self._armed.tally, self._no_scores
-        if plan.scored:
+        if plan.scored or (self.kept is not None and self.kept.remembers(plan.runs.slot).any()):
             scores = self._buffers.scores[: tally.shape[0]]
-            if self._slots.num_reporting and self._split_scores is not None:
-                self._split_scores.join(prepared, self._slots, scores)
+        if plan.scored and self._slots.num_reporting and self._split_scores is not None:
+            self._split_scores.join(prepared, self._slots, scores)
         shipment = self._ship(prepared, batches, tally, scores, logits)
         if plan.num_units:
             self._armed.close_ring()

@@ -6,6 +6,7 @@ and ended early, and evict each other's blocks and sums.
 """
 
 import random
+from operator import itemgetter
 from types import SimpleNamespace as Fake
 from typing import Any
 
@@ -110,6 +111,7 @@ class Engine:
         self.sums.kept = self.cache
         self.running: dict[int, Running] = {}
         self.resumed: set[int] = set()
+        self.placed: list[tuple[bool, Running, list[int], int]] = []
         self.step_number = 0
         self.hits = 0
 
@@ -146,10 +148,7 @@ class Engine:
         ids = [block.block_id for block in mine.blocks]
         if begins:
             self.hits += length
-            self.table.place(mine.slot, mine.scores, (ids,), length)
-            scores = () if mine.slot in self.resumed else mine.scores
-            self.resumed.discard(mine.slot)
-            self.sums.place(mine.slot, scores, length)
+            self.placed.append((mine.slot in self.resumed, mine, ids, length))
         elif new:
             self.cache.renew(mine.slot, self.table.extend(mine.slot, (ids[first:],)))
         mine.computed = start
@@ -185,6 +184,12 @@ class Engine:
 
     def step(self) -> None:
         scheduled = [mine for mine in self.running.values() if self.schedule(mine)]
+        # The worker learns first of new requests, then of those that run again.
+        for is_again, mine, ids, length in sorted(self.placed, key=itemgetter(0)):
+            self.table.place(mine.slot, mine.scores, (ids,), length)
+            self.sums.place(mine.slot, () if is_again else mine.scores, length)
+            self.resumed.discard(mine.slot)
+        self.placed.clear()
         if not scheduled:
             for slot in self.running:
                 self.preempt(slot)
@@ -207,7 +212,7 @@ class Engine:
                 self.check(mine)
                 self.end(mine.slot)
         self.cache.carry_out(self.step_number - self.draw.randrange(3))
-        self.scored.drop_sums()
+        self.scored.end_step()
         for message in self.told:
             if isinstance(message, DropSums):
                 self.cache.drop(message.blocks)

@@ -118,6 +118,28 @@ def test_moments_of_values_that_are_close_together_keep_their_variance() -> None
     assert float(found[12]) == 0
 
 
+def test_positions_that_come_again_count_once() -> None:
+    """As after a preemption on an engine without a prefix cache, in pieces of two encodings."""
+    encoding = encoding_of(columns_of("mean", 0, (0,)), columns_of("max", 1, (1,)))
+    alone = encoding_of(columns_of("mean", 0, (0,)))
+    sums = Reductions(4, WIDTH, torch.device("cpu"))
+    sums.acquire(0, [segment_of(encoding)], WIDTHS)
+    rows = torch.randn(20, sum(WIDTHS), generator=torch.Generator().manual_seed(3))
+    for start, stop in ((0, 7), (7, 12), (0, 9), (9, 20)):
+        middle = min(stop, max(start, 10))
+        pieces = [
+            CountedRows(middle, alone, rows[middle:stop]),
+            CountedRows(start, encoding, rows[start:middle]),
+        ]
+        sums.count({0: [piece for piece in pieces if len(piece.records)]}, 1)
+    for columns, wanted in zip(
+        encoding.patterns, (rows[:, :6].mean(0), rows[:10, 6:12].amax(0)), strict=True
+    ):
+        (found,) = sums.rows([0], columns, 0)
+        assert int(found[:1].view(torch.int32)) == (20 if columns.capture == 0 else 10)
+        torch.testing.assert_close(found[1:], wanted)
+
+
 def test_what_a_request_needs_is_refused_as_a_whole() -> None:
     encoding = encoding_of(columns_of("moments", 0, (0, 1)))
     sums = Reductions(5, WIDTH, torch.device("cpu"))

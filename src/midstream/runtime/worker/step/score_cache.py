@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ class _Layout:
     keys: tuple[str, ...]
     kept: Ints  # rows of the cache; `_DROPPED`: it is not kept any more
     columns: Ints
+    has_scores: bool  # and not only what gates remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,9 @@ class ScoreCache:
         self._users: dict[int, int] = {}  # slots of each layout
         self._table = np.zeros((0, 0), np.int64)  # blocks of each slot
         self._known = np.zeros(0, np.int64)  # number of these
+        self._remembers = np.zeros(
+            0, np.bool_
+        )  # slots of requests of which gates remember something
         self._queue: deque[_Write | CachedScores] = deque()
         self._new: list[CachedScores] = []  # of requests that begin with the next step
         self._lock = threading.Lock()
@@ -115,6 +120,7 @@ class ScoreCache:
             self._layout = grow(self._layout, size)
             self._table = grow(self._table, size)
             self._known = grow(self._known, size)
+            self._remembers = grow(self._remembers, size)
         self._known[slot] = 0
         self.extend(slot, blocks)
         number = int(self._layout[slot])
@@ -122,7 +128,8 @@ class ScoreCache:
             number = self._numbered(tuple([score for score in scores if not score.nbytes]))
             self._users[number] = self._users.get(number, 0) + 1
             self._layout[slot] = number
-        if cached and self._layouts[number].keys:
+            self._remembers[slot] = any(score.memory for score in scores)
+        if cached and self._layouts[number].has_scores:
             self._new.append(CachedScores(self, slot, cached, number))
 
     def extend(self, slot: int, blocks: Sequence[Sequence[int]]) -> int:
@@ -163,7 +170,8 @@ class ScoreCache:
             keys = tuple([key for key, _ in content])
             kept = np.array([self._row(key) for key in keys], np.int64)
             columns = np.array([column for _, column in content], np.int64)
-            self._layouts[number] = _Layout(keys, kept, columns)
+            has_scores = not all(score.memory for score in scores)
+            self._layouts[number] = _Layout(keys, kept, columns, has_scores)
         return number
 
     def _row(self, key: str) -> int:
@@ -190,6 +198,7 @@ class ScoreCache:
                 self.carry_out(max(unread))
             number = int(self._layout[slot])
             self._layout[slot] = 0
+            self._remembers[slot] = False
             self._users[number] -= 1
             if not self._users[number]:
                 del self._users[number], self._layouts[number]
@@ -226,8 +235,8 @@ class ScoreCache:
         """Queue a step's scores to be kept, and then those that its new requests have."""
         if prepared is not None and shipment is not None and self._users:
             runs = prepared.plan.runs
-            layout = self._layout_of(runs.slot)
-            chosen = np.flatnonzero((layout > 0) & (runs.scored > 0))
+            layout = _of_slots(self._layout, runs.slot)
+            chosen = np.flatnonzero((layout > 0) & ((runs.scored > 0) | self.remembers(runs.slot)))
             if chosen.size:
                 position = positions_of(prepared, chosen)
                 columns = runs.length[chosen], runs.row[chosen], runs.slot[chosen], layout[chosen]
@@ -241,13 +250,19 @@ class ScoreCache:
         new, self._new = self._new, []
         return new
 
-    def _layout_of(self, slot: Ints) -> Ints:
-        if slot.size and int(slot.max()) < self._layout.size:
-            return self._layout[slot]
-        known = slot < self._layout.size
-        layout = np.zeros(slot.size, np.int64)
-        layout[known] = self._layout[slot[known]]
-        return layout
+    def remembers(self, slot: Ints) -> NDArray[np.bool_]:
+        """Return of which requests what gates remember is kept."""
+        return _of_slots(self._remembers, slot)
+
+    def values_at(self, slot: int, position: int, step: int) -> NDArray[np.float32]:
+        """Return what is kept of a request's token, by column. Blocks until a step is on the host,
+        up to which it may have been computed.
+        """
+        self.carry_out(step)
+        kept, columns = self._kept_of(int(self._layout[slot]))
+        values = np.zeros(self._num_columns, np.float32)
+        values[columns] = self._values[kept, self._places(np.array([slot]), np.array([position]))]
+        return values
 
     def carry_out(self, step: int) -> None:
         """Carry out what is queued, up to a step. Blocks until its scores are on the host."""
@@ -301,6 +316,16 @@ class ScoreCache:
         block = np.minimum(position // size, self._table.shape[1] - 1)
         places: Ints = self._table[slot, block] * size + position % size
         return places
+
+
+def _of_slots(values: NDArray[Any], slot: Ints) -> NDArray[Any]:
+    """Return the entries of slots; 0 where there are none yet."""
+    if slot.size and int(slot.max()) < values.size:
+        return values[slot]
+    known = slot < values.size
+    chosen = np.zeros(slot.size, values.dtype)
+    chosen[known] = values[slot[known]]
+    return chosen
 
 
 def _is_read_of(queued: _Write | CachedScores, slot: int) -> bool:
