@@ -135,6 +135,18 @@ def test_gates_and_probes_of_one_request(pair: Pair, prompt: Any) -> None:
     assert torch.equal(again.probes["p"][:WHOLE], first.probes["p"][:WHOLE])
 
 
+def soft(layer: int = 1, **selected: Any) -> Gate:
+    """A gate that every token moves."""
+    steer = Steer(vector(2, 0.3), layer=2, **selected)
+    return Gate(steer, Probe(vector(3), layer), threshold=0.0, smooth=0.02, sharpness=0.5)
+
+
+@pytest.mark.parametrize("other", [soft(layer=0), soft(positions=slice(60, None))])
+def test_gates_of_one_vector_remember_each_its_own(pair: Pair, prompt: Any, other: Gate) -> None:
+    for hit in (0, WHOLE, WHOLE):
+        pair.ask(prompt, hit, edits=[[soft(), other]], capture=LATE)
+
+
 def test_a_request_in_the_step_that_computes_its_prefix_computes_it_too(
     wide: Any, uncached: Any, prompt: Any
 ) -> None:

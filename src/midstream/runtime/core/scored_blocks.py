@@ -79,8 +79,8 @@ class ScoredBlocks:
             numbers = tuple([self._use(score) for score in scores])
             SCORE_NUMBERS.set(request, numbers)
             dropped = []
-            # Those of requests of one step, which are the last ones, stay even if they are more: the
-            # workers get this message before the step in which they serve them.
+            # Those of requests of one step, the last ones, stay even if they are more: the workers
+            # get this message before the step in which they serve them.
             while len(self._numbers) > max(self._most, len(self._recent)):
                 key, number = self._numbers.popitem(last=False)
                 self._kept.discard(number)
