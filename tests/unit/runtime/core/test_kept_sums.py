@@ -290,3 +290,27 @@ def test_a_budget_forgets_what_was_used_longest_ago() -> None:
     assert budget.take_dropped() == {"a": [3]}
     assert budget.nbytes == 90
     assert budget.take_dropped() == {}
+
+
+def test_a_block_that_is_filled_anew_has_no_sums_until_these_are_made() -> None:
+    """Also where the request that goes on from them comes first in the step."""
+    engine = Engine(random.Random(0), 1 << 20)
+    kept = (KeptScore("k", 0, ((0, 20),), 8),)
+
+    def begin(slot: int, ids: list[int], cached: int, stop: int) -> None:
+        engine.table.place(slot, kept, (ids,), cached)
+        engine.cache.begin(slot, kept, cached)
+        computed, scheduled = np.array([cached]), np.array([stop - cached])
+        batch = Fake(request_ids=[str(slot)], computed=computed, scheduled=scheduled)
+        engine.cache.reach(batch, int)  # type: ignore[arg-type]
+
+    begin(0, [3], 0, SIZE)
+    engine.cache.write(0, 0, np.array([SIZE - 1]), torch.ones(1, 2), 1)
+    begin(1, [3], 0, SIZE)
+    begin(2, [3, 4], SIZE, SIZE + 1)
+    assert engine.cache.read(2, 0, SIZE) is None
+    engine.cache.write(1, 0, np.array([SIZE - 1]), torch.zeros(1, 2), 2)
+    found = engine.cache.read(2, 0, SIZE)
+    assert found is not None
+    assert found[0] == SIZE
+    assert torch.equal(found[1], torch.zeros(2))
