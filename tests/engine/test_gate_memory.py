@@ -137,15 +137,18 @@ def test_a_request_that_is_preempted_right_after_its_gate_opened_opens_it_there_
         assert not problems(oracle, case, output, TOLERANCE, TIE)
 
 
-def test_cached_prompts_are_used_up_to_the_first_token_that_is_read(wide, oracle):
+def test_cached_prompts_are_used_where_no_token_is_read_or_all_were(wide, oracle):
     later = Capture("all", EVERY_SITE, phase="generated")
     ask(wide, LONG, 1)
-    for where, hit in (({"phase": "generated"}, 32), ({"positions": slice(20, None)}, 0)):
+    for where, hits in (
+        ({"phase": "generated"}, (32, 32)),
+        ({"positions": slice(20, None)}, (0, 32)),
+    ):
         gate = late_gate(oracle, LONG, 2, hold="rest")
         gate = Gate(gate.edit.replace(**where), gate.probe, gate.threshold, hold="rest")
         first = where.get("positions", slice(len(LONG), None)).start
         case = Case(f"{where}", LONG, [At(gate, lambda p, first=first: p >= first)])
-        for _ in range(2):
+        for hit in hits:
             output = ask(wide, LONG, COUNT, edits=gate, capture=later)
             assert output.num_cached_tokens == hit
             assert_is(oracle, LONG, output.outputs[0], case.edits)

@@ -16,7 +16,7 @@ from support.cached_pair import SIZE, WHOLE, Pair, fresh
 from support.engines import engine, generated, greedy
 from support.updating import Stepped
 
-from midstream import Capture, Gate, Probe, Steer
+from midstream import Capture, Probe, Steer
 from midstream.plan import AttentionPool, Classes, Stop, Switch
 
 
@@ -169,10 +169,8 @@ def test_a_longer_prompt_has_the_scores_of_the_prefix_that_it_shares(
     pair.ask([*prompt[:70], *fresh(60)], 64, probes=probe())
 
 
-def test_a_gate_with_memory_and_a_capture_are_computed_as_before(pair: Pair, prompt: Any) -> None:
-    gate = Gate(Steer(vector(2), layer=2), Probe(vector(3), 1), 0.0, hold=3)
-    pair.ask(prompt, 0, probes=probe(), edits=gate)
-    pair.ask(prompt, 0, probes=probe(), edits=gate)
+def test_a_capture_is_computed_as_before(pair: Pair, prompt: Any) -> None:
+    pair.ask(prompt, 0, probes=probe())
     pair.ask(prompt, None, probes=probe(), capture=Capture(1, positions=slice(50, None)))
     pair.ask(prompt, 32, probes=probe(), capture=Capture(1, positions=slice(50, None)))
 

@@ -52,7 +52,7 @@ def wide(counts, width, dtype, residual=True):
         torch.tensor([[1.5, 300.0, 200.0, 0.25]]),
         torch.zeros(1, dtype=torch.int32),
         small(2, width).float(),
-        torch.full((rows, 3), -9.0),
+        torch.full((rows, 3 + 2 * len(counts)), -9.0),
         scans,
         torch.zeros(len(counts), 4, layout.STATE_COLUMNS, dtype=torch.int32),
     ]

@@ -26,7 +26,7 @@ PAGES = [
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 FIRST_CODE_BY_LINE = 25
-MOST_WORDS = 34_400
+MOST_WORDS = 34_700
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # Written in pieces, so that this file does not name them.
 HOSTS = [

@@ -53,7 +53,7 @@ class Pair:
         found = self.cached.generate(given, settings, use_tqdm=False, **asked)[0]
         ask = Ask(0, 0, prompt, {}, None, {}, {}, None)
         assert not differences(ask, found, expected, Measure())
-        assert hit is None or found.num_cached_tokens == hit
+        assert hit is None or found.num_cached_tokens == hit, found.num_cached_tokens
         assert expected.num_cached_tokens == 0
         return found
 

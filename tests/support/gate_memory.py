@@ -110,8 +110,12 @@ def random_scan(draw: random.Random) -> Scan:
     )
 
 
-def expected_score(scan: Scan, request: Request, position: int) -> np.float32:
-    """The score at a position, from all before it, one after the other in float32."""
+def expected_score(
+    scan: Scan, request: Request, position: int
+) -> tuple[np.float32, np.float32, int]:
+    """The score at a position and what is remembered after it, from all before it, one after the
+    other in float32.
+    """
     a, opens, closes, weight = map(F, scan.numbers)
     average, left = F(0), -1
     for at in range(position + 1):
@@ -122,14 +126,14 @@ def expected_score(scan: Scan, request: Request, position: int) -> np.float32:
         average = score if first else average + weight * (score - average)
         is_kept = average > (closes if left > 0 else opens)
         left = 1 + scan.hold if is_kept else max(left - 1, 0)
-    return F(left > 0) if scan.step else average
+    return F(left > 0) if scan.step else average, average, left
 
 
 def random_steps(
     seed: int, dtype: torch.dtype = torch.float32, steps: int = 8
-) -> Iterator[tuple[list[Any], dict[tuple[int, int], np.float32]]]:
+) -> Iterator[tuple[list[Any], dict[tuple[int, int], Any]]]:
     """Yield the arguments of the op for one step after the other, and what must be in `scores`
-    after it, by row and column. The states are those that the op left in the step before.
+    after it, by row and column, as bits. The states are those that the op left in the step before.
 
     Requests begin, go on by chunks of prompts or by draft tokens, of which some are rejected, and
     begin again from 0 as after a preemption. Numbers are such that sums are exact.
@@ -150,7 +154,7 @@ def random_steps(
         ids = torch.zeros(rows, layout.ID_COLUMNS, dtype=torch.int32)
         hidden, residual = torch.zeros(rows, WIDTH), torch.zeros(rows, WIDTH)
         armed = torch.zeros(6, layout.SCAN_COLUMNS, dtype=torch.int32)
-        row, wanted = 0, []
+        row, wanted, places = 0, [], {}
         for nth, request in enumerate(requests):
             if draw.random() < 0.25:
                 continue
@@ -178,18 +182,23 @@ def random_steps(
                 tokens[row, layout.PROGRAM] = 2 + sum(1 << which for which in has)
                 tokens[row, layout.POSITION] = position
                 wanted += [(row, which, request, position) for which in has]
+                state_of = dict(zip(request.scans, request.states, strict=True))
+                places |= {(row, which): SLOTS + 2 * state_of[which] for which in has}
                 row += 1
         tally = torch.zeros(rows, layout.TALLY_COLUMNS, dtype=torch.int32)
-        scores = torch.full((rows, SLOTS), -9.0)
+        scores = torch.full((rows, SLOTS + 2 * len(states)), -9.0)
+        values: dict[tuple[int, int], Any] = {}
+        for at, which, request, position in wanted:
+            score, average, left = expected_score(scans[which], request, position)
+            place = places[at, which]
+            values |= {(at, which): score, (at, place): average}
+            values[at, place + 1] = np.int32(left).view(F)
         yield (
             [
                 hidden.to(dtype), residual.to(dtype), tokens, ids, tally, table, instructions,
                 params, lists, bank, scores, armed, states,
             ],
-            {
-                (at, which): expected_score(scans[which], request, position)
-                for at, which, request, position in wanted
-            },
+            values,
         )  # fmt: skip
 
 
@@ -241,8 +250,9 @@ def check_steps(run: Callable[..., None], seed: int, dtype: torch.dtype = torch.
         assert not bool(given[12][ELSEWHERE].any())
         others = torch.ones_like(scores, dtype=torch.bool)
         for (row, column), value in wanted.items():
-            assert float(scores[row, column]) == float(value), (seed, row, column)
+            found = scores[row, column].numpy()
+            assert found == value or found.tobytes() == value.tobytes(), (seed, row, column)
             others[row, column] = False
         assert bool((scores[others] == -9.0).all()), "a score that no row has"
-        compared += len(wanted)
+        compared += sum(column < SLOTS for _, column in wanted)
     return compared

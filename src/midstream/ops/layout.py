@@ -125,7 +125,10 @@ LIMIT = 2.0**53
 FLOAT16_LIMIT = 32752.0
 
 # lists: int32 [L]: token ids of the instructions that have such a list.
-# scores: float32 [max tokens, slots]: probe scores, for gates at later sites and for the host.
+# scores: float32 [max tokens, slots]: probe scores, for gates at later sites and for the host. The
+# last MEMORY_COLUMNS · states of them are what each state is after the token: s, and left as the
+# bits of an int32.
+MEMORY_COLUMNS = 2
 
 # scans: int32 [states, SCAN_COLUMNS]: which rows of the batch the SCANs of one slot have, for each
 # state. The rows are those of one request; some of them may have no such SCAN.

@@ -24,6 +24,7 @@ from midstream.runtime.core import (
     plan_versions,
     prefix_cache,
     probe_stops,
+    scored_blocks,
     vector_updates,
     weight_epochs,
 )
@@ -90,7 +91,7 @@ def activate() -> None:
             prefix_cache.computed_blocks,
         )
         # The last one runs first: what is left of requests that failed is not evaluated.
-        for part in (ended_requests, probe_stops, failed_requests):
+        for part in (scored_blocks, ended_requests, probe_stops, failed_requests):
             hook = part.update_from_output
             _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", hook)
         for install in INSTALLERS:

@@ -42,4 +42,4 @@ def test_states_of_requests_without_rows_are_left_alone():
         scan_ref(*arguments)
         assert torch.equal(arguments[12], before)
         assert bool((arguments[10] == -9.0).all())
-        assert arguments[10].shape[1] == SLOTS
+        assert arguments[10].shape[1] == SLOTS + 2 * len(before)

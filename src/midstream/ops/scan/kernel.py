@@ -207,6 +207,8 @@ def scan_kernel(
                     applies = (listed != ((flags & _OTHER_IDS) != 0)).to(tl.int32)
                     applied = tl.where(lanes == lane, applies, applied)
             made = tl.zeros([tile], dtype=tl.float32)
+            made_smoothed = tl.zeros([tile], dtype=tl.float32)
+            made_left = tl.zeros([tile], dtype=tl.int32)
             if begun == 0:
                 position = tl.sum(tl.where(lanes == 0, positions, 0), axis=0)
                 marks = tl.where(marks > position, 0, marks)
@@ -231,6 +233,8 @@ def scan_kernel(
                 if (flags & _STEP) != 0:
                     score = tl.where(left > 0, 1.0, 0.0)
                 made = tl.where(is_nth, score, made)
+                made_smoothed = tl.where(is_nth, smoothed, made_smoothed)
+                made_left = tl.where(is_nth, left, made_left)
                 last = (last + 1) % kept
                 is_new = entries == last
                 marks = tl.where(is_new, 1 + position, marks)
@@ -238,7 +242,12 @@ def scan_kernel(
                 lefts = tl.where(is_new, left, lefts)
             inside = lanes < alike
             of_rows = rows.to(tl.int64)
-            tl.store(scores + of_rows * slots + slot - 1, made, mask=inside)
+            mine = scores + of_rows * slots
+            tl.store(mine + slot - 1, made, mask=inside)
+            # The last columns are of the states, two each.
+            pair = mine + slots - 2 * (tl.num_programs(0) - state)
+            tl.store(pair, made_smoothed, mask=inside)
+            tl.store(pair + 1, made_left.to(tl.float32, bitcast=True), mask=inside)
             spoiled = inside & (applied != 0) & is_infinite(read)
             tl.store(tally + of_rows * tally_stride + _NONFINITE, 1, mask=spoiled)
         row += alike

@@ -35,8 +35,9 @@ def scan_ref(
     scans: Tensor,
     states: Tensor,
 ) -> None:
-    """Write the scores of the SCANs at one site, [rows, slots], their states, [n, kept, 3], and
-    NONFINITE of `tally` where a reading is. Arguments are as for `midstream.ops.site`.
+    """Write the scores of the SCANs at one site, [rows, slots], what they remember after each row
+    in the last of these columns, their states, [n, kept, 3], and NONFINITE of `tally` where a
+    reading is. Arguments are as for `midstream.ops.site`.
     """
     armed: Ints = scans.numpy()
     site: Ints = table.numpy()
@@ -45,6 +46,7 @@ def scan_ref(
     if not here.size:
         return
     words: Ints = tokens.numpy()
+    every_score: Floats = scores.numpy()
     every: Ints = instructions.numpy()
     for index in here.tolist():
         first, count, slot = armed[index, : layout.SCAN_SITE].tolist()
@@ -63,6 +65,9 @@ def scan_ref(
             if applied:
                 state.update(reading, numbers, int(word[layout.WRITE]))
             scores[row, slot - 1] = state.score(bool(word[layout.FLAGS] & _STEP))
+            pair = every_score.shape[1] + layout.MEMORY_COLUMNS * (index - len(armed))
+            every_score[row, pair] = state.smoothed
+            every_score[row, pair + 1] = np.int32(state.left).view(np.float32)
             state.keep(int(position))
         spoiled = rows[applies & ~np.isfinite(x)]
         tally.numpy()[spoiled, layout.NONFINITE] = 1

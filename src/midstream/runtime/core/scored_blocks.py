@@ -1,6 +1,7 @@
 """Which cached blocks have which scores. Workers keep scores by the place of a token's KV, see
-`runtime.worker.step.score_cache`; the engine core knows what is there, and lets the cache serve a
-request the blocks that have all scores that the request asks for.
+`runtime.worker.step.score_cache`, and sums of reduced rows at the end of a block, see `sum_cache`
+there; the engine core knows what is there, and lets the cache serve a request the blocks that have
+all that the request asks for.
 """
 
 from __future__ import annotations
@@ -12,9 +13,18 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from midstream.config.config import Config, from_additional_config
+from midstream.runtime.core.sum_budget import SumBudget
 from midstream.runtime.protocol.cache_keys import KeptScore
 from midstream.runtime.protocol.request_payload import payload_of
-from midstream.runtime.protocol.rpc import RPC, BlankScores, DropScores, RpcRequest, arguments_of
+from midstream.runtime.protocol.rpc import (
+    RPC,
+    BlankScores,
+    DropScores,
+    DropSums,
+    KeepSums,
+    RpcRequest,
+    arguments_of,
+)
 from midstream.runtime.vllm.attributes import SCORE_NUMBERS, SCORED_BLOCKS, SCORES_FILLED
 from midstream.runtime.vllm.kv_cache import KvBlocks, full_attention_blocks
 
@@ -53,6 +63,12 @@ class ScoredBlocks:
         # Blocks of equal content beside the one that vLLM finds, by its hash and by their ids.
         self._duplicates: dict[Any, set[int]] = {}
         self._hashes: dict[int, Any] = {}
+        self._sums = SumBudget()
+        self._keys_of_sums: dict[int, str] = {}  # by number, of those in `_numbers`
+        # Numbers of what gates remember, and blocks that are filled by steps which may not be run.
+        self._remembered: set[int] = set()
+        self._fresh: set[int] = set()
+        self._recent: set[str] = set()  # keys of the step that is being scheduled
 
     def __len__(self) -> int:
         return len(self._coverage)
@@ -61,25 +77,34 @@ class ScoredBlocks:
         """Return the numbers of a request's scores, the same ones as long as it runs."""
         numbers = SCORE_NUMBERS.get(request)
         if numbers is None:
-            numbers = tuple([self._use(score.key) for score in scores])
+            numbers = tuple([self._use(score) for score in scores])
             SCORE_NUMBERS.set(request, numbers)
             dropped = []
-            # Those of this request, which are the last ones, stay even if they are more.
-            while len(self._numbers) > max(self._most, len(numbers)):
+            # Those of requests of one step, the last ones, stay even if they are more: the workers
+            # get this message before the step in which they serve them.
+            while len(self._numbers) > max(self._most, len(self._recent)):
                 key, number = self._numbers.popitem(last=False)
                 self._kept.discard(number)
+                self._remembered.discard(number)
+                if self._keys_of_sums.pop(number, None) is not None:
+                    self._sums.forget_key(key)
                 dropped.append(key)
             if dropped:
                 self._tell(DropScores(dropped))
         return numbers
 
-    def _use(self, key: str) -> int:
-        number = self._numbers.get(key)
+    def _use(self, score: KeptScore) -> int:
+        number = self._numbers.get(score.key)
         if number is None:
-            number = self._numbers[key] = self._next
+            number = self._numbers[score.key] = self._next
             self._kept.add(number)
+            if score.nbytes:
+                self._keys_of_sums[number] = score.key
+            if score.memory:
+                self._remembered.add(number)
             self._next += 1
-        self._numbers.move_to_end(key)
+        self._numbers.move_to_end(score.key)
+        self._recent.add(score.key)
         return number
 
     def served(
@@ -95,8 +120,13 @@ class ScoredBlocks:
         wanted = _Wanted(scores, numbers, self.size, self._kept)
         blank: dict[tuple[int, int], list[int]] = {}  # ids of blocks, by number and bits
         last: tuple[Coverage, Coverage] | None = None
+        # A gate starts from what another request's has only once that is computed.
+        fresh = self._fresh if any(score.memory for score in scores) else frozenset()
         for index, block in enumerate(hit):
             if index * self.size >= length:
+                break
+            if block.block_id in fresh:
+                length = index * self.size
                 break
             needs = wanted.of_block(index)
             if needs is None:
@@ -109,20 +139,37 @@ class ScoredBlocks:
                 continue
             if not _has(coverage, needs):
                 duplicate = self._duplicate(block, pool, needs)
-                if duplicate is not None:
+                if duplicate is not None and duplicate.block_id not in fresh:
                     hit[index] = duplicate
-                elif not self._skips:
+                elif not self._skips or self._lacks_states(coverage, needs):
                     length = index * self.size
                     break
                 else:
                     self._blank(block, needs, blank)
                 continue
             last = coverage, needs
+        self._use_sums(scores, hit[: length // self.size])
         key_of = dict(zip(numbers, (score.key for score in scores), strict=True))
         for (number, bits), ids in blank.items():
             tokens = [token for token in range(self.size) if bits >> token & 1]
             self._tell(BlankScores(key_of[number], ids, tokens))
         return length
+
+    def _lacks_states(self, coverage: Coverage, needs: Coverage) -> bool:
+        """Return whether a block lacks sums, or what gates remember: neither can be skipped."""
+        states = self._remembered.union(self._keys_of_sums)
+        return not _has(coverage, tuple([pair for pair in needs if pair[0] in states]))
+
+    def _use_sums(self, scores: Sequence[KeptScore], blocks: Sequence[Any]) -> None:
+        """Note that a request gets sums of blocks; those of later ones are to be evicted first."""
+        sums = {score.key: score.nbytes for score in scores if score.nbytes}
+        if not sums:
+            return
+        for block in reversed(blocks):
+            for number, _ in self._coverage.get(block.block_id, ()):
+                key = self._keys_of_sums.get(number)
+                if key in sums:
+                    self._sums.use(key, block.block_id, sums[key])
 
     def _blank(self, block: Any, needs: Coverage, blank: dict[tuple[int, int], list[int]]) -> None:
         """Add a block's unscored tokens to `blank`, and count them as scored."""
@@ -152,13 +199,41 @@ class ScoredBlocks:
         wanted = self._filled_by(request, scores)
         for index, block in enumerate(blocks, first):
             coverage = wanted.of_block(index)
+            if coverage and wanted.sums:
+                coverage = self._add_sums(wanted, coverage, block.block_id, index)
             if not coverage or block.block_hash is None:
                 continue
             self._coverage[block.block_id] = coverage
+            if wanted.remembers:
+                self._fresh.add(block.block_id)
             served = pool.get_cached_block(request.block_hashes[index], [self.group])
             if served and served[0] is not block:
                 self._duplicates.setdefault(block.block_hash, set()).add(block.block_id)
                 self._hashes[block.block_id] = block.block_hash
+        for key, number in self._sums.evict():
+            coverage = self._coverage.get(number, ())
+            mine = self._numbers.get(key)
+            self._coverage[number] = tuple([pair for pair in coverage if pair[0] != mine])
+
+    def _add_sums(self, wanted: _Wanted, coverage: Coverage, block: int, index: int) -> Coverage:
+        """Note the sums at a block's end; return what it has, but for those that end inside."""
+        for number, score in wanted.sums:
+            if number not in dict(coverage):
+                continue
+            if wanted.last_stop(score) < (index + 1) * self.size:
+                coverage = tuple([pair for pair in coverage if pair[0] != number])
+            else:
+                self._sums.use(score.key, block, score.nbytes)
+        return coverage
+
+    def end_step(self) -> None:
+        """Let the workers drop sums that no request gets. Call when no step is being scheduled, as
+        one may have been promised what another's blocks take the room of.
+        """
+        self._fresh.clear()
+        self._recent.clear()
+        if dropped := self._sums.take_dropped():
+            self._tell(DropSums(dropped))
 
     def _filled_by(self, request: Any, scores: Sequence[KeptScore]) -> _Wanted:
         """Return what the blocks that a request fills have; made once."""
@@ -173,8 +248,12 @@ class ScoredBlocks:
         if not self._coverage:
             return
         for block in blocks:
-            if self._coverage.pop(block.block_id, None) is None:
+            coverage = self._coverage.pop(block.block_id, None)
+            if coverage is None:
                 continue
+            for key in [self._keys_of_sums.get(number) for number, _ in coverage]:
+                if key is not None:
+                    self._sums.forget(key, block.block_id)
             known = self._hashes.pop(block.block_id, None)
             if known is not None:
                 duplicates = self._duplicates[known]
@@ -196,6 +275,8 @@ class _Wanted:
         """Create it; `kept`: the numbers that count; None: all do."""
         self.scores = scores
         self._scores = sorted(zip(numbers, scores, strict=True), key=itemgetter(0))
+        self.remembers = any(score.memory for score in scores)
+        self.sums = [(number, score) for number, score in self._scores if score.nbytes]
         self._size = size
         self._kept = kept
         self._whole = tuple([(number, (1 << size) - 1) for number, _ in self._scores])
@@ -204,6 +285,12 @@ class _Wanted:
         self._begin = -(-max([start for start, _ in last]) // size)
         self._end = min([stop // size for _, stop in last if stop is not None], default=None)
         self._is_whole_kept = kept is None or kept.issuperset(numbers)
+
+    @staticmethod
+    def last_stop(sums: KeptScore) -> int:
+        stop = sums.ranges[-1][1]
+        assert stop is not None, "reduced rows are of the prompt"
+        return stop
 
     def of_block(self, index: int) -> Coverage | None:
         """Return which scores are of which of a block's tokens; None: one of these was dropped."""
@@ -250,6 +337,7 @@ def prepare(engine: Any) -> None:
 
     settings = from_additional_config(engine.vllm_config.additional_config) or Config()
     scored, pool = ScoredBlocks(blocks, tell, settings.unscored_tokens), manager.block_pool
+    tell(KeepSums())
     SCORED_BLOCKS.set(pool, scored)
     # Of this pool alone: vLLM calls both for each block that a request fills.
     pool.cache_full_blocks = functools.partial(
@@ -288,6 +376,16 @@ def _cache_full_blocks(
         blocks = passed["blocks"][first : passed["num_full_blocks"]]
         scored.add(request, payload.keys.scores, pool, blocks, first)
     return out
+
+
+def update_from_output(
+    original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Note that what was scheduled so far comes before what is scheduled from now on."""
+    scored: ScoredBlocks | None = SCORED_BLOCKS.get(scheduler.kv_cache_manager.block_pool)
+    if scored is not None:
+        scored.end_step()
+    return original(scheduler, *args, **kwargs)
 
 
 def _get_new_blocks(scored: ScoredBlocks, original: Callable[..., Any], num_blocks: int) -> Any:

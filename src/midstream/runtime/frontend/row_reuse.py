@@ -72,7 +72,7 @@ class ReusedRows:
             end = start + CHUNK
         self._store.use(self._chain)
         firsts = [
-            _first(plan.captures[index].where.possible, end if self._is_reused(captures) else 0)
+            _first(plan.captures[index].returned, end if self._is_reused(captures) else 0)
             for captures, _ in plan.alike
             for index in captures
         ]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 
+from midstream.ops import layout
 from midstream.plan import Instruction, ResolvedPlan, ResolvedProbe
 from midstream.plan.positions.range_set import overlay
 from midstream.plan.positions.ranges import Ranges
+from midstream.plan.readouts.reduced import RETURNED, SUMS
 from midstream.plan.resolved import digest_steps
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 
@@ -54,12 +56,23 @@ class _Segments:
 
 
 class KeptScore(ProtocolMessage, frozen=True, array_like=True):
-    """A probe's score, which the workers keep for the tokens of cached blocks."""
+    """A probe's score, which the workers keep for the tokens of cached blocks; or a number that a
+    gate remembers after each of these tokens; or the sums of rows that a capture reduces, which
+    they keep for the ends of these blocks.
+    """
 
-    # Digest in hex of how it is computed from a row; equal keys in a plan have equal ranges.
+    # Digest in hex of how it is computed from a row; equal keys in a plan have equal ranges. Of
+    # sums and of gates, also of the selected positions, but for where the last range stops: before
+    # that, equal keys select the same.
     key: str
-    slot: Natural  # its column among the plan's scores
-    ranges: Ranges  # positions that may have one
+    # Its column among the plan's scores, as of the score that a gate reads; of sums, the index of
+    # the capture.
+    slot: Natural
+    ranges: Ranges  # positions that may have one, or that are counted
+    nbytes: Natural = 0  # of sums at one block's end, at most, on one rank; 0: it is no sum
+    memory: Natural = (
+        0  # of a gate, 1 + which number of it, see `layout.MEMORY_COLUMNS`; 0: of none
+    )
 
 
 class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):
@@ -69,10 +82,11 @@ class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):
     # Per segment, a digest in hex of the edits of every token there; `PLAIN` for none. Made from
     # content alone, so that requests with equal edits share blocks.
     marks: tuple[str, ...]
-    # Position whose row must be computed, as it is captured or read by a gate with memory: what the
-    # cache serves has no row.
+    # Position whose row must be computed, as it is captured: what the cache serves has no row. Of
+    # rows that are reduced, it is that of the last.
     first_read: int | None
-    scores: tuple[KeptScore, ...] = ()  # of positions that may be cached with their scores
+    # Of positions that may be cached with their scores, or with their sums.
+    scores: tuple[KeptScore, ...] = ()
 
     def __post_init__(self) -> None:
         starts = self.starts
@@ -122,12 +136,13 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
         if not marks or made[here] != marks[-1]:
             starts.append(start)
             marks.append(made[here])
-    reads = [capture.where.possible for capture in plan.captures] + scanned(plan)
+    reads = [capture.returned for capture in plan.captures] + scanned(plan)
     # What selects tokens by those before it reads each generated one, cached or not.
     firsts = [ranges[0][0] for ranges in reads if ranges]
     firsts += [automaton.start for automaton in plan.automata]
     kept = [probe for probe in plan.probes if _is_kept(probe)]
     scores = _distinct([score for probe in kept for score in _kept_scores(plan, probe)])
+    scores += (*_kept_sums(plan), *_kept_memory(plan))
     return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None), scores)
 
 
@@ -154,9 +169,9 @@ def scanned(plan: ResolvedPlan) -> list[Ranges]:
 
 
 def _is_computed(probe: ResolvedProbe) -> bool:
-    # A gate with memory starts from the state of the token before, which no cached block has; and
-    # an attention's score is that of queries, which are captured.
-    return probe.is_scan or probe.attention is not None
+    # An attention's score is that of queries, which are captured; and what an automaton selects
+    # depends on tokens that may be in no block.
+    return probe.attention is not None or (probe.is_scan and bool(probe.where.automata))
 
 
 def _is_kept(probe: ResolvedProbe) -> bool:
@@ -175,6 +190,34 @@ def _kept_scores(plan: ResolvedPlan, probe: ResolvedProbe) -> list[KeptScore]:
         for ranges in [probe.where.possible]
         for slot, content in zip(probe.slots, contents, strict=True)
     ]
+
+
+def _kept_sums(plan: ResolvedPlan) -> Iterator[KeptScore]:
+    """Yield what is kept of each capture that reduces rows. A hit ends before the last of these."""
+    for index, capture in enumerate(plan.captures):
+        pattern = capture.pattern
+        if pattern is None or not pattern.reduces:
+            continue
+        ranges = capture.where.ranges
+        content = [pattern.kind, pattern.reads, pattern.counts, ranges[:-1], ranges[-1][0]]
+        key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        components = (pattern.size - 1) // RETURNED[pattern.kind] * sum(pattern.counts)
+        yield KeptScore(key, index, ranges, 8 * SUMS[pattern.kind] * components)
+
+
+def _kept_memory(plan: ResolvedPlan) -> Iterator[KeptScore]:
+    """Yield the numbers that gates with memory have after each token that they may read."""
+    for probe in plan.probes:
+        where = probe.where
+        if not probe.is_scan or _is_computed(probe) or not where.possible:
+            continue
+        selected: list[object] = [where.ranges[:-1], where.ranges[-1:] and where.ranges[-1][0]]
+        if where.matches:
+            selected = [where.ranges, [astuple(match) for match in where.matches]]
+        content = [probe.site, probe.layer, _content(probe.steps.instructions), selected]
+        key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        for number in range(1, layout.MEMORY_COLUMNS + 1):
+            yield KeptScore(f"{key}.{number}", probe.slot, where.possible, memory=number)
 
 
 def _content(steps: tuple[Instruction, ...]) -> str:

@@ -154,6 +154,16 @@ class BlankScores(RpcRequest[Acknowledged], frozen=True):
     tokens: list[Natural]  # of each block, from 0
 
 
+class KeepSums(RpcRequest[Acknowledged], frozen=True):
+    """Keep sums of reduced rows at the ends of blocks until `DropSums`; from the engine core."""
+
+
+class DropSums(RpcRequest[Acknowledged], frozen=True):
+    """Forget kept sums, by key those of some blocks; from the engine core."""
+
+    blocks: dict[str, list[Natural]]
+
+
 class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
     """Change running requests' plans from the next unscheduled position. The core answers."""
 

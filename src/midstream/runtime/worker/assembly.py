@@ -27,6 +27,7 @@ from midstream.runtime.worker.readouts.sae import SaeReader
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.runtime.worker.step.score_cache import ScoreCache
+from midstream.runtime.worker.step.sum_cache import SumCache
 from midstream.runtime.worker.step_recorder import RankMemory
 from midstream.runtime.worker.tables.device_rows import DeviceRowTable
 from midstream.runtime.worker.taps.sum_check import check_model
@@ -76,14 +77,16 @@ def assemble_worker(worker: Any, vllm_config: Any, config: Config) -> WorkerEndp
     )
     head = _head(runner.get_model(), vllm_config)
     max_model_len = vllm_config.model_config.max_model_len
-    kept = None
+    transport = host_transport(buffers.ring, arena)
+    kept = sums = None
     if vllm_config.cache_config.enable_prefix_caching:
         columns = buffers.scores.shape[1]
         kept = ScoreCache(
             lambda: full_attention_blocks(runner.kv_cache_config), columns, max_model_len
         )
+        sums = SumCache(kept.blocks, transport.copy)
     session = WorkerSession(
-        RankMemory(buffers, rank.taps, host_transport(ring, arena), arena, kept, device_rows),
+        RankMemory(buffers, rank.taps, transport, arena, kept, sums, device_rows),
         StepRules(
             max_model_len,
             config.on_nonfinite,

@@ -60,6 +60,10 @@ class WorkerEndpoint:
                 self._session.drop_scores(request.keys)
             case rpc.BlankScores():
                 self._session.blank_scores(request.key, request.blocks, request.tokens)
+            case rpc.KeepSums():
+                self._session.keep_sums()
+            case rpc.DropSums():
+                self._session.drop_sums(request.blocks)
             case rpc.ChangePlans():
                 self._session.requests.change(request.changes)
             case rpc.CollectResults():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from midstream.errors import NoRoomError
 from midstream.ops import layout
 from midstream.ops.layout import Op
 from midstream.plan import ResolvedProbe
+from midstream.plan.positions.ranges import Ranges
+from midstream.runtime.protocol.cache_keys import KeptScore
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.step_plan import TokenRuns
 from midstream.runtime.worker.tables.device_buffers import Buffers, code, on_device, upload
@@ -19,8 +23,8 @@ _FREE = -1
 
 
 class GateStates:
-    """Owner of `Buffers.scans` and `scan_states`, a state of each gate, request and tap; a
-    preemption needs nothing, as all tokens are read again.
+    """Owner of `Buffers.scans` and `scan_states`, a state of each gate, request and tap. After a
+    preemption tokens are read again, but for cached ones, after which the states are kept.
     """
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
@@ -33,6 +37,8 @@ class GateStates:
         self._held = 0  # number of states that requests have
         self._has_rows = False  # whether a state on the device has rows
         self._runs: TokenRuns | None = None  # of which `_armed` has the rows
+        # By slot: what is kept of a request's gates, by column, and the state that it is of.
+        self._kept: dict[int, list[tuple[int, KeptScore]]] = {}
 
     def acquire(
         self, slot: int, segments: Iterable[Segment], probes: Iterable[ResolvedProbe]
@@ -65,6 +71,7 @@ class GateStates:
         """Take back the states of a request that has ended, if it has any."""
         if not self._held:
             return
+        self._kept.pop(slot, None)
         mine = self._slots == slot
         if mine.any():
             self._runs = None
@@ -73,6 +80,47 @@ class GateStates:
 
     def __len__(self) -> int:
         return self._held
+
+    def placed(self, slot: int, scores: Sequence[KeptScore]) -> tuple[KeptScore, ...]:
+        """Return a request's kept scores with the columns of what its gates remember on this rank;
+        without that of gates that another one has.
+        """
+        count, width = self._slots.size, self._buffers.scores.shape[1]
+        placed, kept = [], []
+        for score in scores:
+            if not score.memory:
+                placed.append(score)
+                continue
+            is_mine = (self._slots == slot) & (self._armed[:, layout.SCAN_SLOT] == 1 + score.slot)
+            for state in np.flatnonzero(is_mine).tolist():
+                column = width - layout.MEMORY_COLUMNS * (count - state) + score.memory - 1
+                score = msgspec.structs.replace(score, slot=column)
+                placed.append(score)
+                kept.append((state, score))
+        if kept:
+            self._kept[slot] = kept
+        return tuple(placed)
+
+    def restore(
+        self, slot: int, cached: int, values_at: Callable[[int], NDArray[np.float32]]
+    ) -> None:
+        """Let the gates of a request go on from its `cached` tokens; `values_at` returns what is
+        kept of one of them, by column.
+        """
+        entries: dict[int, list[int]] = {}
+        for state, score in self._kept.get(slot, ()):
+            last = last_before(score.ranges, cached)
+            if last is None:
+                continue
+            bits = int(values_at(last)[score.slot : score.slot + 1].view(np.int32)[0])
+            entry = entries.setdefault(state, [0] * layout.STATE_COLUMNS)
+            entry[layout.STATE_POSITION] = 1 + last
+            entry[layout.STATE_SCORE if score.memory == 1 else layout.STATE_LEFT] = bits
+        states = self._buffers.scan_states
+        for state, entry in entries.items():
+            values = torch.zeros(states.shape[1:], dtype=states.dtype)
+            values[0] = torch.tensor(entry, dtype=states.dtype)
+            states[state].copy_(on_device(values, states.device), non_blocking=True)
 
     def arm(self, runs: TokenRuns) -> None:
         """Set which rows of the step that is queued next each state's request has."""
@@ -116,3 +164,13 @@ class GateStates:
         assert self._has_rows == bool(self._sent[:, layout.SCAN_COUNT].any())
         assert self.only_armed or not self._has_rows
         assert self._held == (self._slots != _FREE).sum()
+
+
+def last_before(ranges: Ranges, position: int) -> int | None:
+    """Return the last position of ranges before one; None: there is none."""
+    before = [
+        min(position, position if stop is None else stop)
+        for start, stop in ranges
+        if start < position
+    ]
+    return before[-1] - 1 if before else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from midstream.codecs import RowEncoding
@@ -58,6 +58,7 @@ class WorkerSession:
         if reductions is None:
             reductions = Reductions(0, 1, buffers.ring.device)
         self._reductions = reductions
+        reductions.kept = memory.sums
         ring, device_rows = buffers.ring, memory.device_rows
         if device_rows is None:
             device_rows = DeviceRowTable(0, 1, taps, ring.dtype, ring.device)
@@ -121,6 +122,8 @@ class WorkerSession:
         recorder.counts.steps += 1
         self.requests.weights.begin_step(recorder.counts.steps)
         recorder.counts.planner_ns += time.perf_counter_ns() - began
+        if self._recorder.sums is not None:
+            self._recorder.sums.reach(batch, self._slot_of)
         if self.checksum is not None:
             self.checksum.add_step(batch, plan, self._tables)
         if self._local is not None:
@@ -168,13 +171,22 @@ class WorkerSession:
             self.requests.settle_requests([request])
         elif not scores:
             return
-        kept.place(request.slot, scores, blocks, cached)
+        placed = self._gate_states.placed(request.slot, scores)
+        kept.place(request.slot, placed, blocks, cached)
+        if cached and kept.has(request.slot):
+            steps = self.counts.steps
+            self._gate_states.restore(
+                request.slot, cached, lambda at: kept.values_at(request.slot, at, steps)
+            )
+        self._reductions.place(request.slot, scores, cached)
 
     def add_blocks(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:
         """Note more blocks of a running request."""
         kept, request = self._recorder.kept, self.requests.running(request_id)
         if kept is not None and request is not None and kept.has(request.slot):
-            kept.extend(request.slot, blocks)
+            first = kept.blocks.extend(request.slot, blocks)
+            if self._recorder.sums is not None:
+                self._recorder.sums.renew(request.slot, first)
 
     def drop_scores(self, keys: Sequence[str]) -> None:
         """Keep some scores no longer, by key."""
@@ -187,6 +199,20 @@ class WorkerSession:
         if self._recorder.kept is not None:
             self._recorder.settle_until(self.counts.steps)
             self._recorder.kept.blank(key, blocks, tokens)
+
+    def keep_sums(self) -> None:
+        """Keep sums at the ends of blocks from now on."""
+        if self._recorder.sums is not None:
+            self._recorder.sums.is_on = True
+
+    def drop_sums(self, blocks: Mapping[str, Sequence[int]]) -> None:
+        """Keep some sums no longer, by key those of some blocks."""
+        if self._recorder.sums is not None:
+            self._recorder.sums.drop(blocks)
+
+    def _slot_of(self, request_id: str) -> int | None:
+        request = self.requests.running(request_id)
+        return None if request is None else request.slot
 
     def check_integrity(self) -> None:
         """Check invariants that hold between steps; cheap."""

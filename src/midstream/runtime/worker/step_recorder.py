@@ -29,6 +29,7 @@ from midstream.runtime.worker.step.score_cache import CachedScores, ScoreCache
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan, TokenRuns
+from midstream.runtime.worker.step.sum_cache import SumCache
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.device_rows import DeviceRowTable
@@ -58,6 +59,7 @@ class RankMemory:
     transport: Transport
     arena: Arena
     kept: ScoreCache | None = None  # scores of cached tokens; None: there are none
+    sums: SumCache | None = None  # likewise
     device_rows: DeviceRowTable | None = None  # None: no row stays on the device
 
 
@@ -86,6 +88,7 @@ class StepRecorder:
         self._transport = memory.transport
         self._arena = memory.arena
         self.kept = memory.kept
+        self.sums = memory.sums
         self._slots = slots
         self._codecs = codecs
         self._patterns = patterns
@@ -135,6 +138,7 @@ class StepRecorder:
         plan = prepared.plan
         batches: Sequence[CodecBatch] = plan.batches
         logits: StepLogits = {}
+        self._patterns.count(prepared, self.counts.steps)
         if batches:
             logits = self._patterns.compute(prepared)  # of all rows, also those that are dropped
             incomplete = self._slots.incomplete[plan.runs.slot]
@@ -144,10 +148,10 @@ class StepRecorder:
             # Of some records a rank returns nothing: scores, or logits that another one returns.
             batches = [batch for batch in batches if self._row_bytes(batch.codec)]
         tally, scores = self._armed.tally, self._no_scores
-        if plan.scored:
+        if plan.scored or (self.kept is not None and self.kept.remembers(plan.runs.slot).any()):
             scores = self._buffers.scores[: tally.shape[0]]
-            if self._slots.num_reporting and self._split_scores is not None:
-                self._split_scores.join(prepared, self._slots, scores)
+        if plan.scored and self._slots.num_reporting and self._split_scores is not None:
+            self._split_scores.join(prepared, self._slots, scores)
         shipment = self._ship(prepared, batches, tally, scores, logits)
         if plan.num_units:
             self._armed.close_ring()
@@ -175,6 +179,7 @@ class StepRecorder:
         """Add the scores that requests have from the cache and that began with a step without a
         program.
         """
+        self._patterns.count(None, self.counts.steps)
         cached = self._record_cached(None, None)
         if cached:
             self.reported = StepScores(lambda: scores_with_cached(None, cached))
@@ -258,6 +263,8 @@ class StepRecorder:
         self._verify(step)
         if self.kept is not None:
             self.kept.settle(step.number)
+        if self.sums is not None:
+            self.sums.carry_out(step.number)
         step.shipment.free_staging()
 
     def _verify(self, step: in_flight.InFlightStep) -> None:

@@ -73,8 +73,14 @@ class Engine:
         self.dropped += message.keys
         self.computed = {part for part in self.computed if part[1] not in message.keys}
 
-    def run(self, tokens: list[int], scores: tuple[KeptScore, ...], chunk: int) -> int:
-        """Run a request; check the scores of what the cache serves it, and return how much."""
+    def run(
+        self, tokens: list[int], scores: tuple[KeptScore, ...], chunk: int, together: bool = False
+    ) -> int:
+        """Run a request, in the step of the one before if `together`; check the scores of what the
+        cache serves it, and return how much.
+        """
+        if not together:
+            self.scored.end_step()
         hashes = [tuple(tokens[: end + SIZE]) for end in range(0, len(tokens) - SIZE + 1, SIZE)]
         payload = RequestPayload("r", b"", CacheKeys((0,), ("",), None, scores))
         params = Fake(extra_args={"midstream": payload})
@@ -225,6 +231,23 @@ def test_with_unscored_tokens_skipped_a_hit_is_as_long_as_without_a_probe() -> N
     assert engine.unscored == 12 + 3
 
 
+@pytest.mark.parametrize("kept", [{"memory": 1}, {"nbytes": 8}])
+def test_what_a_gate_remembers_and_sums_are_never_skipped(kept: dict[str, int]) -> None:
+    engine, tokens = Engine(unscored="skip"), list(range(18))
+    state = KeptScore("a", 0, ((0, 18),), **kept)
+    engine.run(tokens, (), 18)
+    assert engine.run(tokens, (state,), 18) == 0
+    assert engine.run(tokens, (state,), 18) == 16
+    assert engine.unscored == 0
+
+
+def test_what_a_gate_remembers_is_served_once_its_step_is_scheduled() -> None:
+    engine, tokens = Engine(), list(range(18))
+    memory = KeptScore("a", 0, ((0, None),), memory=1)
+    assert [engine.run(tokens, (memory,), 18, together=True) for _ in range(2)] == [0, 0]
+    assert engine.run(tokens, (memory,), 18) == 16
+
+
 def test_a_score_that_was_dropped_is_kept_anew_by_later_requests_alone() -> None:
     engine, tokens = Engine(most=1), list(range(18))
     engine.run(tokens, (score("a"),), 18)
@@ -232,6 +255,15 @@ def test_a_score_that_was_dropped_is_kept_anew_by_later_requests_alone() -> None
     assert engine.dropped == ["a"]
     assert engine.run(tokens, (score("a"),), 18) == 0
     assert engine.run(tokens, (score("a"),), 18) == 16
+
+
+def test_no_score_of_another_request_of_the_step_is_dropped() -> None:
+    engine, tokens = Engine(most=1), list(range(18))
+    for key in "ab":
+        engine.run(tokens, (score(key),), 18, together=True)
+    assert engine.dropped == []
+    engine.run(tokens, (score("c"),), 18)
+    assert engine.dropped == ["a", "b"]
 
 
 def test_no_score_of_a_request_itself_is_dropped() -> None:

@@ -122,16 +122,19 @@ def test_a_prompt_of_which_all_rows_are_kept_has_no_first_read_position_in_it() 
     assert other.find().first_read == 0
 
 
-def test_what_a_gate_with_memory_reads_is_computed_whatever_rows_are_kept() -> None:
+def test_what_a_gate_with_memory_reads_is_served_where_its_memory_is_kept() -> None:
     shape = ModelShape(2, 3, TAPS)
     gate = Gate(Steer([1.0] * 3, 1, positions=slice(20, None)), [1.0] * 3, hold=2)
     tokens, store = list(range(40)), RowStore(1 << 20)
     capture = Capture(1, positions=slice(30, None))
     plan = resolve(Plan.make(capture, gate), shape, Prompt(len(tokens)), 4)
     keys = cache_keys(plan)
-    assert keys.first_read == 20
+    assert keys.first_read == 30
+    assert [(kept.ranges, kept.memory) for kept in keys.scores] == [
+        (((20, None),), number) for number in (1, 2)
+    ]
     reused = ReusedRows(store, plan, frozenset([0]), keys, ORIGIN, tokens)
-    assert reused.find().first_read == 20
+    assert reused.find().first_read == 30
 
 
 def test_kept_rows_beyond_a_missing_one_are_not_counted() -> None:

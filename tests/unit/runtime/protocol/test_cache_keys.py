@@ -137,14 +137,18 @@ def test_what_are_no_keys_is_refused(value):
         msgspec.convert(value, CacheKeys)
 
 
-def test_what_a_gate_with_memory_reads_caps_hits_and_what_it_remembers_is_in_the_key():
+def test_what_a_gate_remembers_is_in_the_key_and_kept_so_that_it_caps_no_hit():
     def keys(**memory):
         gate = Gate(Steer([1.0] * 3, 1, positions=slice(6, None)), [1.0] * 3, **memory)
         return cache_keys(resolve(Plan.make(None, gate), SHAPE, Prompt(8), 4))
 
     assert keys().first_read is None
     found = [keys(**one) for one in ({"hold": 2}, {"hold": 3}, {"smooth": 0.5}, {"release": -1})]
-    assert [one.first_read for one in found] == [6] * 4
+    assert [one.first_read for one in found] == [None] * 4
+    assert [any(kept.memory for kept in one.scores) for one in [keys(), *found]] == [
+        False,
+        *[True] * 4,
+    ]
     assert len({one.marks for one in [*found, keys()]}) == 5
 
 

@@ -61,6 +61,8 @@ CALLS = [
     (rpc.ReadData("u", 16, 32), rpc.ResultData(b"\x00\xff")),
     (rpc.DiscardData("u"), rpc.Acknowledged()),
     (rpc.DropScores(["00ff"]), rpc.Acknowledged()),
+    (rpc.KeepSums(), rpc.Acknowledged()),
+    (rpc.DropSums({"00ff": [3, 1]}), rpc.Acknowledged()),
     (rpc.ReadWeights(), WeightState(2, "step 7")),
     (rpc.CountLoads(3), rpc.AdapterLoads(2)),
     (rpc.NameWeights("step 7"), rpc.Acknowledged()),

@@ -14,7 +14,7 @@ from midstream.errors import NoRoomError
 from midstream.plan.readouts.reduced import RETURNED
 from midstream.plan.resolved import REDUCING, Pattern
 from midstream.runtime.protocol.segments import PatternRead
-from midstream.runtime.worker.reductions import Reductions, place_of
+from midstream.runtime.worker.reductions import CountedRows, Reductions, place_of
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
@@ -80,7 +80,8 @@ def test_any_pieces_of_any_requests_give_what_numpy_gives(seed: int, dtype: torc
         encoding, rows = running[slot]
         shape = draw.choice((1, 1, 7, 300)), sum(WIDTHS)
         more = (1000 * draw.random() + torch.randn(shape, generator=numbers)).to(dtype)
-        sums.add(slot, encoding, more)
+        count = sum(map(len, rows))
+        assert sums.count({slot: [CountedRows(count, encoding, more)]}, 1) == {}
         rows.append(more)
         if draw.random() < 0.3:
             every = torch.cat(rows).double().numpy()
@@ -109,12 +110,34 @@ def test_moments_of_values_that_are_close_together_keep_their_variance() -> None
     encoding = encoding_of(columns_of("moments", 0, (0,)))
     sums = Reductions(3, WIDTH, torch.device("cpu"))
     sums.acquire(2, [segment_of(encoding)], WIDTHS)
-    for part in rows.split(1300):
-        sums.add(2, encoding, part)
+    for nth, part in enumerate(rows.split(1300)):
+        sums.count({2: [CountedRows(1300 * nth, encoding, part)]}, 1)
     (found,) = sums.rows([2], encoding.patterns[0], 0)
     wanted = rows.double().var(0, correction=0)
     torch.testing.assert_close(found[7:12].double(), wanted[:5], rtol=1e-6, atol=0)
     assert float(found[12]) == 0
+
+
+def test_positions_that_come_again_count_once() -> None:
+    """As after a preemption on an engine without a prefix cache, in pieces of two encodings."""
+    encoding = encoding_of(columns_of("mean", 0, (0,)), columns_of("max", 1, (1,)))
+    alone = encoding_of(columns_of("mean", 0, (0,)))
+    sums = Reductions(4, WIDTH, torch.device("cpu"))
+    sums.acquire(0, [segment_of(encoding)], WIDTHS)
+    rows = torch.randn(20, sum(WIDTHS), generator=torch.Generator().manual_seed(3))
+    for start, stop in ((0, 7), (7, 12), (0, 9), (9, 20)):
+        middle = min(stop, max(start, 10))
+        pieces = [
+            CountedRows(middle, alone, rows[middle:stop]),
+            CountedRows(start, encoding, rows[start:middle]),
+        ]
+        sums.count({0: [piece for piece in pieces if len(piece.records)]}, 1)
+    for columns, wanted in zip(
+        encoding.patterns, (rows[:, :6].mean(0), rows[:10, 6:12].amax(0)), strict=True
+    ):
+        (found,) = sums.rows([0], columns, 0)
+        assert int(found[:1].view(torch.int32)) == (20 if columns.capture == 0 else 10)
+        torch.testing.assert_close(found[1:], wanted)
 
 
 def test_what_a_request_needs_is_refused_as_a_whole() -> None:
@@ -124,7 +147,8 @@ def test_what_a_request_needs_is_refused_as_a_whole() -> None:
         sums.acquire(0, [segment_of(encoding)], WIDTHS)
     sums.check_integrity()
     assert not len(sums)
-    sums.add(0, encoding, torch.ones(2, sum(WIDTHS)))  # of a request that has ended
+    # Of a request that has ended.
+    sums.count({0: [CountedRows(0, encoding, torch.ones(2, sum(WIDTHS)))]}, 1)
 
 
 def test_an_encoding_of_counted_vectors_alone_returns_nothing() -> None:

@@ -214,7 +214,7 @@ def _edited(
             f"{wrong.size} positions were not edited as asked: position {first} got "
             f"{done[first]} edits and probes, expected {expected[first]}"
         )
-    problems += _unread(held, cached, length, tokens)
+    problems += _unread(held, cached)
     applied = np.maximum(done - reads, 0)
     counts = Edited(
         expected=int(edits.sum()),
@@ -293,28 +293,11 @@ def _expected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[I
     return edits, reads
 
 
-def _unread(
-    held: Sequence[HeldPlan], cached: NDArray[np.bool_], length: int, tokens: Sequence[int]
-) -> list[str]:
-    """Return a problem if the cache served a token that a gate with memory, or a search for marks,
-    had to read.
-    """
+def _unread(held: Sequence[HeldPlan], cached: NDArray[np.bool_]) -> list[str]:
+    """Return a problem if the cache served a token that a search for marks had to read."""
     firsts = [automaton.start for version in held for automaton in version.plan.automata]
-    missed = np.flatnonzero(cached[min(firsts, default=length) :])
-    if missed.size:
-        return [f"{missed.size} generated tokens were not searched for marks"]
-    if not any(probe.is_scan for held_plan in held for probe in held_plan.plan.probes):
-        return []
-    read = np.zeros(length, np.int64)
-    for version in held:
-        scans = [
-            probe.where.final(length, tokens) for probe in version.plan.probes if probe.is_scan
-        ]
-        read[version.start : version.stop] = _add_up(scans, length)[version.start : version.stop]
-    missed = np.flatnonzero((read > 0) & cached)
-    if not missed.size:
-        return []
-    return [f"{missed.size} positions were not read by a gate with memory; the first: {missed[0]}"]
+    missed = np.flatnonzero(cached[min(firsts, default=cached.size) :])
+    return [f"{missed.size} generated tokens were not searched for marks"] if missed.size else []
 
 
 def _missing(parts: list[WorkerResult]) -> list[str]:

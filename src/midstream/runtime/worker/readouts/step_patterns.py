@@ -13,7 +13,7 @@ from midstream.runtime.protocol.runs import within_runs
 from midstream.runtime.worker.readouts.logits import StepLogits
 from midstream.runtime.worker.readouts.queries import queries_of
 from midstream.runtime.worker.readouts.reader import PatternReader
-from midstream.runtime.worker.reductions import Reductions, place_of
+from midstream.runtime.worker.reductions import CountedRows, Reductions, place_of
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_plan import CodecBatch
@@ -43,10 +43,9 @@ class StepPatterns:
         self._device_rows = device_rows
 
     def compute(self, prepared: PreparedStep) -> StepLogits:
-        """Count a step's reduced rows, copy those that stay on the device, write scores of
-        attention, return the logits asked for.
+        """Copy a step's rows that stay on the device, write scores of attention, and return the
+        logits asked for.
         """
-        self._count(prepared)
         if len(self._device_rows):
             self._copy(prepared)
         if self._reader is None:
@@ -70,21 +69,21 @@ class StepPatterns:
         mine |= {index: rows.to(device) for index, rows in reduced.items()}
         return self._reader.encode(encoding, records, *queries, mine)
 
-    def _count(self, prepared: PreparedStep) -> None:
-        """Add a step's rows to its requests' sums, each position once, also after preemption."""
+    def count(self, prepared: PreparedStep | None, step: int) -> None:
+        """Add a step's rows to its requests' sums; None: it has no program. A request whose cached
+        tokens' sums are not there fails.
+        """
         if not len(self._reductions):
             return
-        reductions = self._reductions
-        reached: dict[int, int] = {}
-        for encoding, slot, position, records in self._runs(prepared):
-            if not encoding.has_sums:
-                continue
-            skip = max(0, reductions.counted(slot) - position)
-            if skip < len(records):
-                reductions.add(slot, encoding, records[skip:])
-            reached[slot] = max(reached.get(slot, 0), position + len(records))
-        for slot, stop in reached.items():
-            reductions.advance(slot, stop)
+        pieces: dict[int, list[CountedRows]] = {}
+        for encoding, slot, position, records in () if prepared is None else self._runs(prepared):
+            if encoding.has_sums:
+                rows = CountedRows(position, encoding, records)
+                pieces.setdefault(slot, []).append(rows)
+        for slot, cached in self._reductions.count(pieces, step).items():
+            request = self._slots.by_slot(slot)
+            if request is not None:
+                self._slots.fail(request, cached, f"no sums are kept of its {cached} cached tokens")
 
     def _copy(self, prepared: PreparedStep) -> None:
         """Copy a step's rows that stay on the device; after preemption to the same places."""
@@ -99,14 +98,14 @@ class StepPatterns:
         """Yield the runs of a step's requests whose rows are counted or stay on the device: the
         encoding, the slot, the first position and the records [n, numbers].
         """
-        runs = prepared.plan.runs
         for batch in prepared.plan.batches:
             encoding = self._codecs.encoding(batch.codec)
             if not isinstance(encoding, PatternEncoding):
                 continue
             if not (encoding.has_sums or encoding.leaves_rows):
                 continue
-            records = self._records(prepared, batch, encoding)
+            assert prepared is not None
+            runs, records = prepared.plan.runs, self._records(prepared, batch, encoding)
             first = (batch.record // encoding.units).tolist()
             columns = runs.slot, runs.position, runs.length
             every = zip(first, *(column[batch.runs].tolist() for column in columns), strict=True)

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from midstream.runtime.protocol.cache_keys import KeptScore
 from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.vllm.kv_cache import KvBlocks
 from midstream.runtime.worker.row_index import PendingPositions
+from midstream.runtime.worker.step.block_table import BlockTable
 from midstream.runtime.worker.step.in_flight import PreparedStep, positions_of
 from midstream.runtime.worker.step.position_states import grow
 from midstream.runtime.worker.step.step_plan import TokenRuns
@@ -39,6 +41,7 @@ class _Layout:
     keys: tuple[str, ...]
     kept: Ints  # columns of the cache; `_DROPPED`: it is not kept any more
     columns: Ints
+    has_scores: bool  # and not only what gates remember
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,9 +59,11 @@ class _KeptRuns:
     rows: int
 
     @staticmethod
-    def make(runs: TokenRuns, layout: Ints, changes: int) -> _KeptRuns:
-        """Return them, by the layout of each run."""
-        chosen = np.flatnonzero((layout > 0) & (runs.scored > 0))
+    def make(
+        runs: TokenRuns, layout: Ints, remembers: NDArray[np.bool_], changes: int
+    ) -> _KeptRuns:
+        """Return them, by the layout of each run and whether gates remember something of it."""
+        chosen = np.flatnonzero((layout > 0) & ((runs.scored > 0) | remembers))
         length, layout = runs.length[chosen], layout[chosen]
         return _KeptRuns(
             of=runs,
@@ -124,10 +129,8 @@ class ScoreCache:
         self, blocks: Callable[[], KvBlocks | None], num_columns: int, max_model_len: int
     ) -> None:
         """Create it; `blocks` is called once, when the KV cache is there."""
-        self._find_blocks = blocks
-        self._blocks: KvBlocks | None = None
+        self.blocks = BlockTable(blocks, max_model_len)
         self._num_columns = num_columns  # of a step's scores
-        self._max_model_len = max_model_len
         self._values: NDArray[np.float32] = np.zeros((0, 0), np.float32)  # [tokens, scores]
         self._column_of: dict[str, int] = {}  # of `_values`, by key
         self._free: list[int] = []
@@ -135,8 +138,8 @@ class ScoreCache:
         self._numbers: dict[tuple[tuple[str, int], ...], int] = {}  # by keys and columns
         self._layout = np.zeros(0, np.int64)  # of each slot; 0: none
         self._users: dict[int, int] = {}  # slots of each layout
-        self._table = np.zeros((0, 0), np.int64)  # blocks of each slot
-        self._known = np.zeros(0, np.int64)  # number of these
+        # Slots of requests of which gates remember something.
+        self._remembers = np.zeros(0, np.bool_)
         self._queue: deque[_Write | CachedScores] = deque()
         self._new: list[CachedScores] = []  # of requests that begin with the next step
         self._lock = threading.Lock()
@@ -156,38 +159,25 @@ class ScoreCache:
         """Note a request that is about to run, maybe again: its blocks by group, of which the cache
         served `cached` tokens. Its earlier steps are settled.
         """
-        known = self._kv_blocks()
-        if known is None:
+        if self.blocks.kv is None:
             return
         if self.has(slot):
             self.carry_out(self._settled)  # by its former blocks
         if slot >= self._layout.size:
             size = max(64, 2 * slot)
-            width = -(-self._max_model_len // known.size) + 1
-            if not self._table.size:
-                self._table = np.zeros((0, width), np.int64)
             self._layout = grow(self._layout, size)
-            self._table = grow(self._table, size)
-            self._known = grow(self._known, size)
-        self._known[slot] = 0
-        self.extend(slot, blocks)
+            self.blocks.grow(size)
+            self._remembers = grow(self._remembers, size)
+        self.blocks.begin(slot, blocks)
         number = int(self._layout[slot])
         if not number:
-            number = self._numbered(scores)
+            number = self._numbered(tuple([score for score in scores if not score.nbytes]))
             self._users[number] = self._users.get(number, 0) + 1
             self._layout[slot] = number
+            self._remembers[slot] = any(score.memory for score in scores)
             self._changes += 1
-        if cached:
+        if cached and self._layouts[number].has_scores:
             self._new.append(CachedScores(self, slot, cached, number))
-
-    def extend(self, slot: int, blocks: Sequence[Sequence[int]]) -> None:
-        """Note more blocks, by group, of a request."""
-        assert self._blocks is not None
-        mine = blocks[self._blocks.group]
-        begin = int(self._known[slot])
-        end = min(begin + len(mine), self._table.shape[1])
-        self._table[slot, begin:end] = mine[: end - begin]
-        self._known[slot] = end
 
     def has(self, slot: int) -> bool:
         return slot < self._layout.size and bool(self._layout[slot])
@@ -200,16 +190,17 @@ class ScoreCache:
             keys = tuple([key for key, _ in content])
             kept = np.array([self._column(key) for key in keys], np.int64)
             columns = np.array([column for _, column in content], np.int64)
-            self._layouts[number] = _Layout(keys, kept, columns)
+            has_scores = not all(score.memory for score in scores)
+            self._layouts[number] = _Layout(keys, kept, columns, has_scores)
         return number
 
     def _column(self, key: str) -> int:
         column = self._column_of.get(key)
         if column is None:
             if not self._free:
-                assert self._blocks is not None
+                assert self.blocks.kv is not None
                 size = self._values.shape[1]
-                self._values = _widened(self._values, self._blocks.tokens, max(4, 2 * size))
+                self._values = _widened(self._values, self.blocks.kv.tokens, max(4, 2 * size))
                 self._free = list(range(self._values.shape[1] - 1, size - 1, -1))
             column = self._column_of[key] = self._free.pop()
         return column
@@ -226,6 +217,7 @@ class ScoreCache:
         for slot in mine:
             number = int(self._layout[slot])
             self._layout[slot] = 0
+            self._remembers[slot] = False
             self._users[number] -= 1
             if not self._users[number]:
                 del self._users[number], self._layouts[number]
@@ -248,17 +240,12 @@ class ScoreCache:
 
     def blank(self, key: str, blocks: Sequence[int], tokens: Sequence[int]) -> None:
         """Keep NaN as a score of some tokens of each of some blocks. Every step is settled."""
-        known = self._kv_blocks()
-        if known is not None:
+        if self.blocks.kv is not None:
             self.carry_out(self._recorded)
-            places = np.array(blocks, np.int64)[:, None] * known.size + np.array(tokens, np.int64)
+            first = np.array(blocks, np.int64)[:, None] * self.blocks.block_size
+            places = first + np.array(tokens, np.int64)
             column = self._column(key)  # which may make `_values` anew
             self._values[places, column] = np.nan
-
-    def _kv_blocks(self) -> KvBlocks | None:
-        if self._blocks is None:
-            self._blocks = self._find_blocks()
-        return self._blocks
 
     def record(self, prepared: PreparedStep | None, shipment: Shipment | None, step: int) -> None:
         """Queue a step's scores to be kept, and then those that its new requests have."""
@@ -279,7 +266,8 @@ class ScoreCache:
         last = self._runs
         if last is not None and last.changes == self._changes and runs.has_rows_of(last.of):
             return last
-        self._runs = _KeptRuns.make(runs, _layout_of(self._layout, runs.slot), self._changes)
+        layout = _of_slots(self._layout, runs.slot)
+        self._runs = _KeptRuns.make(runs, layout, self.remembers(runs.slot), self._changes)
         return self._runs
 
     def settle(self, step: int) -> None:
@@ -294,6 +282,21 @@ class ScoreCache:
         """Return, once, what the requests have that began with the last recorded step."""
         new, self._new = self._new, []
         return new
+
+    def remembers(self, slot: Ints) -> NDArray[np.bool_]:
+        """Return of which requests what gates remember is kept."""
+        return _of_slots(self._remembers, slot)
+
+    def values_at(self, slot: int, position: int, step: int) -> NDArray[np.float32]:
+        """Return what is kept of a request's token, by column. Blocks until a step is on the host,
+        up to which it may have been computed.
+        """
+        self.carry_out(step)
+        kept, columns = self._kept_of(int(self._layout[slot]))
+        place = self.blocks.places(np.array([slot]), np.array([position]))
+        values = np.zeros(self._num_columns, np.float32)
+        values[columns] = self._values[place[0], kept]
+        return values
 
     def carry_out(self, step: int) -> None:
         """Carry out what is queued, up to a step. Blocks until its scores are on the host."""
@@ -327,9 +330,11 @@ class ScoreCache:
                 position = np.repeat(position, length) + within
                 row = np.repeat(row, length) + within
                 slot, layout = np.repeat(slot, length), np.repeat(layout, length)
-            places = self._places(slot, position)
+            places = self.blocks.places(slot, position)
             numbers = runs[0].layouts
             for number in numbers:
+                if not self._layouts[number].kept.size:
+                    continue  # of a request that keeps sums alone
                 kept, columns = self._kept_of(number)
                 mine = slice(None) if len(numbers) == 1 else np.flatnonzero(layout == number)
                 values = memory[_index(row[mine])]
@@ -340,7 +345,7 @@ class ScoreCache:
 
     def _read(self, cached: CachedScores) -> None:
         position = np.arange(cached.length)
-        places = self._places(np.full(cached.length, cached.slot), position)
+        places = self.blocks.places(np.full(cached.length, cached.slot), position)
         kept, columns = self._kept_of(cached.layout)
         values = np.zeros((cached.length, self._num_columns), np.float32)
         values[:, columns] = self._values[places][:, kept]
@@ -351,16 +356,6 @@ class ScoreCache:
         layout = self._layouts[number]
         is_kept = layout.kept != _DROPPED
         return _index(layout.kept[is_kept]), _index(layout.columns[is_kept])
-
-    def _places(self, slot: Ints, position: Ints) -> Ints:
-        """Return where the scores of tokens are, by the place of their KV."""
-        assert self._blocks is not None
-        size = self._blocks.size
-        # Draft tokens beyond the last position have no block.
-        index = position // size
-        block = self._table[slot, np.minimum(index, self._table.shape[1] - 1)]
-        places: Ints = block * size + (position - index * size)
-        return places
 
 
 def _is_read_of(queued: _Write | CachedScores, slots: Container[int]) -> bool:
@@ -373,12 +368,14 @@ def _written_with(write: _Write) -> tuple[int, ...]:
     return (memory, *layouts) if len(layouts) == 1 else (memory, *layouts, write.step)
 
 
-def _layout_of(layouts: Ints, slot: Ints) -> Ints:
-    """Return the layouts of slots; 0: a slot has none, and may be beyond those that have."""
-    known = slot < layouts.size
-    layout = np.zeros(slot.size, np.int64)
-    layout[known] = layouts[slot[known]]
-    return layout
+def _of_slots(values: NDArray[Any], slot: Ints) -> NDArray[Any]:
+    """Return the entries of slots; 0 where there are none yet."""
+    if slot.size and int(slot.max()) < values.size:
+        return values[slot]
+    known = slot < values.size
+    chosen = np.zeros(slot.size, values.dtype)
+    chosen[known] = values[slot[known]]
+    return chosen
 
 
 def _widened(values: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:

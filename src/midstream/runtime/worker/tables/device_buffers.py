@@ -72,7 +72,9 @@ class Buffers(SiteBuffers):
             params=zeros(float32, room.max_edits, layout.PARAM_COLUMNS),
             lists=zeros(int32, room.token_ids),
             bank=zeros(float32, (room.bank_rows + room.maps * hidden_size) * units_of_row, unit),
-            scores=zeros(float32, max_tokens, room.probes),
+            scores=zeros(
+                float32, max_tokens, room.probes + layout.MEMORY_COLUMNS * room.gate_states
+            ),
             # The ring is written before it is read. On a CPU, pages never written take no memory.
             ring=torch.empty(sizes.ring_rows * units_of_row, unit, dtype=dtype, device=device),
             units=tuple(width // unit for width in taps.values()),
