@@ -46,6 +46,8 @@ class ScoresOfStep:
 
     def numbers(self, index: int, slots: range, positions: Sequence[int]) -> NDArray[np.float32]:
         """Return the scores in several columns likewise, [positions, slots]."""
+        if not positions:  # whose range may end before it begins, and before the first row
+            return self.values[:0, slots.start : slots.stop]
         shift = self.row[index] - self.first[index]
         columns = slice(slots.start, slots.stop)
         if isinstance(positions, range):

@@ -71,3 +71,13 @@ def test_a_score_that_single_precision_cannot_tell_from_the_bound_meets_it_among
     _, firing, _ = advance([probe], ProbeProgress(0, (Progress(),)), scores, 0, 40, lambda _: 0)
     assert firing is not None
     assert firing.position == 30
+
+
+def test_positions_that_were_read_before_have_no_scores_whichever_rows_come_first() -> None:
+    """A preempted request computes some again: what is new ends before it begins."""
+    values = np.arange(12, dtype=np.float32).reshape(6, 2)
+    scores = ScoresOfStep(["r"], [7], [0], [2], values)  # positions 7 and 8 are rows 0 and 1
+    nothing = range(9, 3)
+    assert scores.at(0, 0, nothing) == []
+    assert scores.numbers(0, range(2), nothing).shape == (0, 2)
+    assert scores.numbers(0, range(2), range(8, 9)).tolist() == [[2.0, 3.0]]
