@@ -141,10 +141,20 @@ def soft(layer: int = 1, **selected: Any) -> Gate:
     return Gate(steer, Probe(vector(3), layer), threshold=0.0, smooth=0.02, sharpness=0.5)
 
 
-@pytest.mark.parametrize("other", [soft(layer=0), soft(positions=slice(60, None))])
-def test_gates_of_one_vector_remember_each_its_own(pair: Pair, prompt: Any, other: Gate) -> None:
+@pytest.mark.parametrize(
+    "others",
+    [
+        [soft(layer=0)],
+        [soft(positions=slice(60, None))],
+        [soft(positions=slice(0, 40)), soft(positions=slice(0, 70))],
+    ],
+    ids=["layer", "start", "stops"],
+)
+def test_gates_of_one_vector_remember_each_its_own(
+    pair: Pair, prompt: Any, others: list[Gate]
+) -> None:
     for hit in (0, WHOLE, WHOLE):
-        pair.ask(prompt, hit, edits=[[soft(), other]], capture=LATE)
+        pair.ask(prompt, hit, edits=[[soft(), *others]], capture=LATE)
 
 
 def test_a_request_in_the_step_that_computes_its_prefix_computes_it_too(

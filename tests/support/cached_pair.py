@@ -52,7 +52,8 @@ class Pair:
             given["cache_salt"] = salt
         found = self.cached.generate(given, settings, use_tqdm=False, **asked)[0]
         ask = Ask(0, 0, prompt, {}, None, {}, {}, None)
-        assert not differences(ask, found, expected, Measure())
+        said = differences(ask, found, expected, Measure())
+        assert not said, said
         assert hit is None or found.num_cached_tokens == hit, found.num_cached_tokens
         assert expected.num_cached_tokens == 0
         return found

@@ -65,9 +65,9 @@ class ScoredBlocks:
         self._hashes: dict[int, Any] = {}
         self._sums = SumBudget()
         self._keys_of_sums: dict[int, str] = {}  # by number, of those in `_numbers`
-        # Numbers of what gates remember, and blocks that are filled by steps which may not be run.
-        self._remembered: set[int] = set()
-        self._fresh: set[int] = set()
+        self._remembered: set[int] = set()  # numbers of what gates remember
+        # Blocks that are filled by steps which may not be run, with the numbers that they get.
+        self._fresh: dict[int, frozenset[int]] = {}
         self._recent: set[str] = set()  # keys of the step that is being scheduled
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class ScoredBlocks:
         blank: dict[tuple[int, int], list[int]] = {}  # ids of blocks, by number and bits
         last: tuple[Coverage, Coverage] | None = None
         # A gate starts from what another request's has only once that is computed.
-        fresh = self._fresh if any(score.memory for score in scores) else frozenset()
+        fresh = self._fresh if wanted.remembers else {}
         for index, block in enumerate(hit):
             if index * self.size >= length:
                 break
@@ -141,7 +141,7 @@ class ScoredBlocks:
                 duplicate = self._duplicate(block, pool, needs)
                 if duplicate is not None and duplicate.block_id not in fresh:
                     hit[index] = duplicate
-                elif not self._skips or self._lacks_states(coverage, needs):
+                elif not self._skips or not self._can_skip(block, coverage, needs):
                     length = index * self.size
                     break
                 else:
@@ -155,10 +155,14 @@ class ScoredBlocks:
             self._tell(BlankScores(key_of[number], ids, tokens))
         return length
 
-    def _lacks_states(self, coverage: Coverage, needs: Coverage) -> bool:
-        """Return whether a block lacks sums, or what gates remember: neither can be skipped."""
-        states = self._remembered.union(self._keys_of_sums)
-        return not _has(coverage, tuple([pair for pair in needs if pair[0] in states]))
+    def _can_skip(self, block: Any, coverage: Coverage, needs: Coverage) -> bool:
+        """Return whether NaN can stand for the scores that a block lacks: not for sums, nor for
+        what gates remember, nor where a step that may not be run writes numbers of all its tokens.
+        """
+        states = self._remembered.union(
+            self._keys_of_sums, self._fresh.get(block.block_id, frozenset())
+        )
+        return _has(coverage, tuple([pair for pair in needs if pair[0] in states]))
 
     def _use_sums(self, scores: Sequence[KeptScore], blocks: Sequence[Any]) -> None:
         """Note that a request gets sums of blocks; those of later ones are to be evicted first."""
@@ -199,13 +203,12 @@ class ScoredBlocks:
         wanted = self._filled_by(request, scores)
         for index, block in enumerate(blocks, first):
             coverage = wanted.of_block(index)
+            self._fresh[block.block_id] = wanted.numbers
             if coverage and wanted.sums:
                 coverage = self._add_sums(wanted, coverage, block.block_id, index)
             if not coverage or block.block_hash is None:
                 continue
             self._coverage[block.block_id] = coverage
-            if wanted.remembers:
-                self._fresh.add(block.block_id)
             served = pool.get_cached_block(request.block_hashes[index], [self.group])
             if served and served[0] is not block:
                 self._duplicates.setdefault(block.block_hash, set()).add(block.block_id)
@@ -276,6 +279,7 @@ class _Wanted:
         self.scores = scores
         self._scores = sorted(zip(numbers, scores, strict=True), key=itemgetter(0))
         self.remembers = any(score.memory for score in scores)
+        self.numbers = frozenset(numbers)
         self.sums = [(number, score) for number, score in self._scores if score.nbytes]
         self._size = size
         self._kept = kept

@@ -18,7 +18,7 @@ from midstream.plan import Capture, Plan, ResolvedPlan
 from midstream.plan.positions.ranges import Ranges, clip
 from midstream.results.encoded_rows import Chunk, Scattered
 from midstream.runtime.frontend.row_store import CHUNK, RowSet, RowStore
-from midstream.runtime.protocol.cache_keys import CacheKeys, scanned
+from midstream.runtime.protocol.cache_keys import CacheKeys, first_computed
 from midstream.runtime.protocol.request_payload import ReusableRows
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.runtime.protocol.runs import Ints, expand
@@ -76,7 +76,7 @@ class ReusedRows:
             for captures, _ in plan.alike
             for index in captures
         ]
-        firsts += [_first(ranges, 0) for ranges in scanned(plan)]
+        firsts += first_computed(plan)
         known = [first for first in firsts if first is not None]
         self._kept = ReusableRows(resets, min(known, default=None))
         return self._kept

@@ -12,6 +12,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 
+import msgspec
+
 from midstream.ops import layout
 from midstream.plan import Instruction, ResolvedPlan, ResolvedProbe
 from midstream.plan.positions.range_set import overlay
@@ -136,19 +138,17 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
         if not marks or made[here] != marks[-1]:
             starts.append(start)
             marks.append(made[here])
-    reads = [capture.returned for capture in plan.captures] + scanned(plan)
-    # What selects tokens by those before it reads each generated one, cached or not.
-    firsts = [ranges[0][0] for ranges in reads if ranges]
-    firsts += [automaton.start for automaton in plan.automata]
+    firsts = [capture.returned[0][0] for capture in plan.captures if capture.returned]
+    firsts += first_computed(plan)
     kept = [probe for probe in plan.probes if _is_kept(probe)]
-    scores = _distinct([score for probe in kept for score in _kept_scores(plan, probe)])
-    scores += (*_kept_sums(plan), *_kept_memory(plan))
-    return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None), scores)
+    scores = [score for probe in kept for score in _kept_scores(plan, probe)]
+    scores = [*scores, *_kept_sums(plan), *_kept_memory(plan)]
+    return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None), _distinct(scores))
 
 
 def _distinct(scores: list[KeptScore]) -> tuple[KeptScore, ...]:
     """Return scores where one that is read at other positions too has another key there: workers
-    keep a number of every row of a request, also of rows that its probe does not select.
+    keep a number of every row of a request, also of rows that its probe or gate does not select.
     """
     known: dict[str, list[Ranges]] = {}
     distinct = []
@@ -157,15 +157,20 @@ def _distinct(scores: list[KeptScore]) -> tuple[KeptScore, ...]:
         if score.ranges not in ranges:
             ranges.append(score.ranges)
         if number := ranges.index(score.ranges):
-            score = KeptScore(f"{score.key}.{number}", score.slot, score.ranges)
+            score = msgspec.structs.replace(score, key=f"{score.key}.{number}")
         distinct.append(score)
     return tuple(distinct)
 
 
-def scanned(plan: ResolvedPlan) -> list[Ranges]:
-    """Return the positions of each probe whose tokens must be computed, also in a cached block."""
+def first_computed(plan: ResolvedPlan) -> list[int]:
+    """Return the first position of each probe and automaton from which every token must be computed
+    that it reads, cached or not.
+    """
     ranges = [probe.where.possible for probe in plan.probes if _is_computed(probe)]
-    return [mine for mine in ranges if mine]
+    return [
+        *(mine[0][0] for mine in ranges if mine),
+        *(automaton.start for automaton in plan.automata),
+    ]
 
 
 def _is_computed(probe: ResolvedProbe) -> bool:

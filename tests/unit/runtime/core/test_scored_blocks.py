@@ -231,6 +231,16 @@ def test_with_unscored_tokens_skipped_a_hit_is_as_long_as_without_a_probe() -> N
     assert engine.unscored == 12 + 3
 
 
+def test_a_token_that_is_computed_in_the_step_that_skips_its_score_gets_no_other_number() -> None:
+    """A step writes a number of each of its tokens, also where the probe does not read."""
+    engine, tokens = Engine(unscored="skip"), list(range(18))
+    late = score("a", 0, ((10, None),)), score("b", 1)
+    assert engine.run(tokens, late, 18) == 0
+    assert engine.run(tokens, (score("a"),), 18, together=True) == 0
+    assert engine.run(tokens, (score("a"),), 18) == 16
+    assert engine.unscored == 0
+
+
 @pytest.mark.parametrize("kept", [{"memory": 1}, {"nbytes": 8}])
 def test_what_a_gate_remembers_and_sums_are_never_skipped(kept: dict[str, int]) -> None:
     engine, tokens = Engine(unscored="skip"), list(range(18))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.plans import SMALL, plan_of
 
 from midstream.codecs import Raw
-from midstream.plan import Capture, Gate, ModelShape, Plan, Prompt, Steer
+from midstream.plan import Between, Capture, Gate, ModelShape, Plan, Prompt, Steer
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.frontend.row_reuse import ReusedRows
@@ -135,6 +135,24 @@ def test_what_a_gate_with_memory_reads_is_served_where_its_memory_is_kept() -> N
     ]
     reused = ReusedRows(store, plan, frozenset([0]), keys, ORIGIN, tokens)
     assert reused.find().first_read == 30
+
+
+def test_what_marks_select_is_computed_where_all_rows_are_kept() -> None:
+    """After a preemption the cache has generated tokens, which an automaton must read again."""
+    edit = Steer([1.0] * 3, 1, positions=Between([5], [7]))
+    capture, store = Capture([0, 1], positions=slice(0, 32)), RowStore(1 << 20)
+    tokens = list(range(32))
+    asked = Plan.make(capture, edit)
+    plan = resolve(asked, ModelShape(2, 3, TAPS), Prompt(32, tuple(tokens)), 4)
+    keys = cache_keys(plan)
+
+    def ask() -> ReusedRows:
+        return ReusedRows(store, plan, frozenset([0]), keys, ORIGIN, tokens)
+
+    kept = [ResultBlock(TAPS[:2], Raw(), np.arange(32), [torch.zeros(32, 2, 4)])]
+    assert ask().find().first_read == 0
+    ask().keep(kept, tokens, 0)
+    assert ask().find().first_read == 32
 
 
 def test_kept_rows_beyond_a_missing_one_are_not_counted() -> None:
