@@ -100,12 +100,12 @@ def test_rows_of_a_handle_stay_on_the_device_and_are_freed_with_it(url, model):
         # A client has half of the room for 1024.
         many = Capture([FROM], positions="prompt", reduce="device")
         others = [
-            client.complete(range(5, 205), activations="keep", capture=many, **plain)
+            client.complete(list(range(5, 205)), activations="keep", capture=many, **plain)
             for _ in range(2)
         ]
         full = r"200 rows are to stay on the device, and \d+ of the 512 of this client"
         with pytest.raises(ServerError, match=full) as caught:
-            client.complete(range(200), activations="keep", capture=many, **plain)
+            client.complete(list(range(200)), activations="keep", capture=many, **plain)
         assert caught.value.status == 503
         assert_answer(client.ask(kept, QUESTIONS[0], FROM, **ASKED)[0], hooked, rows, QUESTIONS[0])
         client.delete(kept.outputs[0].captured)
