@@ -6,6 +6,7 @@ import gc
 import pickle
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from engine.asking import preempting
@@ -15,7 +16,7 @@ from support.engine_view import inspect
 from support.refusals import refused
 from support.updating import Stepped
 
-from midstream import Capture, Gate, Replace, Steer
+from midstream import Capture, Gate, Probe, Replace, Steer
 from midstream.errors import BusyError, ReceiptError, SpecError
 
 LENGTH, FROM, INTO, BLOCK, ROOM, CHUNK = 6, 3, 1, 32, 250, 40
@@ -284,7 +285,10 @@ def test_rows_that_are_gone_are_an_error_that_names_their_request(llm, model, tm
 
 def test_what_cannot_be_done_with_rows_on_the_device_is_refused_by_name(llm):
     source = captured(llm)
-    rows = source.activations.on_device("resid_post", FROM)
+    activations = source.activations
+    rows = activations.on_device("resid_post", FROM)
+    assert activations.on_device("resid_post", FROM, np.array([1, 0])) == (rows[1], rows[0])
+    read = Gate(Steer([1.0] * HIDDEN, INTO), rows[0], FROM - 2, 0.5)
     plain = Steer(rows=rows[:2], layer=INTO, positions=[0, 1])
     own = {"layers": [FROM], "positions": "prompt", "reduce": "device"}
 
@@ -309,13 +313,17 @@ def test_what_cannot_be_done_with_rows_on_the_device_is_refused_by_name(llm):
         (lambda: llm.vectors.register("row", rows[0]), "on the device alone"),
         (lambda: rows[0].numpy(), "on the device alone"),
         (lambda: plain.to_dict(), "on the device alone"),
+        (lambda: generate({"probes": Probe(rows[0], layer=2)}), "probes", "on the device alone"),
+        (lambda: generate({"edits": read}), "edits", "on the device alone"),
+        (lambda: activations.on_device("resid_post", FROM, [1.5]), "positions", "expected `int`"),
         (lambda: ask(llm, source, positions=99), "positions", "at position 99; there are 0, 1"),
         (lambda: ask(llm, source, layer=1), "layer", "no rows of resid_post at layer 1"),
     )
     for key in (("resid_post", 1), ("mlp_out", FROM)):
         with pytest.raises(KeyError, match="were captured with reduce"):
             source.activations.on_device(*key)
-    gated = Gate(Steer(rows=rows[:2], layer=INTO, positions=[0, 1]), [1.0] * HIDDEN, FROM - 2, 0.5)
+    with pytest.raises(KeyError, match="captured at position 99; there are 0–"):
+        activations.on_device("resid_post", FROM, [99])
     steps = Stepped(llm)
     steps.add("first", range(5, 20), params(4), edits=[Steer([1.0] * HIDDEN, INTO)])
     steps.step()
@@ -326,7 +334,7 @@ def test_what_cannot_be_done_with_rows_on_the_device_is_refused_by_name(llm):
     steps.step()
     llm.update("second", scale=0.5)
     assert steps.finish()["second"].receipt.status == "ok"
-    del gated, steps
+    del steps
     copied = pickle.loads(pickle.dumps(source.activations))
     assert copied.source is None
     assert pickle.loads(pickle.dumps(rows)) == rows

@@ -25,7 +25,7 @@ from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 from support.updating import check_versions, steer, vector
 
-from midstream import Capture, Controller, Gate, Probe, Steer, Threshold
+from midstream import Capture, Controller, Gate, Probe, Replace, Steer, Threshold
 from midstream.errors import SpecError
 from midstream.plan.operations import KINDS_BY_OP
 from midstream.sites import INNER as INSIDE
@@ -35,6 +35,7 @@ REQUESTS = rounds(suite=24, nightly=80)
 CHUNK, LONGEST = 48, 192
 BLOCKS = 14  # of 32 tokens, one of which is nobody's: two long requests and a bit
 TENSOR = {"tensor_parallel_size": 2}
+DEVICE_ROWS = 64
 COMMON = {"max_model_len": LONGEST, "max_num_seqs": 8, **GPU_MEMORY}
 
 
@@ -49,6 +50,7 @@ def settings(**more: Any) -> dict[str, Any]:
         "check_ranks": True,
         "gate_states": 8,
         "controllers": controlling.DECLARED,
+        "device_rows": DEVICE_ROWS,
         **more,
     }
 
@@ -358,6 +360,7 @@ def test_ranks_give_what_one_rank_gives(alone, name, args, places, tmp_path):
         run_the_mix(model, llm, tmp_path, REQUESTS if GPUS else rounds(suite=8, nightly=REQUESTS))
         if places[-1][0]:
             check_no_score_of_two_stages(llm, model)
+            check_device_rows(llm, model)
             check_controllers(llm, model)
 
 
@@ -369,3 +372,49 @@ def check_no_score_of_two_stages(llm: Any, model: Model) -> None:
     gate = Gate(Steer(vector(3), tiny.LAYERS - 1), probe)
     with pytest.raises(SpecError, match="layer 0, which is on another pipeline stage"):
         one(llm, model, 0, edits=gate)
+
+
+def test_each_rank_of_a_tensor_parallel_group_has_the_rows_that_stay_on_the_device(model, tensor):
+    check_device_rows(tensor, model)
+    with pytest.raises(SpecError, match=r"z is split over the ranks|as wide as the residual"):
+        one(tensor, model, 0, capture=Capture([1], "z", "prompt", reduce="device"))
+    source = one(tensor, model, 0, capture=Capture([1], positions="prompt", reduce="device"))
+    row = source.activations.on_device("resid_post", 1, [3])
+    with pytest.raises(SpecError, match=r"edits.*rows: z is split over the ranks"):
+        one(tensor, model, 0, edits=Replace(row, 1, site="z"))
+
+
+def check_device_rows(llm: Any, model: Model) -> None:
+    """Rows that stay on the device do what the same rows do by value, on one rank."""
+    stages = {layer: worker.stage for worker in llm.info.workers for _, layer in worker.taps}
+    last = tiny.LAYERS - 1
+    for number in range(1 + DEVICE_ROWS // 40):  # freed rows' room is used again
+        rows, wanted = (
+            some.generate(
+                tokens(model.families[0][number : number + 20]),
+                greedy(1, detokenize=False),
+                capture=Capture([0, last], positions="prompt", reduce=reduce),
+                use_tqdm=False,
+            )[0].activations
+            for some, reduce in ((llm, "device"), (model.single, ""))
+        )
+        for layer, into in ((0, 0), (last, last), (0, last))[number:]:
+            by_value = wanted["resid_post", layer][[7, 2]]
+            here = rows.on_device("resid_post", layer, [7, 2])
+            if stages[layer] != stages[into]:
+                with pytest.raises(SpecError, match="layer 0 are on another pipeline stage than"):
+                    one(llm, model, 1, edits=Replace(here, into, positions=[4, 5]))
+                continue
+            asked = {"capture": Capture(last, positions="prompt")}
+            mine = one(llm, model, 1, edits=Replace(here, into, positions=[4, 5]), **asked)
+            theirs = model.single.generate(
+                tokens(model.families[0][1:21]),
+                greedy(4, detokenize=False),
+                edits=Replace(by_value, into, positions=[4, 5]),
+                use_tqdm=False,
+                **asked,
+            )[0]
+            found, other = (out.activations["resid_post", last] for out in (mine, theirs))
+            assert mine.receipt.status == theirs.receipt.status == "ok"
+            assert MEASURE.error(found, other) < MEASURE.rows
+        del rows

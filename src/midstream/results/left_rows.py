@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from midstream.console import format_ranges
 from midstream.plan.vectors.device_row import DeviceRow, DeviceSource
+from midstream.validation import at, read_int
 
 
 class LeftRows:
@@ -25,12 +27,21 @@ class LeftRows:
 
         Raises:
             KeyError: no rows of the site and layer, or of a position, were left there.
+            SpecError: a position is no int, or its row is not finite.
         """
-        tap = site, layer
         rows: Any = self
-        if self.source is None or tap not in self.source.taps:
+        source = self.source
+        tap = next((tap for tap in source.taps if tap == (site, layer)), None) if source else None
+        if source is None or tap is None:
             raise KeyError(f'no rows of {site} at layer {layer} were captured with reduce="device"')
         norms = rows[tap].reshape(-1).tolist()
         known = dict(zip(rows.positions_of(*tap).tolist(), norms, strict=True))
-        chosen = known if positions is None else positions
-        return tuple(self.source.row(tap, position, known[position]) for position in chosen)
+        with at("positions"):
+            chosen = list(known) if positions is None else [read_int(item) for item in positions]
+        for position in chosen:
+            if position not in known:
+                raise KeyError(
+                    f"no row of {site} at layer {layer} was captured at position {position}; "
+                    f"there are {format_ranges(tuple(known))}"
+                )
+        return tuple(source.row(tap, position, known[position]) for position in chosen)

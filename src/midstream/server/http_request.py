@@ -60,7 +60,8 @@ class RequestContext:
             most = limits.inline_bytes
         elif returned == "handle":
             most = min(limits.client_bytes, limits.held_bytes)
-        return CallPlan(self.request_field.plan, self.messages, self.template, most, guards=guards)
+        plan, asked = self.request_field.plan, (self.messages, self.template, most)
+        return CallPlan(plan, *asked, guards=guards, client=self.client)
 
     def track(
         self, stream: Outputs, per_call: int, running: AbstractContextManager[None]

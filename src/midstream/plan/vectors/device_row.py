@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
@@ -39,7 +40,7 @@ class DeviceSource:
         self._freed()
 
     def row(self, tap: Tap, position: int, norm: float) -> DeviceRow:
-        """Return the row of a token, whose norm is known on the host."""
+        """Return the row of a token, whose norm is known on the host. SpecError: it is infinite."""
         return DeviceRow(self.id, tap, position, self.width, norm)
 
 
@@ -73,6 +74,9 @@ class DeviceRow(Vector):
         norm: float = 1.0,
         is_unit: bool = False,
     ) -> None:
+        if not math.isfinite(norm):
+            problem = f"row of {show_tap(tap)} at position {position} has a norm of {norm}"
+            raise SpecError("", f"the {problem}; expected finite numbers")
         values = {"source": source, "tap": tap, "position": position, "is_unit": is_unit}
         content = repr(("device row", source, *tap, position, size, is_unit))
         digest = hashlib.sha256(content.encode()).hexdigest()
@@ -95,7 +99,11 @@ class DeviceRow(Vector):
     @property
     def data(self) -> bytes:
         """SpecError: the numbers are not on the host."""
-        raise SpecError(
+        raise self.only_written()
+
+    def only_written(self) -> SpecError:
+        """Return the error of a use other than as a row that an edit writes."""
+        return SpecError(
             "",
             f"this row of {show_tap(self.tap)} is on the device alone, and can be used "
             "only as a row of a Steer or a Replace of a request; capture it without "

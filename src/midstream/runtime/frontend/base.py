@@ -201,7 +201,7 @@ class BaseFrontEnd:
             )
         if own is not None and own.captures and call_plan.most_bytes is not None:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
-        admitted = self._attach_payload(request, prepared, own, also)
+        admitted = self._attach_payload(request, prepared, own, also, call_plan.client)
         if admitted is not None:
             others = before, also
             self.changes.add(
@@ -210,7 +210,12 @@ class BaseFrontEnd:
         return admitted
 
     def _attach_payload(
-        self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
+        self,
+        request: Any,
+        prepared: PreparedPlan,
+        own: Plan | None,
+        also: tuple[Capture, ...],
+        client: str = "",
     ) -> AdmittedRequest | None:
         """Attach the request payload of a prepared plan to its request; see `admit`."""
         if prepared.is_empty and own is None:
@@ -239,7 +244,7 @@ class BaseFrontEnd:
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
         if need.device_rows and params.n > 1:
             raise SpecError("capture", f'reduce="{ON_DEVICE}" is for n=1, and n is {params.n}')
-        source = self.device_sources.begin(uid, need, prepared.plan)
+        source = self.device_sources.begin(uid, need, prepared.plan, client)
         set_payload(request, prepared.payload(uid, self._mm_prefix))
         self._needs[uid] = need
         if reused is not None:

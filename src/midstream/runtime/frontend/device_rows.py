@@ -11,6 +11,7 @@ from midstream.plan.vectors.device_row import DeviceSource
 from midstream.runtime.frontend.request.budget import Need, left_taps
 
 _RETRY_SECONDS = 1
+_SHARE = 2  # of the room, one of so many is for one client of a server
 
 
 class DeviceSources:
@@ -22,6 +23,7 @@ class DeviceSources:
         self._most, self._width = most, width
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}  # rows, by id, also of those that wait for their users
+        self._clients: dict[str, str] = {}  # of a server, by id
         self._users: Counter[str] = Counter()  # running requests, by the id of the source
         self._sources_of: dict[str, tuple[str, ...]] = {}  # by uid of the running request
         # Written by finalizers, which may run in any thread while it has the lock.
@@ -34,8 +36,11 @@ class DeviceSources:
             self._settle()
             return len(self._sizes)
 
-    def begin(self, uid: str, need: Need, plan: ResolvedPlan) -> DeviceSource | None:
+    def begin(
+        self, uid: str, need: Need, plan: ResolvedPlan, client: str = ""
+    ) -> DeviceSource | None:
         """Count the rows that a request leaves, and let it use those of its edits until `end`.
+        A `client` of a server, empty: there is none, has a part of the room.
 
         Raises:
             SpecError: they exceed the room, or rows of its edits were freed. BusyError: they exceed
@@ -53,11 +58,20 @@ class DeviceSources:
                         "were dropped, or it was of another engine; capture them again",
                     )
             asked, used = f"{need.device_rows} rows are to stay", sum(self._sizes.values())
-            if need.device_rows > self._most:
+            most = self._most // _SHARE if client else self._most
+            if need.device_rows > most:
+                whose = " of each client" if client else ""
                 raise SpecError(
                     "capture",
-                    f"{asked} on the device, and there is room for {self._most}; choose fewer "
+                    f"{asked} on the device, and there is room for {most}{whose}; choose fewer "
                     "positions or layers, or raise midstream's setting device_rows",
+                )
+            mine = sum(self._sizes[name] for name, of in self._clients.items() if of == client)
+            if need.device_rows and mine + need.device_rows > most:
+                raise BusyError(
+                    f"{asked} on the device, and {mine} of the {most} of this client are there: "
+                    "delete captures of earlier requests",
+                    _RETRY_SECONDS,
                 )
             if used + need.device_rows > self._most:
                 raise BusyError(
@@ -70,6 +84,8 @@ class DeviceSources:
             if not need.device_rows:
                 return None
             self._sizes[uid] = need.device_rows
+            if client:
+                self._clients[uid] = client
         return DeviceSource(uid, self._width, left_taps(plan), self._dropped.append)
 
     def end(self, uid: str) -> None:
@@ -96,4 +112,5 @@ class DeviceSources:
         for source in [source for source in self._unused if self._users[source] <= 0]:
             self._unused.remove(source)
             del self._sizes[source], self._users[source]
+            self._clients.pop(source, None)
             self._freed.append(source)

@@ -104,12 +104,12 @@ class PlanTable:
     def acquire(self, packed: bytes) -> RankPlan:
         """Return a plan for one more request. Pair with `release`."""
         plan = self._plans.get(packed)
-        if plan is None:
+        if plan is not None:
+            if self._device_rows:  # it may have rows of the weights that its first user had
+                self._check_rows(plan.resolved)
+        else:
             resolved, pieces = self._parse(packed)
-            if self._device_rows is not None:
-                every = device_rows_of(resolved)
-                mine = [row for edit, row in every if (edit.site, edit.layer) in self._taps]
-                self._device_rows.check(mine)
+            self._check_rows(resolved)
             try:
                 segments = self._acquire_segments(pieces, resolved.codec)
             except NoRoomError:
@@ -120,6 +120,13 @@ class PlanTable:
         self._unused.pop(packed, None)
         plan.users += 1
         return plan
+
+    def _check_rows(self, plan: ResolvedPlan) -> None:
+        """Check that the rows on the device are here that this rank's edits of a plan need."""
+        if self._device_rows is not None:
+            every = device_rows_of(plan)
+            mine = [row for edit, row in every if (edit.site, edit.layer) in self._taps]
+            self._device_rows.check(mine)
 
     def without_work(self, packed: bytes) -> list[Segment]:
         """Return a plan's segments without edits and captures, as another rank may run it."""

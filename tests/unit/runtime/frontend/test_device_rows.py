@@ -3,15 +3,28 @@
 import gc
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
+from support.refusals import refused
 from support.stored import worker_info
 
 from midstream.errors import BusyError, SpecError
-from midstream.plan import ResolvedCapture, ResolvedPlan, Where
+from midstream.ops.layout import Op
+from midstream.plan import (
+    Instruction,
+    ResolvedCapture,
+    ResolvedEdit,
+    ResolvedPlan,
+    ResolvedProbe,
+    Steps,
+    Vector,
+    Where,
+)
 from midstream.plan.resolved import Pattern
+from midstream.plan.vectors.device_row import DeviceRow
 from midstream.runtime.frontend.device_rows import DeviceSources
 from midstream.runtime.frontend.engine_info import FrontEnds, describe
 from midstream.runtime.frontend.request.budget import Need, with_device_rows
@@ -86,6 +99,8 @@ def test_a_request_that_does_not_fit_or_is_too_late_takes_nothing():
     assert caught.value.retry_after == 1
     with pytest.raises(SpecError, match=r"capture: 11 rows .* there is room for 10; choose fewer"):
         every.begin("b", need(11), PLAN)
+    with pytest.raises(SpecError, match=r"there is room for 0; .* setting device_rows"):
+        DeviceSources(0, 4).begin("b", need(1), PLAN)
     first.free()
     del first
     gc.collect()
@@ -122,3 +137,49 @@ def test_dropped_rows_stay_for_the_requests_that_have_them_and_are_for_no_others
         every.begin("later", need(0, ["a"]), PLAN)
     every.end("user")
     assert (len(every), every.take_freed()) == (0, ("a",))
+
+
+def test_a_client_of_a_server_has_a_part_of_the_room():
+    every = DeviceSources(ROOM, 4)
+    mine = [every.begin(uid, need(2), PLAN, "me") for uid in "ab"]
+    with pytest.raises(BusyError, match=r"2 rows .* 4 of the 5 of this client are there: delete"):
+        every.begin("c", need(2), PLAN, "me")
+    with pytest.raises(SpecError, match=r"6 rows .* there is room for 5 of each client"):
+        every.begin("c", need(6), PLAN, "me")
+    assert every.begin("asking", need(0, ["a"]), PLAN, "me") is None
+    others = every.begin("d", need(5), PLAN, "other")
+    mine.pop()
+    gc.collect()
+    every.begin("e", need(3), PLAN, "me")
+    assert len(every) == 2
+    del mine, others
+
+
+def test_rows_are_refused_where_they_would_be_read_or_divided_over_the_ranks():
+    row, host = DeviceRow("a", ("resid_post", 0), 1, 4), Vector.parse([1.0, 2.0, 3.0, 4.0])
+
+    def check(step, part=ResolvedEdit, parts=()):
+        place = (("z", 0), Steps((step,)), Where(((2, 3),)))
+        edits = probes = ()
+        if part is ResolvedEdit:
+            edits = (ResolvedEdit(*place[0], *place[1:], 0),)
+        else:
+            probes = (ResolvedProbe(part, *place[0], *place[1:]),)
+        worker = worker_info(taps=(("z", 0), ("resid_post", 0)))
+        if parts:
+            worker = msgspec.structs.replace(worker, parts=parts)
+        info = describe([[worker]], FrontEnds(1))
+        return with_device_rows(Need({}), ResolvedPlan(9, edits, (), probes), info)
+
+    added = Instruction(Op.ADD, write=(row,), a=1.0)
+    assert check(added).sources == ("a",)
+    alone = "on the device alone, and can be used only as a row of a Steer or a Replace"
+    refused(
+        lambda given: check(*given),
+        ((Instruction(Op.LINEAR, read=row, write=(host,)),), "edits[0]", alone),
+        ((Instruction(Op.SCALE, mask=row),), "edits[0]", alone),
+        ((Instruction(Op.PROBE, read=row, slot=0), "score"), "probes[0]", alone),
+        ((Instruction(Op.PROBE, read=row, slot=0), ""), "edits", alone),
+        ((Instruction(Op.UNIT, write=(row,)), "score"), "probes[0]", alone),
+        ((added, ResolvedEdit, (2, 1)), "edits[0].rows", "z is split over the ranks"),
+    )

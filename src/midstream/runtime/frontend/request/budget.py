@@ -19,6 +19,7 @@ from midstream.plan.positions.range_set import overlay
 from midstream.plan.positions.ranges import count as count_positions
 from midstream.plan.resolved import ON_DEVICE, path_of
 from midstream.plan.sink_target import MEMORY
+from midstream.plan.vectors.device_row import DeviceRow
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.rpc.remote_worker import MOST_HELD, RemoteWorker
 from midstream.runtime.protocol.segments import (
@@ -173,11 +174,25 @@ def with_device_rows(need: Need, plan: ResolvedPlan, info: EngineInfo) -> Need:
         if capture.kind == ON_DEVICE:
             _check_alone(capture.source, info)
             num_left += len(capture.taps) * count_positions(capture.where.ranges, plan.prompt_len)
+    _check_only_written(plan)
     stages = {tap: worker.stage for worker in info.workers for tap in worker.taps}
+    split = {
+        tap
+        for worker in info.workers
+        for tap, parts in zip(worker.taps, worker.parts, strict=True)
+        if parts > 1
+    }
     sources: dict[str, None] = {}
     for edit, row in device_rows_of(plan):
         sources[row.source] = None
         stage = stages[edit.site, edit.layer]
+        if (edit.site, edit.layer) in split:
+            raise SpecError(
+                f"{path_of(edit.source)}.rows",
+                f"{edit.site} is split over the ranks under tensor parallelism, and each has whole "
+                "rows on its device; use a site of the residual stream, or capture the rows "
+                'without reduce="device"',
+            )
         if stages.get(row.tap, stage) != stage:
             raise SpecError(
                 f"{path_of(edit.source)}.rows",
@@ -185,6 +200,23 @@ def with_device_rows(need: Need, plan: ResolvedPlan, info: EngineInfo) -> Need:
                 f'{edit.layer}; capture them without reduce="device", which sends them',
             )
     return replace(need, device_rows=num_left, sources=tuple(sources))
+
+
+def _check_only_written(plan: ResolvedPlan) -> None:
+    """Check that rows on the device are nowhere but where `device_rows_of` counts them."""
+    for edit in plan.edits:
+        for step in edit.steps.instructions:
+            for vector in (step.read, step.mask):
+                if isinstance(vector, DeviceRow):
+                    raise vector.only_written().under(path_of(edit.source))
+    for probe in plan.probes:
+        for step in probe.steps.instructions:
+            for vector in (step.read, step.mask, *step.write):
+                if isinstance(vector, DeviceRow):
+                    is_gate = not probe.name and not probe.part_of
+                    raise vector.only_written().under(
+                        "edits" if is_gate else f"probes[{probe.source}]"
+                    )
 
 
 def _check_alone(source: int, info: EngineInfo) -> None:

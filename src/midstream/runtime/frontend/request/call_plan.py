@@ -37,6 +37,7 @@ class CallPlan:
     # Changes its edits between the steps of an engine that its caller steps, in `mode="async"`.
     controller: Controller | None = None
     guards: tuple[Probe, ...] = ()  # of the server; they come after its server-wide edits
+    client: str = ""  # of a server; empty: there is none
 
     def __deepcopy__(self, _memo: dict[int, object]) -> CallPlan:
         # vLLM copies a request's parameters; an immutable plan can be shared.

@@ -1,6 +1,7 @@
 """Rows that stay on a worker's device, against a dictionary of them, and their way into a plan."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -209,8 +210,17 @@ def test_a_plan_gets_its_rows_from_the_device_also_when_programs_move():
     assert torch.equal(bank_of(plan), wanted)
     with pytest.raises(SpecError, match="rows of request b are not on the device"):
         plans.acquire(to_bytes(placing(DeviceRow("b", POST, 0, WIDTH))))
+    here.weights = lambda: 1  # since its first user began
+    with pytest.raises(SpecError, match="rows of request a are of other weights"):
+        plans.acquire(to_bytes(placing(rows[0], between, rows[1])))
     plans.update_vectors(VectorUpdate((), (), freed=("a", "b")))
     assert len(here) == 0
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_row_that_is_not_finite_is_none(norm):
+    with pytest.raises(SpecError, match="resid_post at layer 1 at position 3 has a norm of"):
+        DeviceRow("a", POST, 3, WIDTH, norm)
 
 
 def row_of(number):
