@@ -77,7 +77,7 @@ def test_positions_that_were_read_before_have_no_scores_whichever_rows_come_firs
     """A preempted request computes some again: what is new ends before it begins."""
     values = np.arange(12, dtype=np.float32).reshape(6, 2)
     scores = ScoresOfStep(["r"], [7], [0], [2], values)  # positions 7 and 8 are rows 0 and 1
-    nothing = range(9, 3)
+    nothing = range(8, 3)  # as rows: from 1 to the fourth from the end
     assert scores.at(0, 0, nothing) == []
     assert scores.numbers(0, range(2), nothing).shape == (0, 2)
     assert scores.numbers(0, range(2), range(8, 9)).tolist() == [[2.0, 3.0]]

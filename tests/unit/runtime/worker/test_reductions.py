@@ -14,7 +14,7 @@ from midstream.errors import NoRoomError
 from midstream.plan.readouts.reduced import RETURNED
 from midstream.plan.resolved import REDUCING, Pattern
 from midstream.runtime.protocol.segments import PatternRead
-from midstream.runtime.worker.reductions import CountedRows, Reductions, place_of
+from midstream.runtime.worker.reductions import CountedRows, Reductions, _running, place_of
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
@@ -163,3 +163,18 @@ def test_an_encoding_of_counted_vectors_alone_returns_nothing() -> None:
     assert encoding.row_bytes(torch.float32) == 0
     returned = table.pattern_number("raw", (0,), (), (read._replace(returned=True),))
     assert table.encoding(returned).row_bytes(torch.float32) == 20
+
+
+@pytest.mark.parametrize("kind", REDUCING)
+def test_sums_have_the_same_bits_wherever_rows_are_divided(kind: str) -> None:
+    made = torch.Generator().manual_seed(0)
+    # Of so different sizes that float64 rounds their sums.
+    sizes = 10.0 ** torch.randint(-6, 12, (40, 5), generator=made).double()
+    rows = torch.randn(40, 5, generator=made).double() * sizes
+    start = [torch.zeros(5, dtype=torch.float64)] * (3 if kind == "moments" else 1)
+    whole = _running(kind, start, rows)
+    for cut in range(1, 40):
+        before = _running(kind, start, rows[:cut])
+        after = _running(kind, [sums[-1] for sums in before], rows[cut:])
+        for sums, first, last in zip(whole, before, after, strict=True):
+            assert torch.equal(sums, torch.cat([first, last]))

@@ -119,6 +119,16 @@ def test_rows_are_those_that_were_stored_last_whatever_is_freed_in_between(data)
         assert len(here) == len(known)
 
 
+def test_rows_of_a_later_chunk_leave_those_of_the_first():
+    here = table()
+    here.acquire("r", leaving(((POST,), ((0, 4),))))
+    values = torch.arange(4.0)[:, None].expand(4, WIDTH) + 1
+    here.store("r", TAPS[POST], 0, values[:3])
+    here.store("r", TAPS[POST], 3, values[3:])
+    found = here.read([DeviceRow("r", POST, position, WIDTH) for position in range(4)])
+    assert torch.equal(found, values)
+
+
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=WIDTH, max_size=WIDTH).filter(any))
 def test_a_row_of_length_1_is_that_of_the_host_bit_for_bit(numbers):
     here = table()
