@@ -60,20 +60,21 @@ def _update(engine: Any, update: UpdatePlan) -> UpdatedPlan:
     scheduler = engine.scheduler
     running = [scheduler.requests.get(name) for name in update.request_ids]
     changes = [
-        (request, update.version)
+        (request, update.version, 0)
         for request in running
         if request is not None and uid_of(request.sampling_params) == update.uid
     ]
     return UpdatedPlan(change_plans(scheduler, changes))
 
 
-def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> dict[str, int]:
-    """Give running requests other versions, whose vectors the workers have; return their first
-    positions by id. Call on the thread of the engine's steps, between two.
+def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion, int]]) -> dict[str, int]:
+    """Give running requests other versions, whose vectors the workers have, each from a position on
+    or a later one; return their first positions by id. Call on the thread of the engine's steps,
+    between two.
     """
     messages = []
-    for request, version in changes:
-        position = next_position(scheduler, request)
+    for request, version, earliest in changes:
+        position = max(next_position(scheduler, request), earliest)
         _set_keys(request, position, version, scheduler.hash_block_size)
         uid = uid_of(request.sampling_params)
         assert uid is not None

@@ -183,7 +183,7 @@ def update_from_output(
     for evaluation in evaluations:
         request, firing = evaluation.request, evaluation.firing
         if evaluation.chosen is not None and not request.is_finished():
-            changes.append((request, evaluation.chosen))
+            changes.append((request, evaluation.chosen, 0))
         # vLLM drops the tokens of some steps that a preemption overtook. Draft tokens of these
         # were evaluated in vain.
         if request.num_tokens == evaluation.known < evaluation.stop:
@@ -195,8 +195,12 @@ def update_from_output(
             for _ in finish(scheduler, request.request_id, firing.is_error):
                 ended.append((request, firing, None))
         if not request.is_finished():
-            versions = [switch.version for switch in evaluation.switched]
-            changes += [(request, version) for version in versions if version is not None]
+            # After a preemption the token that met the condition may be computed again.
+            changes += [
+                (request, switch.version, switch.position + 1)
+                for switch in evaluation.switched
+                if switch.version is not None
+            ]
     if changes:
         change_plans(scheduler, changes)
     for request, firing, logprobs in ended:

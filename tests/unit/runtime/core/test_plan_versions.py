@@ -93,7 +93,7 @@ def test_blocks_are_hashed_again_from_where_a_version_begins():
     request = Request()
     assert request.block_hashes == ["old"] * 3
     scheduler = scheduler_of(request)
-    assert change_plans(scheduler, [(request, LATER)]) == {"a": 6}
+    assert change_plans(scheduler, [(request, LATER, 0)]) == {"a": 6}
     assert request.block_hashes == ["old", "0:old|2:", "0:|1:new"]
     (message,) = EXECUTOR.get(scheduler).sent
     (change,) = message.changes

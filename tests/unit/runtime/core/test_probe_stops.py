@@ -35,6 +35,14 @@ def test_no_output_has_a_token_beyond_the_one_that_met_the_condition(part):
     assert switched > CASES / 8
 
 
+@pytest.mark.parametrize("seed", [247, 757, 955, 983])
+def test_a_token_that_is_computed_again_after_it_switched_keeps_its_version(seed):
+    """Each of these runs has a switch by a step that a preemption overtook."""
+    run = StoppingRun(seed)
+    run.run()
+    run.check()
+
+
 @given(st.integers(0, 10**9))
 def test_many_scores_at_once_meet_a_condition_where_each_alone_does(seed: int) -> None:
     draw = random.Random(seed)
