@@ -162,7 +162,9 @@ class Run:
         return [self.requests[name] for name in names]
 
     def change(self, _scheduler: Any, changes: list[Any]) -> None:
-        self.done.append([(one.request_id, version.number) for one, version in changes])
+        self.done.append(
+            [(one.request_id, version.number, first) for one, version, first in changes]
+        )
 
     def end(self, _outputs: Any, one: Asked, reason: str, _logprobs: Any) -> None:
         self.done.append((one.request_id, reason))
