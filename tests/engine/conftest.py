@@ -1,13 +1,15 @@
-"""References that files of tests share: transformers with hooks, on the model of the pool."""
+"""What files of tests share: references, transformers with hooks on the model of the pool; and two
+engines that must agree."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from support.cached_pair import Pair
     from support.oracle import Oracle
     from support.oracle_edits import EditOracle
 
@@ -26,3 +28,19 @@ def oracle(tiny_llama: Path) -> EditOracle:
     from support.oracle_edits import PLACES, EditOracle
 
     return EditOracle(tiny_llama, PLACES["llama"])
+
+
+@pytest.fixture
+def pair(wide: Any, uncached: Any) -> Pair:
+    """The pool's engine with a prefix cache, and one without."""
+    from support.cached_pair import Pair
+
+    return Pair(wide, uncached)
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    """A prompt that no other test has seen."""
+    from support.cached_pair import SIZE, fresh
+
+    return fresh(SIZE)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
-from support.cached_pair import SIZE, WHOLE, Pair, fresh
+from support.cached_pair import SIZE, WHOLE, Pair, fresh, vector
 from support.engine_view import inspect
 from support.engines import generated, greedy
 from support.updating import Stepped
@@ -19,21 +18,6 @@ from support.updating import Stepped
 from midstream import Capture, Gate, Probe, Steer
 
 LATE = Capture(2, positions=slice(WHOLE, None))
-
-
-@pytest.fixture
-def pair(wide: Any, uncached: Any) -> Pair:
-    return Pair(wide, uncached)
-
-
-@pytest.fixture
-def prompt() -> list[int]:
-    """A prompt that no other test has seen."""
-    return fresh(SIZE)
-
-
-def vector(seed: int, size: float = 3.0) -> torch.Tensor:
-    return size * torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def gate(seed: int = 3, *, layer: int = 1, where: Any = None, **memory: Any) -> Gate:

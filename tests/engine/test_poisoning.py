@@ -7,28 +7,11 @@ tokens the cache served is asserted to the token. A block is 32 tokens.
 from typing import Any
 
 import pytest
-import torch
-from support import tiny
-from support.cached_pair import SIZE, WHOLE, Pair, fresh, reused
+from support.cached_pair import SIZE, WHOLE, Pair, fresh, reused, vector
 from support.engines import generated
 from support.oracle_edits import EVERY_SITE
 
 from midstream import Capture, Probe, Steer
-
-
-@pytest.fixture
-def pair(wide: Any, uncached: Any) -> Pair:
-    return Pair(wide, uncached)
-
-
-@pytest.fixture
-def prompt() -> list[int]:
-    """A prompt that no other test has seen."""
-    return fresh(SIZE)
-
-
-def vector(seed: int, size: float = 3.0) -> torch.Tensor:
-    return size * torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def steer(seed: int = 1, **where: Any) -> Steer:

@@ -11,28 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
-from support.cached_pair import SIZE, WHOLE, Pair, fresh
+from support.cached_pair import SIZE, WHOLE, Pair, fresh, vector
 from support.engines import engine, generated, greedy
 from support.updating import Stepped
 
 from midstream import Capture, Probe, Steer
 from midstream.plan import AttentionPool, Classes, Stop, Switch
-
-
-@pytest.fixture
-def pair(wide: Any, uncached: Any) -> Pair:
-    return Pair(wide, uncached)
-
-
-@pytest.fixture
-def prompt() -> list[int]:
-    """A prompt that no other test has seen."""
-    return fresh(SIZE)
-
-
-def vector(seed: int, size: float = 3.0) -> torch.Tensor:
-    return size * torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def probe(seed: int = 3, layer: int = 1, **where: Any) -> Probe:

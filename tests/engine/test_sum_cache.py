@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine.test_reduce import TOLERANCE, error_of, reduced
-from support import tiny
-from support.cached_pair import SIZE, WHOLE, Pair, fresh
+from support.cached_pair import SIZE, WHOLE, Pair, fresh, vector
 from support.engine_view import inspect
 from support.engines import greedy
 from support.updating import Stepped
@@ -20,21 +19,6 @@ from support.updating import Stepped
 from midstream import Capture, Probe, Steer
 
 KINDS = ("mean", "max", "moments")
-
-
-@pytest.fixture
-def pair(wide: Any, uncached: Any) -> Pair:
-    return Pair(wide, uncached)
-
-
-@pytest.fixture
-def prompt() -> list[int]:
-    """A prompt that no other test has seen."""
-    return fresh(SIZE)
-
-
-def vector(seed: int, size: float = 3.0) -> torch.Tensor:
-    return size * torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def asked(kind: str = "mean", layers: Any = "all", where: Any = "prompt", **more: Any) -> Capture:

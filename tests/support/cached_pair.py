@@ -64,6 +64,10 @@ def fresh(count: int) -> list[int]:
     return torch.randint(3, tiny.VOCAB, (count,), generator=draw).tolist()
 
 
+def vector(seed: int, size: float = 3.0) -> torch.Tensor:
+    return size * torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
 def reused(output: Any) -> int:
     """How many of its edits came with what the cache served."""
     edited = output.receipt.edited

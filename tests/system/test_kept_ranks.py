@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.cached_pair import vector
 from support.engines import engine, generated, greedy
 from support.ranks import PIPELINE, ranks
 
@@ -18,10 +19,6 @@ SETTINGS: dict[str, Any] = {
     "midstream": {"sites": SITES, "gate_states": 4},
 }
 PROMPT = [(13 * nth) % 190 + 3 for nth in range(100)]
-
-
-def vector(seed: int, scale: float = 3.0) -> torch.Tensor:
-    return scale * torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def asked() -> list[dict[str, Any]]:

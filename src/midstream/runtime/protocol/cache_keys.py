@@ -72,9 +72,8 @@ class KeptScore(ProtocolMessage, frozen=True, array_like=True):
     slot: Natural
     ranges: Ranges  # positions that may have one, or that are counted
     nbytes: Natural = 0  # of sums at one block's end, at most, on one rank; 0: it is no sum
-    memory: Natural = (
-        0  # of a gate, 1 + which number of it, see `layout.MEMORY_COLUMNS`; 0: of none
-    )
+    # Of a gate: 1 + which number of it, see `layout.MEMORY_COLUMNS`; 0: it is of none.
+    memory: Natural = 0
 
 
 class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ from midstream.errors import NoRoomError
 from midstream.ops import layout
 from midstream.ops.layout import Op
 from midstream.plan import ResolvedProbe
-from midstream.plan.positions.ranges import Ranges
+from midstream.plan.positions.ranges import clip
 from midstream.runtime.protocol.cache_keys import KeptScore
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.step_plan import TokenRuns
@@ -109,9 +109,10 @@ class GateStates:
         """
         entries: dict[int, list[int]] = {}
         for state, score in self._kept.get(slot, ()):
-            last = last_before(score.ranges, cached)
-            if last is None:
+            read = clip(score.ranges, cached)
+            if not read:
                 continue
+            last = read[-1][1] - 1
             bits = int(values_at(last)[score.slot : score.slot + 1].view(np.int32)[0])
             entry = entries.setdefault(state, [0] * layout.STATE_COLUMNS)
             entry[layout.STATE_POSITION] = 1 + last
@@ -164,13 +165,3 @@ class GateStates:
         assert self._has_rows == bool(self._sent[:, layout.SCAN_COUNT].any())
         assert self.only_armed or not self._has_rows
         assert self._held == (self._slots != _FREE).sum()
-
-
-def last_before(ranges: Ranges, position: int) -> int | None:
-    """Return the last position of ranges before one; None: there is none."""
-    before = [
-        min(position, position if stop is None else stop)
-        for start, stop in ranges
-        if start < position
-    ]
-    return before[-1] - 1 if before else None

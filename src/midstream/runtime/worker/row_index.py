@@ -84,6 +84,11 @@ class PendingPositions:
         return self.copy.values().numpy()[self.row].astype(np.int64)
 
 
+def known_positions(positions: Ints | PendingPositions) -> Ints:
+    """Return positions. Blocks until they are on the host."""
+    return positions.values() if isinstance(positions, PendingPositions) else positions
+
+
 @dataclass(slots=True)
 class _Step(Generic[R]):
     """A step that has runs left: its rows, their number, and where pending positions come from."""

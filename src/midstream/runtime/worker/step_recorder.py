@@ -19,8 +19,8 @@ from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import (
     ArenaRows,
     CapturedRowIndex,
-    PendingPositions,
     ScoreIndex,
+    known_positions,
 )
 from midstream.runtime.worker.split_scores import SplitScores
 from midstream.runtime.worker.step import in_flight
@@ -356,7 +356,7 @@ def reported_scores(
 
     def read() -> ScoresOfStep:
         values = shipment.scores().values.numpy()
-        known = position.values() if isinstance(position, PendingPositions) else position
+        known = known_positions(position)
         scores = scores_of_runs(scored.ids, known.tolist(), scored.rows, scored.lengths, values)
         return scores_with_cached(scores, cached) if cached else scores
 

@@ -17,7 +17,7 @@ from midstream.ops.layout import Op
 from midstream.plan import ModelShape, Plan, ResolvedPlan, Vector
 from midstream.plan.positions.range_set import overlay
 from midstream.plan.positions.ranges import count as count_positions
-from midstream.plan.resolved import ON_DEVICE, path_of
+from midstream.plan.resolved import ON_DEVICE, ResolvedEdit, path_of
 from midstream.plan.sink_target import MEMORY
 from midstream.plan.vectors.device_row import DeviceRow
 from midstream.runtime.frontend.engine_info import EngineInfo
@@ -169,12 +169,22 @@ def with_device_rows(need: Need, plan: ResolvedPlan, info: EngineInfo) -> Need:
     """Return what a plan takes, with the rows that it leaves on the device, and the requests that
     left those of its edits. Raises SpecError where this engine cannot do it.
     """
-    num_left = 0
+    num_left, rows = 0, list(device_rows_of(plan))
     for capture in plan.captures:
         if capture.kind == ON_DEVICE:
             _check_alone(capture.source, info)
             num_left += len(capture.taps) * count_positions(capture.where.ranges, plan.prompt_len)
     _check_only_written(plan)
+    if not num_left and not rows:  # as of nearly all plans
+        return need
+    sources = tuple(_placed_sources(rows, info)) if rows else ()
+    return replace(need, device_rows=num_left, sources=sources)
+
+
+def _placed_sources(
+    rows: Sequence[tuple[ResolvedEdit, DeviceRow]], info: EngineInfo
+) -> dict[str, None]:
+    """Return the requests that left rows, which must be where their edits are."""
     stages = {tap: worker.stage for worker in info.workers for tap in worker.taps}
     split = {
         tap
@@ -183,7 +193,7 @@ def with_device_rows(need: Need, plan: ResolvedPlan, info: EngineInfo) -> Need:
         if parts > 1
     }
     sources: dict[str, None] = {}
-    for edit, row in device_rows_of(plan):
+    for edit, row in rows:
         sources[row.source] = None
         stage = stages[edit.site, edit.layer]
         if (edit.site, edit.layer) in split:
@@ -199,7 +209,7 @@ def with_device_rows(need: Need, plan: ResolvedPlan, info: EngineInfo) -> Need:
                 f"the rows of {show_tap(row.tap)} are on another pipeline stage than layer "
                 f'{edit.layer}; capture them without reduce="device", which sends them',
             )
-    return replace(need, device_rows=num_left, sources=tuple(sources))
+    return sources
 
 
 def _check_only_written(plan: ResolvedPlan) -> None:

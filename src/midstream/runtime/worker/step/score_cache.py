@@ -21,7 +21,7 @@ from torch import Tensor
 from midstream.runtime.protocol.cache_keys import KeptScore
 from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.vllm.kv_cache import KvBlocks
-from midstream.runtime.worker.row_index import PendingPositions
+from midstream.runtime.worker.row_index import PendingPositions, known_positions
 from midstream.runtime.worker.step.block_table import BlockTable
 from midstream.runtime.worker.step.in_flight import PreparedStep, positions_of
 from midstream.runtime.worker.step.position_states import grow
@@ -320,7 +320,7 @@ class ScoreCache:
             memory, first = scores[0].memory.numpy(), [placed.first for placed in scores]
             runs = [write.runs for write in together]
             self._written += sum(of_step.rows for of_step in runs)
-            position = np.concatenate([_known(write.position) for write in together])
+            position = np.concatenate([known_positions(write.position) for write in together])
             row = np.concatenate([of.row + begin for of, begin in zip(runs, first, strict=True)])
             length = np.concatenate([of_step.length for of_step in runs])
             slot = np.concatenate([of_step.slot for of_step in runs])
@@ -383,10 +383,6 @@ def _widened(values: NDArray[np.float32], rows: int, columns: int) -> NDArray[np
     if values.size:
         wide[:, : values.shape[1]] = values
     return wide
-
-
-def _known(position: Ints | PendingPositions) -> Ints:
-    return position.values() if isinstance(position, PendingPositions) else position
 
 
 def _index(numbers: Ints) -> Ints | slice:
