@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# With it vLLM sends functions of a script to the thread that runs the model.
+FUNCTIONS_TO_WORKERS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 # Bytes of a KV cache, by shape. Given to each engine: vLLM would otherwise measure the memory that
 # is left, and engines that start side by side would count each other's.
 KV_GIB = {"tiny": 0.0625, "0.6b": 16.0, "8b": 7.0}

@@ -66,7 +66,8 @@ def main() -> int:
         names = overhead.PLAIN[: args.plain_engines]
         makers: dict[str, tuple[Any, ...]] = dict.fromkeys(names, (engines.plain, model, settings))
         makers[TAPPED] = engines.tapped, model, settings, {"probes": args.probes}
-        with run.limited(), run.engines(makers, ("plain", TAPPED)) as started:
+        environment = engines.FUNCTIONS_TO_WORKERS if args.profiles else {}
+        with run.limited(), run.engines(makers, ("plain", TAPPED), **environment) as started:
             into |= started[TAPPED].call(engines.describe)
             for name in args.workloads:
                 function = WORKLOADS[name]

@@ -12,8 +12,8 @@ work. Each `--also` adds an engine with other settings, measured idle; `--before
 package of another commit, measured in everything that the first is.
 
 With --profiles, one more turn of each variant and workload is sampled: the stacks of the thread
-that runs the model, in a file for flame graph tools, and how long a step runs on the device and the
-device waits for the host; see stack_samples.py.
+that runs the model, in a file of each rank for flame graph tools, and how long a step runs on the
+device and the device waits for the host; see stack_samples.py.
 
 decode: seconds of one step of a batch that only generates: the mean over 96 consecutive steps after
 all prompts are processed.
@@ -106,6 +106,8 @@ def over_shapes(
     run = engines.Run(benchmark, args, tensor_parallel_size=args.tp, shapes={})
     # With several ranks the engine's workers run in processes of their own.
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(args.tp > 1))}
+    if args.profiles:
+        environment |= engines.FUNCTIONS_TO_WORKERS
     needed = "plain", "midstream"
     for shape in args.shapes:
         with run.limited(), run.engines(makers(shape, args), needed, **environment) as started:
@@ -226,25 +228,36 @@ def decode_step(llm: Any, ask: Ask, of: Of) -> float:
 
 
 def sampled(llm: Any, file: Path, function: Callable[..., float], *given: Any) -> None:
-    """Run a workload, and write to a file the stacks of this thread meanwhile, and how long a step
-    took on the device.
+    """Run a workload, and write to a file the stacks of the thread that runs the model meanwhile,
+    and how long a step took on the device.
     """
+    llm.llm_engine.collective_rpc(begin_samples)
+    function(llm, *given)
+    llm.llm_engine.collective_rpc(end_samples, args=(str(file),))
+
+
+def begin_samples(worker: Any) -> None:
+    """Begin to sample this thread, which runs the model, and to time the device's steps."""
     import torch
 
-    samples, times, block = StackSamples(), StreamTimes(), nullcontext()
+    times = StreamTimes()
+    block = times.of(worker.model_runner) if torch.cuda.is_available() else nullcontext()
+    block.__enter__()
+    samples = StackSamples()
+    worker.midstream_samples = samples, times, block
+    samples.start()
+
+
+def end_samples(worker: Any, file: str) -> None:
+    """Stop, and write what was sampled; a rank but the first to a file with its number."""
+    import torch
+
+    samples, times, block = worker.midstream_samples
     if torch.cuda.is_available():
-        (runner,) = llm.llm_engine.collective_rpc(_runner)
-        block = times.of(runner)
-    with block:
-        samples.start()
-        function(llm, *given)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        samples.stop(file, times.show())
-
-
-def _runner(worker: Any) -> Any:
-    return worker.model_runner
+        torch.cuda.synchronize()
+    block.__exit__(None, None, None)
+    name = Path(file) if worker.rank == 0 else Path(f"{file}.{worker.rank}")
+    samples.stop(name, times.show())
 
 
 @contextmanager

@@ -63,8 +63,7 @@ def main() -> int:
             parser.error(f"--prompts: expected at least 3 × --in-flight, got {prompts}")
         call = Stream, shapes.write(shape, engines.CACHE), engines.settings(shape, args)
         makers = {name: (*call, name == "midstream") for name, _ in VARIANTS.values()}
-        # vLLM sends functions of this file to the model's thread only if it is told to.
-        environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if args.profiles else {}
+        environment = engines.FUNCTIONS_TO_WORKERS if args.profiles else {}
         with run.limited(), run.engines(makers, **environment) as started:
             into = run.results["shapes"][shape] = started["midstream"].call(Stream.describe)
             run.measure(

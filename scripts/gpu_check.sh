@@ -30,7 +30,7 @@ bench() { # GROUP NAME SCRIPT OPTIONS… A benchmark that stops by itself; print
 
 every="kernel transport v2 v1 inner spec mix serve stale parity identical overhead flat stream capture"
 every+=" against attention lens sae acting guards sweep serving disk quantised images families"
-every+=" scores long weights"
+every+=" scores long weights cached"
 # With two GPUs (four for some checks), also the checks of several ranks.
 [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && every+=" ranks overhead-tp"
 wanted=" ${CHECKS:-$every} "
@@ -86,14 +86,21 @@ asked families && for runner in 1 0; do
     "$python" -m pytest -q tests/gpu/test_families.py
   grep -a '^families ' "$out/families-v$((runner + 1)).log"
 done
-# Kept scores, families of probes, a prompt of a million tokens, sleep and other weights.
+# Kept scores, families of probes, a prompt of a million tokens, sleep and other weights; sums and
+# gates that are kept, rows that stay on the device.
 for runner in 1 0; do
   asked scores && check "scores-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner \
     "$python" -m pytest -q tests/engine/test_score_cache.py tests/engine/test_probe_families.py
   asked long && check "long-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner \
     "$python" -m pytest -q tests/gpu/test_long_prompt.py
-  asked weights && check "weights-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner \
-    "$python" -m pytest -q tests/gpu/test_weights.py
+  # vLLM's allocator of engines that sleep serves one engine of a process.
+  for tapped in startup lazy; do
+    asked weights && check "weights-v$((runner + 1))-$tapped" env \
+      VLLM_USE_V2_MODEL_RUNNER=$runner "$python" -m pytest -q tests/gpu/test_weights.py -k "$tapped"
+  done
+  asked cached && check "cached-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner \
+    "$python" -m pytest -q tests/engine/test_sum_cache.py tests/engine/test_gate_cache.py \
+    tests/engine/test_device_rows.py
 done
 # A server with CUDA graphs, end to end, and its shutdown.
 asked serve && check serve "$python" -m pytest -q --durations=8 tests/system/test_serving.py \

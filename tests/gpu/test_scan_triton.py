@@ -92,9 +92,11 @@ def test_the_kernel_replays_in_a_graph_over_rows_of_other_requests():
     with torch.cuda.graph(graph):
         scan_triton(*found)
     for given in steps:
-        for nth in (11, 12):  # of as many states as there are in the graph
-            rest = given[nth].new_zeros(states - len(given[nth]), *given[nth].shape[1:])
+        lacking = states - len(given[11])  # of as many states as there are in the graph
+        for nth in (11, 12):
+            rest = given[nth].new_zeros(lacking, *given[nth].shape[1:])
             given[nth] = torch.cat([given[nth], rest])
+        given[10] = torch.nn.functional.pad(given[10], (0, 2 * lacking), value=-9.0)
         for ours, theirs in zip(found, given, strict=True):
             ours.copy_(theirs)
         graph.replay()

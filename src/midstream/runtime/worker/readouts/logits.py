@@ -17,8 +17,9 @@ from midstream.runtime.worker.readouts.lens import RankLens
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
 
-# Logits of a step that take more device memory than this are copied to the host in parts: those of
-# the whole vocabulary, of each token of a prompt, can take gigabytes.
+# Logits of a step that take more device memory than this, and than a quarter of what is free there,
+# are copied to the host in parts: those of all prompt tokens, of the whole vocabulary, can take
+# gigabytes.
 MOST_BYTES = 256 << 20
 
 # Device memory that logits take at a time, beside the rows themselves. The head reads its weights
@@ -91,13 +92,14 @@ class LogitReader:
         self._lens = lens
 
     def rows(self, queries: Sequence[LogitQuery], units: Tensor) -> StepLogits:
-        """Return this rank's rows of logits of a step, on the host if they exceed `MOST_BYTES`. The
-        order is that of the batch and of each row's patterns, the same on every rank.
+        """Return this rank's rows of logits of a step, on the host if the device has no room for
+        them. The order is that of the batch and of each row's patterns, the same on every rank.
         """
         device = units.device
         forms = _by_form(queries)
         nbytes = sum(4 * len(q.rows) * q.columns.size for q in queries if q.columns.is_row)
-        out = device if nbytes <= MOST_BYTES else torch.device("cpu")
+        on_host = nbytes > MOST_BYTES and nbytes > _free_bytes(device) // 4
+        out = torch.device("cpu") if on_host else device
         groups = [_Group(form, device, out) for form in forms]
         rows, nths, places = map(np.concatenate, zip(*map(_places, forms), strict=True))
         sizes = [sum(len(query.rows) for query in form) for form in forms]
@@ -178,6 +180,14 @@ class _Group:
             parts = self._out.split([len(query.rows) for query in self._queries])
             for query, rows in zip(self._queries, parts, strict=True):
                 yield (query.codec, query.nth), rows
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the device memory that tensors can take, in bytes; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def _by_form(queries: Sequence[LogitQuery]) -> list[list[LogitQuery]]:
