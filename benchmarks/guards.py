@@ -138,6 +138,7 @@ def asking(llm: Any, name: str, shape: str, count: int) -> Iterator[dict[str, An
 
 def decode(llm: Any, name: str, shape: str, count: int) -> float:
     """Return the mean seconds of steps in which each sequence generates a token."""
+    llm.reset_prefix_cache()  # no engine evicts more than another, however many variants it runs
     with asking(llm, name, shape, count) as arguments:
         of_batch = {field: [value] * BATCH for field, value in arguments.items()}
         return overhead.last_steps(llm, BATCH, SKIPPED, STEPS, of_batch)[0]
@@ -145,6 +146,7 @@ def decode(llm: Any, name: str, shape: str, count: int) -> float:
 
 def prefill(llm: Any, name: str, shape: str, count: int) -> float:
     """Return the seconds to the first token of a prompt that nobody has seen."""
+    llm.reset_prefix_cache()
     with asking(llm, name, shape, count) as arguments:
         return _first_token(llm, _prompt(f"new {next(_new)} {name}"), arguments)
 

@@ -1,5 +1,6 @@
 """Store backend for `s3://`, `gs://` and `az://bucket/prefix`, by s3fs, gcsfs and adlfs. An object
 appears whole, so a shard is one upload; the block cache here is bounded over all files of a store.
+obstore's threads are gone in a forked process, such as a reader of PyTorch's, where it hangs.
 """
 
 from __future__ import annotations
