@@ -3,6 +3,7 @@ at night the first snippet of each page alone in an empty folder, with SmolLM2.
 """
 
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -96,25 +97,23 @@ def quick_engines() -> Iterator[None]:
     """Every engine that is made in this process starts with `QUICK`."""
     import vllm
 
-    engines.prepare_vllm()
+    # What is imported by now is not searched for garbage at the start of each engine.
+    for name in ("midstream.lab.api.llm", "vllm.v1.worker.gpu_model_runner"):
+        importlib.import_module(name)
     original = vllm.LLM.__init__
-    cores: list[Any] = []
     threads = torch.get_num_threads()
+    with engines.closing() as made, pytest.MonkeyPatch.context() as patch:
 
-    def start(self: Any, model: str, **args: Any) -> None:
-        original(self, model, **{**QUICK, **args})
-        cores[:] = [self.llm_engine.engine_core]
-        # So small a model runs slower on several threads, much slower on a busy machine. Not by
-        # torch.set_num_threads, which vLLM has replaced by nothing.
-        torch._C.set_num_threads(1)
+        def start(self: Any, model: str, **args: Any) -> None:
+            original(self, model, **{**QUICK, **args})
+            made[:] = [self]
+            # So small a model runs slower on several threads, much slower on a busy machine. Not by
+            # torch.set_num_threads, which vLLM has replaced by nothing.
+            torch._C.set_num_threads(1)
 
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm.LLM, "__init__", start)
         yield
     torch._C.set_num_threads(threads)
-    if cores:
-        cores[0].shutdown()
-    gc.collect()
     torch._dynamo.reset()
 
 

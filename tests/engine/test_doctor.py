@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from support import vision
-from support.engines import prepare_vllm
+from support.engines import closing
 
 from midstream.lab.tools.doctor import drawn_images
 from midstream.lab.tools.doctor.cases import OF_PARTS, OPERATIONS, WITH_IMAGE
@@ -30,8 +30,7 @@ NORM = "post_attention_layernorm"
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
     """As the command has it: the engines are eager, and vLLM's sampler need not be compiled."""
-    prepare_vllm()
-    with torch._dynamo.config.patch(disable=True):
+    with closing(), torch._dynamo.config.patch(disable=True):
         yield
 
 

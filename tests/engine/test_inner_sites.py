@@ -133,8 +133,8 @@ def test_rows_and_edits_of_smollm2(eager, smollm2, tmp_path, monkeypatch):
         served.assert_is(prompt, outputs[1], *ats)
 
 
-def check_edits(served: Served, every: int) -> None:
-    given = cases(served.oracle, PROMPTS, lambda nth: (1, 0, 1, 2)[nth % 4], every)
+def check_edits(served: Served, every: int, each_kind: bool = False) -> None:
+    given = cases(served.oracle, PROMPTS, lambda nth: (1, 0, 1, 2)[nth % 4], every, each_kind)
     assert len({case.name for case in given}) == len(given) > 50
     assert {case.tap[0] for case in given} == set(served.oracle.sites)
     mixed = with_neighbours(given, PROMPTS)
@@ -148,7 +148,7 @@ def check_edits(served: Served, every: int) -> None:
 def test_every_operation_at_inner_sites_and_heads_does_what_its_formula_says_in_a_mixed_batch(
     served: Served,
 ) -> None:
-    check_edits(served, (1 if NIGHTLY else 3) if served.name == "llama" else 8)
+    check_edits(served, (1 if NIGHTLY else 9) if served.name == "llama" else 13, True)
 
 
 @ONE

@@ -12,11 +12,12 @@ from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import Driver, assert_idle_and_clean, rewinding
 from support.engines import engine, greedy
+from support.nightly import rounds
 from support.oracle_edits import EVERY_SITE
 
 from midstream import Capture, Probe, Scale, Steer
 
-CHUNK, LONGEST, REQUESTS = 48, 192, 60
+CHUNK, LONGEST, REQUESTS = 48, 192, rounds(suite=36, nightly=60)
 SETTINGS = {
     "max_num_batched_tokens": CHUNK,
     "max_model_len": LONGEST,
@@ -139,9 +140,10 @@ def test_beside_requests_that_are_read_and_edited_plain_ones_are_as_without_them
 def test_when_everything_is_cleared_it_is_plain_vllm_to_the_bit(llm, plain):
     llm.vectors.register("left", [1.0] * tiny.HIDDEN)
     llm.steering.set(base={"resid_post": {1: [0.5] * tiny.HIDDEN}}, generated=Scale(1.5, layer=0))
+    expected = results(plain, 5)
     try:
-        assert results(llm, 5) != results(plain, 5)
+        assert results(llm, 5) != expected
     finally:
         llm.steering.clear()
         llm.vectors.remove("left")
-    assert results(llm, 5) == results(plain, 5)
+    assert results(llm, 5) == expected

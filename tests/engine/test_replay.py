@@ -4,6 +4,7 @@ and what is captured changes no bit of what a model answers.
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from engine.asking import ask_all
 from support import tiny
 from support.command import CliRunner
 from support.engines import HAS_GPU, engine, greedy
+from support.pool import Pool
 from support.same_sums import same_sums
 from vllm import SamplingParams
 
@@ -55,14 +57,22 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="needs sums that do not depend on the step")
 
 
-@pytest.fixture
-def path(llm: Any, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def recorded(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Requests of every kind, recorded one kind after the other."""
-    file = tmp_path / "requests.jsonl"
-    recorder = Recorder(llm, file)
-    with same_sums():
+    file = tmp_path_factory.mktemp("recorded") / "requests.jsonl"
+    with contextmanager(pool.use)("standard") as llm, same_sums():
+        recorder = Recorder(llm, file)
         for params, asked in KINDS.values():
             recorder.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, **asked)
+    return file.read_text()
+
+
+@pytest.fixture
+def path(recorded: str, tmp_path: Path) -> Path:
+    """A file of the recorded requests."""
+    file = tmp_path / "requests.jsonl"
+    file.write_text(recorded)
     return file
 
 

@@ -21,7 +21,7 @@ from support.same_sums import same_sums
 from midstream import Probe, Steer
 from midstream.plan import AttentionPool, Classes, Flag, Hidden, Stop, Switch
 
-REQUESTS = rounds(suite=48, nightly=2000)
+REQUESTS = rounds(suite=28, nightly=2000)
 ROWS = np.random.default_rng(6).standard_normal((16, tiny.HIDDEN)).astype(np.float32) / 4
 HEADS = {"query": ROWS[3:5], "value": ROWS[5:7]}
 UNITS = Hidden(ROWS[8:13], np.zeros(5), "gelu")
@@ -116,7 +116,7 @@ class Requests:
             ],
             "edits": [draw.choice(EDITS) for _ in prompts],
         }
-        return prompts, greedy(draw.choice([2, 12, 40, 60]), detokenize=False), asked
+        return prompts, greedy(draw.choice([2, 12, 24, 40]), detokenize=False), asked
 
 
 @contextmanager

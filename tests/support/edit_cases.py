@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -254,6 +254,9 @@ class Made(NamedTuple):
         return Case(self.name, self.prompt, [self.at], self.maker.probes(), tap, self.partial)
 
 
+AnyCase = TypeVar("AnyCase", Case, Made)
+
+
 def earlier_taps(tap: Tap) -> list[Tap]:
     """An earlier site of the same layer, and sites of layers before."""
     site, layer = tap
@@ -278,6 +281,18 @@ def cases(
             # The prompts share the operations out among themselves.
             found += list(mine)[nth :: len(prompts)]
     return [made.case() for made in found[::every]]
+
+
+def of_each_kind(made: Sequence[AnyCase], every: int) -> list[AnyCase]:
+    """Of each kind of operation every so-many-th, and at least one; at which taps, rotates."""
+    kinds: dict[str, list[AnyCase]] = {}
+    for one in made:
+        kinds.setdefault(one.name.split(" at ")[0], []).append(one)
+    return [
+        one
+        for number, of_kind in enumerate(kinds.values())
+        for one in of_kind[number % min(every, len(of_kind)) :: every]
+    ]
 
 
 def of_one_tap(

@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_engine_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a module leaves of its engines goes now: vLLM's own clean-up of one that is collected
-    later would take down the process groups of the engines of that time.
+    """What a module leaves of its engines goes now, or stays frozen until several have left some:
+    vLLM's own clean-up of one takes down the process groups of the engines of that time.
     """
     yield
     had_engines = request.node.get_closest_marker("engine") or any(
         part in ("engine", "system", "nightly", "gpu") for part in request.path.parts
     )
-    gc.collect(2 if had_engines else 1)
+    if had_engines:
+        engines.collect_all()
+    else:
+        gc.collect(1)
     engines.freeze_again()
 
 

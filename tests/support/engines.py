@@ -123,6 +123,9 @@ def closing() -> Iterator[list[Any]]:
 # process has imported takes half a second each time, so it is frozen, and what an engine makes is
 # not: it is collected at the engine's end.
 _freezes = 0
+# Engines that ended when a later freeze had some of their objects; and how many of them there are
+# when all objects are searched for theirs. On a GPU each has much of its memory.
+_uncollected, _MOST = 0, 1 if HAS_GPU else 4
 
 
 def _freeze() -> int:
@@ -144,13 +147,21 @@ def freeze_again() -> None:
 
 
 def _collect(frozen: int) -> None:
-    """Collect the garbage of what was made since a freeze."""
+    """Collect the garbage of what was made since a freeze; not yet what a later freeze has."""
+    global _uncollected
     if frozen == _freezes:
         gc.collect()
-    else:  # a later freeze has some of it
+    else:
+        _uncollected += 1
+
+
+def collect_all() -> None:
+    """Collect what is left, between modules of tests."""
+    global _uncollected
+    if _uncollected >= _MOST:
         gc.unfreeze()
-        gc.collect()
-        freeze_again()
+        _uncollected = 0
+    gc.collect()
 
 
 def _shut_down(llm: Any) -> None:

@@ -10,7 +10,7 @@ from midstream import Capture, Gate, Probe, Route
 from midstream.plan import Reading
 from midstream.sites import BY_NAME, Tap
 from support import tiny
-from support.edit_cases import Case, Made, Maker, of_one_tap
+from support.edit_cases import Case, Made, Maker, of_each_kind, of_one_tap
 from support.inner_oracle import InnerOracle
 from support.oracle_edits import At, Seen
 
@@ -107,8 +107,11 @@ def cases(
     prompts: Sequence[list[int]],
     layers: Callable[[int], int],
     every: int = 1,
+    each_kind: bool = False,
 ) -> list[Case]:
-    """Each operation at each inner site, of each choice of heads; of these every so-many-th."""
+    """Each operation at each inner site, of each choice of heads; of these every so-many-th, or of
+    each kind every so-many-th and at least one.
+    """
     draw = torch.Generator().manual_seed(23)
     plain = [oracle.run(prompt) for prompt in prompts]
     found: list[Made] = []
@@ -125,7 +128,8 @@ def cases(
                 if site == "router":
                     routes += list(_of_experts(maker, prompt))[nth :: len(prompts)]
             number += 1
-    return [made.case() for made in found[::every]] + routes
+    chosen = of_each_kind(found, every) if each_kind else found[::every]
+    return [made.case() for made in chosen] + routes
 
 
 def _of_experts(maker: InnerMaker, prompt: list[int]) -> Iterator[Case]:

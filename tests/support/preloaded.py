@@ -38,6 +38,10 @@ for _name in _MODULES:
 # vLLM gives its processes titles, for which room is looked up while the environment is as it was.
 setproctitle.setproctitle(setproctitle.getproctitle())
 once.for_all_engines()
+# A rank that waits for the next step looks for it all the time for a second, on a core that others
+# could use, before it lets itself be woken.
+shm_broadcast: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+shm_broadcast.SpinCondition.__init__.__defaults__ = (0.05,)
 gc.collect()
 gc.freeze()
 # It stays frozen in the children: vLLM collects garbage three times as an engine ends.

@@ -14,9 +14,8 @@ import torch
 from midstream import AsyncClient, Capture, Probe, Steer
 from midstream.client import ServedOutput
 from support.serving import NAME
-from support.serving_offline import VECTOR
+from support.serving_offline import LAYERS, VECTOR
 
-LAYERS = 30
 HIDDEN = 576
 CODECS = ("raw", "raw", "full8", "topk8:k=16")
 

@@ -1,12 +1,15 @@
-"""The offline engine's results for the requests that tests send to a server."""
+"""The offline engine's results for the requests that tests send to a server, on twelve layers of
+SmolLM2: a step of all thirty takes more than twice as long.
+"""
 
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from midstream import (
     Ablate,
@@ -34,7 +37,7 @@ from support.sae_oracle import RandomSae
 from support.serving import ENGINE, NAME
 
 TOKENS = 6
-WIDTH = 576
+WIDTH, LAYERS, TOP = 576, 12, 11
 VECTOR = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
 PARIS = "The capital of France is"
 LAST = {"positions": ["last_prompt", "generated"]}
@@ -68,19 +71,19 @@ CASES = {
     "everything": Case(
         PARIS,
         {
-            "capture": Capture([10, 20]),
+            "capture": Capture([10, TOP]),
             "probes": [Probe(VECTOR, 5, name="p"), Probe(VECTOR, 7, name="q", phase="generated")],
             "steer": Steer(VECTOR, 3, 0.1),
         },
     ),
     "edits": Case(
-        "One, two, three,", {"edits": Ablate(VECTOR, layer=12), "capture": Capture([12, 29])}
+        "One, two, three,", {"edits": Ablate(VECTOR, layer=8), "capture": Capture([8, TOP])}
     ),
     "remembered": Case(
         "One, two, three,",
         {
-            "edits": Gate(Steer(VECTOR, 12, 0.2), Reading(VECTOR, layer=5), hold=2, smooth=0.5),
-            "capture": Capture([12]),
+            "edits": Gate(Steer(VECTOR, 8, 0.2), Reading(VECTOR, layer=5), hold=2, smooth=0.5),
+            "capture": Capture([8]),
         },
     ),
     "codec": Case("Water boils at", {"capture": Capture([4], codec="full8")}),
@@ -114,7 +117,7 @@ CASES = {
             "capture": [Features("random", 9, features=[3, 1], **LAST), Capture(10)],
             "edits": [
                 Feature(sae="jumps", index={3: 20.0, 17: 0.0, 30: 5.0}),
-                Steer(token=7042, layer=20, scale=30),
+                Steer(token=7042, layer=TOP, scale=30),
             ],
         },
     ),
@@ -163,18 +166,41 @@ CASES = {
         PARIS, {"probes": Probe(VECTOR, 10, name="p", phase="generated", act=Stop(above=-1e6))}
     ),
     "chat": Case(
-        HELLO, {"capture": Capture([15]), "probes": Probe(VECTOR, 9, name="p", phase="prompt")}
+        HELLO, {"capture": Capture([TOP]), "probes": Probe(VECTOR, 9, name="p", phase="prompt")}
     ),
-    # The answer is "Hello there, welcome to my": the marks are its "Hello" and its "welcome".
+    # The answer is "negunsqueeze veto Westugpy": the marks are its "unsqueeze" and its "ug".
     "between": Case(
         HELLO,
         {
-            "capture": Capture([15], positions=Between("<|im_start|>", "<|im_end|>")),
-            "probes": Probe(VECTOR, 9, name="p", positions=Between([19556], [10668])),
-            "edits": Steer(VECTOR, 3, 1e-3, positions=Between([19556], [10668])),
+            "capture": Capture([TOP], positions=Between("<|im_start|>", "<|im_end|>")),
+            "probes": Probe(VECTOR, 9, name="p", positions=Between([35259], [1433])),
+            "edits": Steer(VECTOR, 3, 1e-3, positions=Between([35259], [1433])),
         },
     ),
 }
+
+
+def fewer_layers(model: Path, folder: Path) -> Path:
+    """A new folder with the first and the last layers of SmolLM2, whose own folder is `model`: what
+    they generate is no language, but differs from prompt to prompt.
+    """
+    short = folder / "short"
+    short.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (short / name).symlink_to(model / name)
+    tensors = load_file(model / "model.safetensors")
+    kept = {name: values for name, values in tensors.items() if ".layers." not in name}
+    for layer, whole in enumerate([*range(8), *range(26, 30)]):
+        start = f"model.layers.{whole}."
+        kept |= {
+            name.replace(start, f"model.layers.{layer}."): values
+            for name, values in tensors.items()
+            if name.startswith(start)
+        }
+    save_file(kept, short / "model.safetensors")
+    return short
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -202,7 +228,7 @@ SWEEP: dict[str, Any] = {
     "prompt": "The capital of Japan is",
     "source": "The capital of France is",
     "metric": LogitDiff(" Paris", " Tokyo"),
-    "layers": [3, 12, 25],
+    "layers": [3, 8, TOP],
     "sites": "resid_post",
     "positions": "prompt",
 }
@@ -211,7 +237,7 @@ SWEEP: dict[str, Any] = {
 FIT: dict[str, Any] = {
     "positive": ["What a lovely day.", "I feel wonderful."],
     "negative": ["What an awful day.", "I feel terrible."],
-    "layers": [3, 12],
+    "layers": [3, 8],
     "folds": 2,
 }
 

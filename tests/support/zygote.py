@@ -4,7 +4,10 @@
 its own, as `subprocess.Popen` would run `python ARGUMENTS`. A fresh interpreter takes eight seconds
 for these imports. Not for tests of how a process starts, nor for a GPU, which a fork cannot use.
 
-    python -m support.zygote        serves one client over its standard input, until that is closed
+The processes of one run of tests share it, where pytest-xdist says which run this is.
+
+    python -m support.zygote PATH   serves those who connect to its standard input, a socket that
+                                    listens at this path, until the last of them has left
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -173,21 +178,46 @@ def python_path() -> str:
 
 @functools.cache
 def _zygote() -> socket.socket:
-    """Return the socket of the process's own zygote."""
-    mine, theirs = socket.socketpair()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "support.zygote"],
-        stdin=theirs,
-        env={**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": python_path()},
-    )
-    theirs.close()
+    """Return this process's connection to the zygote."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    path = os.path.join(tempfile.gettempdir(), f"midstream-zygote-{run}")
+    mine = socket.socket(socket.AF_UNIX)
+    process: subprocess.Popen[bytes] | None = None
+    with _locked():
+        try:
+            mine.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            process = _start_zygote(path)
+            mine.connect(path)
 
     def close() -> None:
         mine.close()
-        process.wait()
+        if process is not None and "PYTEST_XDIST_TESTRUNUID" not in os.environ:
+            process.wait()
 
     atexit.register(close)
     return mine
+
+
+def _start_zygote(path: str) -> subprocess.Popen[bytes]:
+    Path(path).unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        return subprocess.Popen(
+            [sys.executable, "-m", "support.zygote", path],
+            stdin=listener,
+            env={**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": python_path()},
+        )
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """Nobody else connects to a zygote, and none ends, in the block."""
+    name = f"midstream-zygote-{os.getuid()}.lock"
+    with open(os.path.join(tempfile.gettempdir(), name), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _send(link: socket.socket, value: dict[str, Any]) -> None:
@@ -214,46 +244,84 @@ def _exactly(link: socket.socket, count: int) -> bytes:
 # ---------------------------------------------------------------- the zygote's side
 
 
-def serve(control: socket.socket) -> None:
-    """Fork a child for each request of the client, and report each one's end."""
-    children: dict[int, socket.socket] = {}
+@dataclass
+class Forked:
+    """A child that runs: where its end is told, and the client whose it is."""
+
+    link: socket.socket
+    client: socket.socket
+
+
+def serve(listener: socket.socket, path: str) -> None:
+    """Fork a child for each request of the clients, and report each one's end. A client's children
+    end with it.
+    """
+    children: dict[int, Forked] = {}
+    clients: list[socket.socket] = []
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        ready = select.select([control, reading], [], [])[0]
+        ready = select.select([listener, reading, *clients], [], [])[0]
         if reading in ready:
             os.read(reading, 1 << 12)
         _reap(children)
-        if control in ready:
+        for control in [one for one in clients if one in ready]:
             word, handles, *_ = socket.recv_fds(control, 1, _DESCRIPTORS)
-            if not word:
-                break
-            link = socket.socket(fileno=handles[0])
-            wanted = _receive(link)
-            pid = os.fork()
-            if not pid:
-                signal.set_wakeup_fd(-1)
-                for number in (signal.SIGCHLD, signal.SIGINT):
-                    signal.signal(number, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                for other in (control, link, *children.values()):
-                    other.close()
-                os.close(reading)
-                os.close(writing)
-                _run(wanted, *handles[1:])
-            for number in handles[1:]:
-                os.close(number)
-            children[pid] = link
-            _send(link, {"pid": pid})
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            if word:
+                others = [listener, *clients, *(child.link for child in children.values())]
+                _fork(control, handles, children, [reading, writing], others)
+                continue
+            clients.remove(control)
+            for pid in [pid for pid, child in children.items() if child.client is control]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            control.close()
+            if not clients and _ends(listener, path):
+                return
+        if listener in ready:
+            clients.append(listener.accept()[0])
 
 
-def _reap(children: dict[int, socket.socket]) -> None:
+def _ends(listener: socket.socket, path: str) -> bool:
+    """Return whether nobody has connected meanwhile; then nobody does any more."""
+    with _locked():
+        if select.select([listener], [], [], 0)[0]:
+            return False
+        os.unlink(path)
+        return True
+
+
+def _fork(
+    client: socket.socket,
+    handles: list[int],
+    children: dict[int, Forked],
+    pipe: list[int],
+    sockets: list[socket.socket],
+) -> None:
+    """Fork a child, which has none of these sockets nor the pipe."""
+    link = socket.socket(fileno=handles[0])
+    wanted = _receive(link)
+    pid = os.fork()
+    if not pid:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for other in (link, *sockets):
+            other.close()
+        for number in pipe:
+            os.close(number)
+        _run(wanted, *handles[1:])
+    for number in handles[1:]:
+        os.close(number)
+    children[pid] = Forked(link, client)
+    _send(link, {"pid": pid})
+
+
+def _reap(children: dict[int, Forked]) -> None:
     """Report the children that have ended."""
     while True:
         try:
@@ -262,11 +330,11 @@ def _reap(children: dict[int, socket.socket]) -> None:
             return
         if not pid:
             return
-        link = children.pop(pid, None)
-        if link is not None:
+        child = children.pop(pid, None)
+        if child is not None:
             with contextlib.suppress(OSError):
-                _send(link, {"status": os.waitstatus_to_exitcode(status)})
-            link.close()
+                _send(child.link, {"status": os.waitstatus_to_exitcode(status)})
+            child.link.close()
 
 
 def _run(wanted: dict[str, Any], out: int, error: int, *kept: int) -> None:
@@ -369,10 +437,10 @@ def _leave(status: int) -> None:
 
 
 def main() -> None:
-    control = socket.socket(fileno=os.dup(0))
+    listener = socket.socket(fileno=os.dup(0))
     from support import preloaded  # noqa: F401 - imports what the children need
 
-    serve(control)
+    serve(listener, sys.argv[1])
     os._exit(0)
 
 

@@ -1,10 +1,13 @@
 """Plain vLLM with midstream's worker class by name, in a separate process."""
 
+import gc
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from support.engines import prepare_vllm
 
 WORKER = "midstream.worker.CaptureWorker"
 PROMPTS = [list(range(3 + n, 8 + 3 * n)) for n in range(5)]
@@ -17,6 +20,9 @@ def run(model: str, *, stats: bool = False, **variables: str) -> dict[str, Any]:
     os.environ.update({f"VLLM_ACT_{name}": value for name, value in variables.items()})
     from vllm import LLM, SamplingParams
 
+    prepare_vllm()
+    # vLLM collects garbage eight times for each engine, of all that was imported.
+    gc.freeze()
     found: dict[str, Any] = {"imported": "midstream" in sys.modules}
     worker: Any = WORKER
     if stats:
@@ -59,6 +65,7 @@ def refused(model: str, **variables: str) -> str:
 
 
 def main(model: str, folder: Path) -> None:
+    gc.unfreeze = lambda: None
     found = {
         "rp8": run(model, CAPTURE="1", RP_K="32", OUTDIR=str(folder / "rp8")),
         "full8": run(

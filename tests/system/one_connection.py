@@ -6,13 +6,13 @@ from typing import Any
 import httpx
 from support.pipelined import COMPLETIONS, KEYS, MESSAGES, Asked, Connection
 from support.serving import NAME, Running
-from support.serving_offline import VECTOR
+from support.serving_offline import TOP, VECTOR
 
 from midstream import Steer, extra_body
 
 SAID = "The capital of France is"
 PLAIN = {"model": NAME, "prompt": SAID, "max_tokens": 4, "temperature": 0}
-STEERED = {**PLAIN, **extra_body(steer=Steer(VECTOR, 15, 60.0))}
+STEERED = {**PLAIN, **extra_body(steer=Steer(VECTOR, TOP, 60.0))}
 MESSAGE = {
     "model": NAME, "messages": [{"role": "user", "content": SAID}], "max_tokens": 4,
     "temperature": 0,

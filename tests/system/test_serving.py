@@ -1,4 +1,4 @@
-"""A server on SmolLM2 in processes of its own: over HTTP comes what the offline engine gives."""
+"""A server on twelve layers of SmolLM2: over HTTP comes what the offline engine gives."""
 
 import asyncio
 import os
@@ -26,10 +26,12 @@ from support.serving_offline import (
     CASES,
     PARIS,
     TOKENS,
+    TOP,
     VECTOR,
     Case,
     ask,
     assert_equal,
+    fewer_layers,
     plain,
     settings,
 )
@@ -48,9 +50,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def offline(smollm2: Path, folder: Path) -> dict[str, Any]:
+def model(smollm2: Path, folder: Path) -> Path:
+    return fewer_layers(smollm2, folder)
+
+
+@pytest.fixture(scope="module")
+def offline(model: Path, folder: Path) -> dict[str, Any]:
     out = folder / "offline.pt"
-    python("-m", "support.serving_offline", smollm2, out, timeout=580)
+    python("-m", "support.serving_offline", model, out, timeout=580)
     return dict(torch.load(out))
 
 
@@ -61,14 +68,14 @@ def spans() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server(smollm2: Path, folder: Path, spans: tuple[str, Any]) -> Iterator[Running]:
+def server(model: Path, folder: Path, spans: tuple[str, Any]) -> Iterator[Running]:
     given = settings(folder) | {
         "sinks": {"store": {"root": str(folder / "store")}},
         "http": {"parameters": ["lm_head.weight", "model.norm.weight"]},
     }
     options = serving.settings(**given), f"--otlp-traces-endpoint={spans[0]}"
     protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-    command = serving.command(smollm2, *options)
+    command = serving.command(model, *options)
     with serving.running(command, folder, **protocol, OTEL_BSP_SCHEDULE_DELAY="200") as found:
         yield found
 
@@ -110,7 +117,7 @@ def test_an_answer_is_bit_by_bit_what_the_offline_engine_gives(client, offline, 
 def test_a_stream_comes_to_bit_by_bit_what_the_offline_engine_gives(client, offline, name):
     case = CASES[name]
     prompt = {"messages": case.prompt} if case.is_chat else {"prompt": case.prompt}
-    assert name != "between" or offline[name]["probes"]["p"][2].tolist() == [665, 28]
+    assert name != "between" or offline[name]["probes"]["p"][2].tolist() == [35170, 3689]
     asked = dict(case.asked)
     kinds = {one.key for one in case.captures if not isinstance(one, Capture)} - {"logits"}
     if kinds:
@@ -173,8 +180,8 @@ def test_a_response_has_the_rows_of_its_conversation(client, openai, offline):
 
 def test_a_request_in_other_tools_words_gets_the_text_and_rows_of_ours(client):
     vectors = {"post_block": packed([VECTOR], [3], scales=[0.1])}
-    theirs = {"output_residual_stream": [10, 20], "steering_vectors": vectors}
-    ours = {"capture": Capture([10, 20]), "steer": Steer(VECTOR, 3, 0.1)}
+    theirs = {"output_residual_stream": [10, TOP], "steering_vectors": vectors}
+    ours = {"capture": Capture([10, TOP]), "steer": Steer(VECTOR, 3, 0.1)}
     [found] = client.complete(PARIS, **ASKED, **theirs).outputs
     [expected] = client.complete(PARIS, **ASKED, **ours).outputs
     first, second = plain(found), plain(expected)
@@ -183,8 +190,8 @@ def test_a_request_in_other_tools_words_gets_the_text_and_rows_of_ours(client):
     assert_equal(first, second)
 
 
-def test_clients_read_the_allowed_parameters_as_the_checkpoint_has_them(client, smollm2):
-    stored = load_file(smollm2 / "model.safetensors")
+def test_clients_read_the_allowed_parameters_as_the_checkpoint_has_them(client, model):
+    stored = load_file(model / "model.safetensors")
     head = stored["model.embed_tokens.weight"]  # tied
     assert torch.equal(client.parameter("lm_head.weight"), head.float())
     assert torch.equal(client.parameter("model.norm.weight"), stored["model.norm.weight"].float())
@@ -197,7 +204,7 @@ def test_a_name_that_the_server_has_not_is_refused_by_its_place(client):
         ({"capture": Lens(3, kind="other")}, "capture[0].kind"),
         ({"capture": Features("mine")}, "capture[0].sae"),
         ({"edits": Feature(sae="mine", index={3: 1.0})}, "edits[0].sae"),
-        ({"edits": Steer(token=7042, layer=20, lens="no")}, "edits[0].lens"),
+        ({"edits": Steer(token=7042, layer=TOP, lens="no")}, "edits[0].lens"),
         ({"edits": Steer("glad", 3)}, "edits[0]"),
     ):
         with pytest.raises(ServerError, match="(there is|there are|) no ") as caught:
@@ -286,7 +293,7 @@ def fingerprint(client: Client) -> str:
 
 def test_server_wide_steering_is_that_tier_of_every_request_until_it_is_cleared(client):
     client.vectors.register("glad", {3: VECTOR})
-    edit, captured = Steer(VECTOR, 3, 0.5, phase="generated"), {"capture": Capture([20])}
+    edit, captured = Steer(VECTOR, 3, 0.5, phase="generated"), {"capture": Capture([TOP])}
     [own] = client.complete(PARIS, **ASKED, **captured, edits=edit).outputs
     [before] = client.complete(PARIS, **ASKED, **captured).outputs
     epoch = client.steering.show()["epoch"]
@@ -295,7 +302,7 @@ def test_server_wide_steering_is_that_tier_of_every_request_until_it_is_cleared(
     assert fingerprint(client).endswith(f"-midstream-{state['digest'][:8]}")
     [steered] = client.complete(PARIS, **ASKED, **captured).outputs
     assert steered.text == own.text
-    assert torch.equal(steered.activations["resid_post", 20], own.activations["resid_post", 20])
+    assert torch.equal(steered.activations["resid_post", TOP], own.activations["resid_post", TOP])
     assert steered.receipt.edited.applied == own.receipt.edited.applied > 0
     (dose,), (same,) = steered.receipt.edited.doses, own.receipt.edited.doses
     assert 0 < dose.mean <= dose.largest
@@ -304,7 +311,7 @@ def test_server_wide_steering_is_that_tier_of_every_request_until_it_is_cleared(
     assert "midstream" not in fingerprint(client)
     [after] = client.complete(PARIS, **ASKED, **captured).outputs
     assert_equal(plain(after), plain(before))
-    assert not torch.equal(after.activations["resid_post", 20], own.activations["resid_post", 20])
+    assert not torch.equal(after.activations["resid_post", TOP], own.activations["resid_post", TOP])
     client.vectors.remove("glad")
     assert client.vectors.list() == []
 
@@ -312,7 +319,7 @@ def test_server_wide_steering_is_that_tier_of_every_request_until_it_is_cleared(
 def test_what_is_generated_where_no_key_is_asked_for_is_steered_and_captured_too(client):
     watch = "/v1/midstream/captures/watch"
     asked = {**ASKED, "prompt": PARIS}
-    client.call("PUT", watch, {"capture": {"layers": [20], "positions": "last_prompt"}})
+    client.call("PUT", watch, {"capture": {"layers": [TOP], "positions": "last_prompt"}})
     try:
         client.call("POST", "/invocations", asked)
         client.steering.set(base=Steer(VECTOR, 3, 0.5))
@@ -329,14 +336,14 @@ def test_what_is_generated_where_no_key_is_asked_for_is_steered_and_captured_too
 def test_the_endpoints_as_elsewhere_are_the_same_steering(client):
     layers = client.call("GET", "/v1/steering/layers")
     assert layers["layers"]["0"] == ["rot_q", "resid_post"]
-    assert len(layers["layers"]) == 30
+    assert len(layers["layers"]) == 12
     assert layers["hidden_size"] == 576
     given = {"post_block": {"3": {"vector": VECTOR.tolist(), "scale": 0.5}}}
     done = client.call("POST", "/v1/steering/set", {"vectors": given})
     assert done["layers_updated"] == [3]
     assert client.steering.show()["epoch"] == done["epoch"]
     own = Steer(VECTOR, 3, 0.5)
-    capture = Capture([20])
+    capture = Capture([TOP])
     steered = ask(client, Case(PARIS, {"capture": capture}))
     shown = client.call("GET", "/v1/steering")["steering"]
     assert shown["3"]["resid_post"]["vectors"] == pytest.approx(
@@ -344,7 +351,7 @@ def test_the_endpoints_as_elsewhere_are_the_same_steering(client):
     )
     client.call("POST", "/v1/steering/clear", {})
     alone = ask(client, Case(PARIS, {"capture": capture, "steer": own}))
-    assert torch.equal(steered.activations["resid_post", 20], alone.activations["resid_post", 20])
+    assert torch.equal(steered.activations["resid_post", TOP], alone.activations["resid_post", TOP])
     module = {"name": "calm", "vectors": {"post_block": {"3": VECTOR.tolist()}}}
     client.call("POST", "/v1/steering/modules/register", module)
     names = [one["name"] for one in client.call("GET", "/v1/steering/modules")["modules"]]
@@ -355,7 +362,7 @@ def test_the_endpoints_as_elsewhere_are_the_same_steering(client):
 
 def test_rows_for_a_store_are_where_the_answer_says(client, offline, folder):
     case = CASES["edits"]
-    kept = Capture([12, 29], sink="store", tag="served", request_id="one")
+    kept = Capture([8, TOP], sink="store", tag="served", request_id="one")
     [found] = ask(client, Case(case.prompt, {**case.asked, "capture": kept})).outputs
     assert found.activations is None
     result = found.capture_results["store"]
