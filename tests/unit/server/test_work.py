@@ -57,7 +57,7 @@ from midstream.server.request_field import MidstreamField, read_field, take_fiel
 
 pytestmark = pytest.mark.anyio
 
-SIZES = (6, 20, rounds(suite=60, nightly=360))
+SIZES = (6, 20, rounds(suite=120, nightly=360))
 # At 360 some are above a budget; before, they cost the product.
 TOGETHER_SIZES = (6, 60, 360)
 # Work may grow by twice as much as the list: a logarithm, and what is short in a short list.
