@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from struct import pack, unpack
 from typing import (
     TYPE_CHECKING,
@@ -376,13 +376,18 @@ def read_message(read: Callable[[D], T], data: D) -> T:
     raise SpecError(path[:_SHOWN], (problem[:1].lower() + problem[1:])[:_PROBLEM])
 
 
+@cache
+def _hints_of(struct: type[S]) -> dict[str, Any]:
+    return get_type_hints(struct)
+
+
 def read_struct(struct: type[S], value: object) -> S:
     """Read a dict as a msgspec Struct, all of whose fields have defaults."""
     import msgspec
 
     names = dict(zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True))
     fields = read_fields(value, (), tuple(names))
-    annotations = get_type_hints(struct)
+    annotations = _hints_of(struct)
     for name in fields:
         annotation = annotations[names[name]]
         if get_origin(annotation) is Literal:  # msgspec's error would not name the words

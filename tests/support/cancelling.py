@@ -135,14 +135,18 @@ def run(
         loop.close()
 
 
-def every_run(scenario: Scenario, *, only_root: bool = False) -> Iterator[Run]:
+def every_run(
+    scenario: Scenario, *, only_root: bool = False, each_once: bool = False
+) -> Iterator[Run]:
     """Run a scenario once for each await of each of its tasks, and cancel that; then once for each
     await again, cancelled after what it awaits is done, in the same turn of the loop.
+
+    Each once: of every two awaits of a task, one is cancelled so and the other so.
     """
     whole, awaits = run(scenario, None)
     assert whole.ended, "it does not end by itself"
     yield whole
     for number, count in enumerate(awaits.counts[:1] if only_root else awaits.counts):
         for nth in range(count):
-            for late in (False, True):
+            for late in (bool(nth % 2),) if each_once else (False, True):
                 yield run(scenario, Await(number, nth, late))[0]

@@ -8,6 +8,7 @@ import torch
 from lab.server.routes import test_fit
 from msgspec.structs import force_setattr
 from support.cancelling import every_run
+from support.nightly import NIGHTLY
 from support.serving_fake import make, scope_of
 
 CAPTURE = {"layers": [1], "positions": "all"}
@@ -136,7 +137,7 @@ def test_at_whatever_await_a_coroutine_is_cancelled_it_ends_and_leaves_nothing(r
         sites[-1].server._expiry.cancel()  # the timer of cached rows, which is no request's
         await requests(Requests(sites[-1]))
 
-    for run in every_run(scenario):
+    for run in every_run(scenario, each_once=not NIGHTLY):
         site = sites[-1]
         assert run.ended, run
         assert run.left == (), run

@@ -83,7 +83,7 @@ MODES = [
 def test_answers_are_as_the_schema_says_and_none_is_a_fault(asked, label, mode):
     operation = asked[label]
 
-    @settings(max_examples=rounds(suite=6, nightly=12), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=rounds(suite=3, nightly=12), suppress_health_check=list(HealthCheck))
     @given(operation.as_strategy(generation_mode=mode))
     def hold(case: Any) -> None:
         answer = case.call()

@@ -97,15 +97,36 @@ def sized(body: Any, run: Any, prompt: Any = "") -> tuple[int, Any]:
 
 
 def check(name: str, make: Any, sizes: tuple[int, ...] = SIZES) -> None:
+    """Check that the work grows at most `MOST` times as much as the bytes of what is long.
+
+    What the body has besides does not grow, and counts for nothing: where it is most of a short
+    body, lines that are added one by one would grow by more than twice as much as all bytes do.
+    """
     points = []
     for nbytes, run in map(make, sizes):
         count, error = steps(run)
         assert error is None or isinstance(error, (MidstreamError, HttpError)), repr(error)
         points.append((nbytes, count, error))
+    of_element = (points[1][0] - points[0][0]) / (sizes[1] - sizes[0])
+    fixed = max(0.0, points[0][0] - sizes[0] * of_element)
     for (size, count, _), (longer, more, error) in itertools.pairwise(points[1:]):
         is_over = error is not None and any(one in str(error) for one in BUDGETS)
-        allowed = MOST_REFUSED if is_over else MOST * count * max(1.0, longer / size)
+        growth = max(1.0, (longer - fixed) / max(1.0, size - fixed))
+        allowed = MOST_REFUSED if is_over else MOST * count * growth
         assert more <= allowed, f"{name}: {count} lines for {size} bytes, {more} for {longer}"
+
+
+def test_the_bound_holds_for_what_is_added_line_by_line_and_not_for_its_square():
+    def work(lines, fixed):
+        def make_work(size):
+            return fixed + 4 * size, lambda: [None for _ in range(lines(size))]
+
+        return make_work
+
+    for fixed in (0, 240, 100_000):
+        check("line by line", work(lambda n: 300 * n, fixed), (6, 20, 360))
+        with pytest.raises(AssertionError, match="squared: "):
+            check("squared", work(lambda n: 10 * n * n, fixed), (6, 20, 60))
 
 
 def test_every_kind_of_what_a_plan_has_is_among_the_forms():

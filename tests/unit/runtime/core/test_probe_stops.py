@@ -22,7 +22,7 @@ from midstream.runtime.protocol.step_scores import ScoresOfStep
 CASES = 25  # of one test
 
 
-@pytest.mark.parametrize("part", range(rounds(suite=2, nightly=400)))
+@pytest.mark.parametrize("part", range(rounds(suite=1, nightly=400)))
 def test_no_output_has_a_token_beyond_the_one_that_met_the_condition(part):
     """And each position is computed under the version of the plan that held there."""
     ended = switched = 0

@@ -23,7 +23,7 @@ from midstream.runtime.protocol.step_scores import ScoresOfStep, StepScores
 from midstream.runtime.vllm.attributes import STEP_SCORES, WATCHED
 
 KEYS = CacheKeys((0,), ("",), None)
-CASES = rounds(suite=60, nightly=200)  # of each test
+CASES = rounds(suite=40, nightly=200)  # of each test
 SLOTS = 2
 PROMPT = 4
 USUAL = (-0.5, 0.0, 0.5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.fake_steps import make_buffers
 from support.marks import MARKS, between, item
+from support.nightly import rounds
 
 from midstream import Between
 from midstream.ops import layout
@@ -56,7 +57,7 @@ def batch_of(runs: list[tuple[int, int, int]], ids: list[int], late: bool, again
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(rounds(suite=5, nightly=12)))
 def test_bits_are_those_of_a_scan_however_the_steps_are_cut(seed: int, late: bool) -> None:
     """Chunks of prompts, drafts of which some are rejected, preemptions, and new requests."""
     draw = random.Random(seed)

@@ -103,7 +103,8 @@ RUNS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, ma
 
 
 @pytest.mark.parametrize(
-    "workspace", [pytest.param(1, marks=pytest.mark.nightly), 1 << 11, 1 << 26]
+    "workspace",
+    [1 << 11, *(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 1 << 26))],
 )
 @given(
     RUNS,

@@ -89,7 +89,7 @@ class Decoding:
             self.depart()
 
 
-@pytest.mark.parametrize("seed", range(rounds(suite=2, nightly=8)))
+@pytest.mark.parametrize("seed", range(rounds(suite=1, nightly=8)))
 def test_of_random_drafts_only_what_was_accepted_remains(seed):
     late, lag = bool(seed % 2), (None, 1, 0, 4)[seed % 4]
     run = Decoding(seed, late, lag)
