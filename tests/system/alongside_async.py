@@ -190,9 +190,7 @@ async def attended(llm: Any, found: dict[str, Any]) -> None:
     parts = parts_of(3)
     session = await ask(llm, "attended", inputs(parts, {}), params(4), probes=probes)
     turns = turns_of(session["generated"], [params(4)] * len(parts))
-    rows = [
-        token for part, turn in zip(parts, turns, strict=True) for token in (*part, *turn[:-1])
-    ]
+    rows = [token for part, turn in zip(parts, turns, strict=True) for token in (*part, *turn[:-1])]
     whole = {**tokens(rows), "cache_salt": "alone"}
     expected = await ask(llm, "attended alone", whole, params(1), probes=probes)
     found["attended"] = session, expected

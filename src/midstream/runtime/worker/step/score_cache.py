@@ -157,12 +157,10 @@ class ScoreCache:
         self, slot: int, scores: tuple[KeptScore, ...], blocks: Sequence[Sequence[int]], cached: int
     ) -> None:
         """Note a request that is about to run, maybe again: its blocks by group, of which the cache
-        served `cached` tokens; but of a session with another input, which has `scores` again, it
-        computed these itself, with scores that are not kept. Its earlier steps are settled.
+        served `cached` tokens. Its earlier steps are settled.
         """
         if self.blocks.kv is None:
             return
-        is_next_input = self.has(slot) and bool(scores)
         if self.has(slot):
             self.carry_out(self._settled)  # by its former blocks
         if slot >= self._layout.size:
@@ -178,7 +176,7 @@ class ScoreCache:
             self._layout[slot] = number
             self._remembers[slot] = any(score.memory for score in scores)
             self._changes += 1
-        if cached and not is_next_input and self._layouts[number].has_scores:
+        if cached and self._layouts[number].has_scores:
             self._new.append(CachedScores(self, slot, cached, number))
 
     def has(self, slot: int) -> bool:
