@@ -183,16 +183,17 @@ async def sessions(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def attended(llm: Any, found: dict[str, Any]) -> None:
-    """A session with a score that is kept with its blocks beside one that never is; and what it
-    computed on, as one prompt.
+    """A session with a score that is kept with its blocks beside one that never is, and a sum; and
+    what it computed on, as one prompt.
     """
     probes = [Probe(PUSH, 2, name="p"), Probe(attention=Mass(slice(1, 4)), layer=1, name="mass")]
+    asked = {"probes": probes, "capture": Capture(1, positions=[0], reduce="mean")}
     parts = parts_of(3)
-    session = await ask(llm, "attended", inputs(parts, {}), params(4), probes=probes)
+    session = await ask(llm, "attended", inputs(parts, {}), params(4), **asked)
     turns = turns_of(session["generated"], [params(4)] * len(parts))
     rows = [token for part, turn in zip(parts, turns, strict=True) for token in (*part, *turn[:-1])]
     whole = {**tokens(rows), "cache_salt": "alone"}
-    expected = await ask(llm, "attended alone", whole, params(1), probes=probes)
+    expected = await ask(llm, "attended alone", whole, params(1), **asked)
     found["attended"] = session, expected
     await inspect(llm).check_integrity()
 
