@@ -20,7 +20,7 @@ from support.engines import ALL_SITES, greedy, tokens
 from support.output_results import results
 
 from midstream import Between, Capture, Probe, Steer, TokenIds
-from midstream.plan import Positions
+from midstream.plan import Mass, Positions
 
 LETTERS = list(range(64, 90))
 SETTINGS: dict[str, Any] = {
@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 16,
     "max_num_seqs": 6,
     "scheduling_policy": "priority",
-    "midstream": {"sites": ALL_SITES, "bank_rows": 24},
+    "midstream": {"sites": [*ALL_SITES, "rot_q"], "bank_rows": 24},
 }
 ASKED = {"capture": EVERYTHING, "steer": push(), "probes": Probe(PUSH, 2, name="p")}
 # The token that an edit of a session looks for, among what is fed and what is generated.
@@ -178,6 +178,23 @@ async def sessions(llm: Any, found: dict[str, Any]) -> None:
         capture=Capture([1], positions="last_row"),
     )
     found["last_row"] = kept
+    await inspect(llm).check_integrity()
+    await attended(llm, found)
+
+
+async def attended(llm: Any, found: dict[str, Any]) -> None:
+    """A session with a score that is kept with its blocks beside one that never is, and a sum; and
+    what it computed on, as one prompt.
+    """
+    probes = [Probe(PUSH, 2, name="p"), Probe(attention=Mass(slice(1, 4)), layer=1, name="mass")]
+    asked = {"probes": probes, "capture": Capture(1, positions=[0], reduce="mean")}
+    parts = parts_of(3)
+    session = await ask(llm, "attended", inputs(parts, {}), params(4), **asked)
+    turns = turns_of(session["generated"], [params(4)] * len(parts))
+    rows = [token for part, turn in zip(parts, turns, strict=True) for token in (*part, *turn[:-1])]
+    whole = {**tokens(rows), "cache_salt": "alone"}
+    expected = await ask(llm, "attended alone", whole, params(1), **asked)
+    found["attended"] = session, expected
     await inspect(llm).check_integrity()
 
 

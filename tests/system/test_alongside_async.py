@@ -127,6 +127,18 @@ def test_the_last_row_of_a_session_is_that_of_its_last_turn(found, talking_oracl
     assert relative_error(values, seen[tap][-1:]) < TOLERANCE
 
 
+def test_a_session_has_the_scores_and_sums_of_earlier_turns_that_no_block_keeps(found):
+    session, expected = found["attended"]
+    assert session["receipt"]["status"] == "ok"
+    for name, (scores, positions, ids) in expected["probes"].items():
+        mine = session["probes"][name]
+        assert (mine[1].tolist(), mine[2].tolist()) == (positions.tolist(), ids.tolist())
+        torch.testing.assert_close(mine[0], scores, rtol=1e-4, atol=1e-4)
+    assert (expected["probes"]["mass"][0][2:] > 0).all()
+    for tap, (values, _) in expected["activations"].items():
+        torch.testing.assert_close(session["activations"][tap][0], values, rtol=1e-4, atol=1e-4)
+
+
 def test_sessions_end_cleanly_however_they_end(found, talking_oracle):
     ends = found["ends"]
     assert ends["none"] == {"finished": [], "generated": []}

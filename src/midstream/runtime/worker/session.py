@@ -160,9 +160,11 @@ class WorkerSession:
         scores: tuple[KeptScore, ...],
         blocks: Sequence[Sequence[int]],
         cached: int,
+        has_grown: bool = False,
     ) -> None:
         """Note where the scores of a request that is about to run are kept, by its blocks; those of
-        one that runs again are known.
+        one that runs again are known. A session that has grown by an input computed its `cached`
+        tokens itself: it has their scores and sums, and no block keeps all of these.
         """
         kept, request = self._recorder.kept, self.requests.running(request_id)
         if kept is None or request is None or request.problem:
@@ -172,13 +174,14 @@ class WorkerSession:
         elif not scores:
             return
         placed = self._gate_states.placed(request.slot, scores)
-        kept.place(request.slot, placed, blocks, cached)
+        kept.place(request.slot, placed, blocks, 0 if has_grown else cached)
         if cached and kept.has(request.slot):
             steps = self.counts.steps
             self._gate_states.restore(
                 request.slot, cached, lambda at: kept.values_at(request.slot, at, steps)
             )
-        self._reductions.place(request.slot, scores, cached)
+        if not has_grown:
+            self._reductions.place(request.slot, scores, cached)
 
     def add_blocks(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:
         """Note more blocks of a running request."""

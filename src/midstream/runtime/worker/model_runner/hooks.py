@@ -34,6 +34,7 @@ class Hooks:
         self._unknown: deque[dict[str, int]] = deque(maxlen=ahead)
         # vLLM's own, which its runner may still change: by request, its draft tokens of this step.
         self._drafts: Mapping[str, Sequence[int]] = {}
+        self._prompt_lengths: dict[str, int] = {}  # of requests with a plan
 
     def on_schedule(self, scheduler_output: Any) -> set[str]:
         """Finish and add requests; return vLLM's ids of finished ones with a non-finite value."""
@@ -44,6 +45,8 @@ class Hooks:
         requests = self._session.requests
         nonfinite = requests.pop_nonfinite(scheduler_output.finished_req_ids)
         requests.finish(scheduler_output.finished_req_ids)
+        for name in scheduler_output.finished_req_ids:
+            self._prompt_lengths.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
             payload = payload_of(new.sampling_params)
             if payload is not None:
@@ -57,8 +60,11 @@ class Hooks:
                     payload.reports,
                     payload.split,
                 )
+                length = len(new.prompt_token_ids or ())
+                has_grown = length > self._prompt_lengths.get(new.req_id, length)
+                self._prompt_lengths[new.req_id] = length
                 scores, cached = payload.keys.scores, new.num_computed_tokens
-                self._session.place_scores(new.req_id, scores, new.block_ids, cached)
+                self._session.place_scores(new.req_id, scores, new.block_ids, cached, has_grown)
         if self._session.keeps_scores:
             self._add_blocks(scheduler_output.scheduled_cached_reqs)
         return nonfinite
