@@ -12,8 +12,8 @@ work. Each `--also` adds an engine with other settings, measured idle; `--before
 package of another commit, measured in everything that the first is.
 
 With --profiles, one more turn of each variant and workload is sampled: the stacks of the thread
-that runs the model, in a file of each rank for flame graph tools, and how long a step runs on the
-device and the device waits for the host; see stack_samples.py.
+that runs the model, in a file for flame graph tools, and how long a step runs on the device and the
+device waits for the host; see stack_samples.py.
 
 decode: seconds of one step of a batch that only generates: the mean over 96 consecutive steps after
 all prompts are processed.
@@ -249,15 +249,14 @@ def begin_samples(worker: Any) -> None:
 
 
 def end_samples(worker: Any, file: str) -> None:
-    """Stop, and write what was sampled; a rank but the first to a file with its number."""
+    """Stop, and write what was sampled."""
     import torch
 
     samples, times, block = worker.midstream_samples
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     block.__exit__(None, None, None)
-    name = Path(file) if worker.rank == 0 else Path(f"{file}.{worker.rank}")
-    samples.stop(name, times.show())
+    samples.stop(Path(file), times.show())
 
 
 @contextmanager

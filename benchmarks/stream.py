@@ -129,12 +129,12 @@ class Stream:
         """Write the stacks of a turn to two files whose names begin with that of `file`; see
         `turn`.
         """
-        self._on_model(start_samples)
+        self._on_model(overhead.begin_samples)
         own = StackSamples()
         own.start()
         self.turn(*given)
         own.stop(Path(f"{file}-event-loop.txt"))
-        self._on_model(write_samples, f"{file}-model.txt")
+        self._on_model(overhead.end_samples, f"{file}-model.txt")
 
     def _on_model(self, function: Any, *given: Any) -> None:
         self._loop.run_until_complete(self._llm.collective_rpc(function, args=given))
@@ -173,17 +173,6 @@ class Stream:
         async for output in self._llm.generate(prompt, params, name, **asked):
             last = output
         return read(last.activations) if asked else 0
-
-
-def start_samples(worker: Any) -> None:
-    """Start to sample the thread that runs the model."""
-    worker.stack_samples = StackSamples()
-    worker.stack_samples.start()
-
-
-def write_samples(worker: Any, file: str) -> None:
-    """Stop, and write the samples of the thread that runs the model."""
-    worker.stack_samples.stop(Path(file))
 
 
 @functools.lru_cache(1)
