@@ -165,9 +165,7 @@ def test_a_request_that_is_preempted_between_the_marks_is_there_again(wide, orac
         run.add(f"edit-{nth}", ids, few(40), edits=[steer(item(*marks))])
     for stop in (30, 4):
         run.step(stop)
-        for request in list(run.scheduler.running):
-            run.scheduler.running.remove(request)
-            run.scheduler._preempt_request(request, 0.0)
+        run.preempt()
     with chunks(wide, 9) as seen:
         outputs = run.finish()
     assert max(seen) == 9

@@ -169,9 +169,7 @@ def test_a_preempted_request_goes_on_from_what_is_kept(wide: Any, uncached: Any)
             stepped.add(f"{number}", prompt, greedy(40, detokenize=False), edits=edit)
         for stop in stops:
             stepped.step(stop)
-            for request in list(stepped.scheduler.running):
-                stepped.scheduler.running.remove(request)
-                stepped.scheduler._preempt_request(request, 0.0)
+            stepped.preempt()
         return stepped.finish()
 
     expected = run(uncached, ())

@@ -257,9 +257,7 @@ def test_a_preempted_request_has_its_scores_and_keeps_them_where_its_new_blocks_
             stepped.add(f"{number}", prompt, greedy(40, detokenize=False), probes=probe())
         for stop in stops:
             stepped.step(stop)
-            for request in list(stepped.scheduler.running):
-                stepped.scheduler.running.remove(request)
-                stepped.scheduler._preempt_request(request, 0.0)
+            stepped.preempt()
         return stepped.finish()
 
     expected = run(uncached, ())

@@ -183,9 +183,7 @@ def test_chunks_preemption_and_hits_of_any_length_leave_the_bits_of_the_sums(
             stepped.add(f"{number}", prompt, settings, capture=asked(kind, where=where))
         for stop in stops:
             stepped.step(stop)
-            for request in list(stepped.scheduler.running):
-                stepped.scheduler.running.remove(request)
-                stepped.scheduler._preempt_request(request, 0.0)
+            stepped.preempt()
         return stepped.finish()
 
     results = []

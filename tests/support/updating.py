@@ -50,6 +50,12 @@ class Stepped:
                 if output.finished:
                     self.outputs[output.request_id] = output
 
+    def preempt(self) -> None:
+        """Let the scheduler preempt all requests that run."""
+        for request in list(self.scheduler.running):
+            self.scheduler.running.remove(request)
+            self.scheduler._preempt_request(request, 0.0)
+
     def finish(self) -> dict[str, Any]:
         """Run until all requests have ended, and return their outputs."""
         while self.llm.llm_engine.has_unfinished_requests():

@@ -159,9 +159,7 @@ def test_preempted_requests_go_on_from_what_is_kept(pair: Pair, truth: list[Any]
         stepped.add(name, prompt, greedy(40, detokenize=False), **asked)
     for stop in (12, 5, 9):
         stepped.step(stop)
-        for running in list(stepped.scheduler.running):
-            stepped.scheduler.running.remove(running)
-            stepped.scheduler._preempt_request(running, 0.0)
+        stepped.preempt()
     for name, output in stepped.finish().items():
         assert output.receipt.status == "ok"
         assert generated(output) == generated(expected[name])
