@@ -141,7 +141,7 @@ def every_run(
     """Run a scenario once for each await of each of its tasks, and cancel that; then once for each
     await again, cancelled after what it awaits is done, in the same turn of the loop.
 
-    Each once: of every two awaits of a task, one is cancelled so and the other so.
+    With `each_once` each await is cancelled in one of these two ways, in turn.
     """
     whole, awaits = run(scenario, None)
     assert whole.ended, "it does not end by itself"

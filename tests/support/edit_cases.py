@@ -284,7 +284,7 @@ def cases(
 
 
 def of_each_kind(made: Sequence[AnyCase], every: int) -> list[AnyCase]:
-    """Of each kind of operation every so-many-th, and at least one; at which taps, rotates."""
+    """Return of each kind of operation one case of so many, at least one, in turn at each tap."""
     kinds: dict[str, list[AnyCase]] = {}
     for one in made:
         kinds.setdefault(one.name.split(" at ")[0], []).append(one)

@@ -86,7 +86,7 @@ def pair(tiny_llama: Path) -> Iterator[Pair]:
 
 @pytest.fixture
 def truth(pair: Pair) -> Iterator[list[dict[str, list[int]]]]:
-    """What requests will say, from which drafts are made: the tests add to it."""
+    """Prompts and answers of requests, from which drafts are made: the tests add to them."""
     told: list[dict[str, list[int]]] = []
     script = Script(pair.cached, told, None)
     before = counted()
