@@ -1,12 +1,16 @@
 """Captures in steady state: prompts stream through `AsyncLLM`, and rows are read as they come.
 
     python benchmarks/stream.py [--shapes 0.6b 8b] [--prompts 2048] [--length 512] \
-        [--in-flight 128] [--rounds 5] [--seconds 280] [--profiles FOLDER] [--json FILE]
+        [--in-flight 128] [--rounds 5] [--trainer cuda:1] [--seconds 280] [--profiles FOLDER]
+        [--json FILE]
 
 So many prompts are in flight all the time, each with one generated token; the tensors of a finished
 prompt are made, one number of each is read, and they are released. Variants: plain vLLM in two
 engines; the last prompt token of every layer; every token of every layer. They take turns, each
 engine in a process of its own with a core process of its own; figures are medians over rounds.
+
+With --trainer, also three layers of every token, by the sink `tcp` into the memory of a device of
+another process, a trainer's. At most 512 MiB wait for it, so that the engine is not faster than it.
 
 With --profiles, one more turn of each variant is sampled: the stacks of the event loop's thread and
 of the thread that runs the model, each in a file for flame graph tools; see stack_samples.py.
@@ -21,8 +25,11 @@ import asyncio
 import functools
 import gc
 import itertools
+import socket
 import statistics
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +42,7 @@ import shapes
 from stack_samples import StackSamples
 
 PROMPTS = {"tiny": 384, "0.6b": 2048, "8b": 512}
+THREE, TRAINER = "every token, three layers", "every token, three layers, to a trainer"
 LAST, EVERY = "last prompt token, every layer", "every token, every layer"
 # By variant: the engine and the arguments of `Capture`, None without a capture.
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -43,7 +51,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "idle": ("midstream", None),
     LAST: ("midstream", {"layers": "all", "positions": "last_prompt"}),
     EVERY: ("midstream", {"layers": "all"}),
+    THREE: ("midstream", {}),
+    TRAINER: ("midstream", {"sink": "tcp"}),
 }
+DEFAULTS = ["plain", "plain again", "idle", LAST, EVERY]
+SPOOL_BYTES = 512 << 20
+SHM = Path("/dev/shm")
 
 
 def main() -> int:
@@ -52,9 +65,12 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, help="of each turn; default: by the shape")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--in-flight", type=int, default=128)
-    parser.add_argument("--variants", nargs="*", default=[*VARIANTS], choices=[*VARIANTS])
+    parser.add_argument("--variants", nargs="*", default=DEFAULTS, choices=DEFAULTS)
+    parser.add_argument("--trainer", metavar="DEVICE", help="torch device of the trainer's process")
     parser.add_argument("--profiles", type=Path, help="folder for two files of each variant")
     args = parser.parse_args()
+    if args.trainer:
+        args.variants += [THREE, TRAINER]
     about = {"length": args.length, "in_flight": args.in_flight}
     run = engines.Run("stream", args, **about, shapes={})
     for shape in args.shapes:
@@ -62,45 +78,101 @@ def main() -> int:
         if prompts < 3 * args.in_flight:
             parser.error(f"--prompts: expected at least 3 × --in-flight, got {prompts}")
         call = Stream, shapes.write(shape, engines.CACHE), engines.settings(shape, args)
-        makers = {name: (*call, name == "midstream") for name, _ in VARIANTS.values()}
+        captures = {name: capture_of(name, shape) for name in args.variants}
+        port = free_port() if args.trainer else 0
+        makers: dict[str, tuple[Any, ...]] = {
+            engine: (*call, engine == "midstream", port) for engine, _ in VARIANTS.values()
+        }
+        if args.trainer:
+            makers["trainer"] = Trainer, port, args.trainer
         environment = engines.FUNCTIONS_TO_WORKERS if args.profiles else {}
         with run.limited(), run.engines(makers, **environment) as started:
             into = run.results["shapes"][shape] = started["midstream"].call(Stream.describe)
-            run.measure(
-                into,
-                f"{prompts} prompts",
-                {
-                    name: functools.partial(
-                        started[VARIANTS[name][0]].call, Stream.turn,
-                        VARIANTS[name][1], prompts, args.length, args.in_flight,
-                    )
-                    for name in args.variants
-                },
-                summary,
-            )  # fmt: skip
-            for name in args.variants if args.profiles else ():
-                engine, capture = VARIANTS[name]
+            given = prompts, args.length, args.in_flight
+            turns = {
+                name: functools.partial(turn, started, name, capture, *given)
+                for name, capture in captures.items()
+            }
+            run.measure(into, f"{prompts} prompts", turns, summary)
+            for name, capture in captures.items() if args.profiles else ():
                 file = args.profiles / f"{shape}-{name.replace(',', '').replace(' ', '-')}"
-                given = capture, prompts, args.length, args.in_flight
-                started[engine].call(Stream.profile, file.resolve(), *given)
+                engine = started[VARIANTS[name][0]]
+                engine.call(Stream.profile, file.resolve(), capture, *given)
     return run.finish()
+
+
+def capture_of(name: str, shape: str) -> dict[str, Any] | None:
+    """Return the arguments of a variant's `Capture`; None: it captures nothing."""
+    capture = VARIANTS[name][1]
+    if name not in (THREE, TRAINER):
+        return capture
+    layers = shapes.SHAPES[shape]["num_hidden_layers"]
+    return {"layers": [1, layers // 2, layers - 2], **(capture or {})}
+
+
+def turn(started: Any, name: str, *given: Any) -> tuple[float, int]:
+    """Return prompts per second of a variant, and the bytes of rows of a prompt."""
+    rate, nbytes = started[VARIANTS[name][0]].call(Stream.turn, *given)
+    _, prompts, *_ = given
+    return rate, started["trainer"].call(Trainer.taken, prompts) if name == TRAINER else nbytes
+
+
+def free_port() -> int:
+    """Return a port of this host that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Trainer:
+    """A trainer's process: a thread takes what the sink sends onto a device."""
+
+    def __init__(self, port: int, device: str) -> None:
+        self._port, self._device = port, device
+        self._nbytes: dict[str, int] = {}
+        self._more = threading.Condition()
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        from midstream.sinks.tcp import TcpRows
+
+        for record in TcpRows("127.0.0.1", self._port):
+            rows = [record.activations[tap].to(self._device) for tap in record.activations]
+            with self._more:
+                self._nbytes[record.id] = sum(each.numel() * each.element_size() for each in rows)
+                self._more.notify()
+
+    def taken(self, count: int) -> int:
+        """Wait for so many prompts; return the mean bytes of their rows, and forget them."""
+        with self._more:
+            if not self._more.wait_for(lambda: len(self._nbytes) >= count, 60):
+                raise TimeoutError(f"{len(self._nbytes)} of {count} prompts came")
+            nbytes, self._nbytes = sum(self._nbytes.values()), {}
+        return nbytes // count
+
+    def shutdown(self) -> None:
+        """The thread ends with the process."""
 
 
 class Stream:
     """An `AsyncLLM`, vLLM's or midstream's, with its event loop."""
 
-    def __init__(self, model: Path, settings: dict[str, Any], tapped: bool) -> None:
+    def __init__(self, model: Path, settings: dict[str, Any], tapped: bool, port: int) -> None:
+        """Start it; with a port, midstream's sends rows to a trainer there."""
         self._loop = asyncio.new_event_loop()
-        self._llm = self._loop.run_until_complete(self._start(model, settings, tapped))
+        self._spool = tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None)
+        taps: dict[str, Any] = {"sites": ["resid_post"], "layers": "all"}
+        if port:
+            sink = {"root": self._spool.name, "port": port, "spool_bytes": SPOOL_BYTES}
+            taps["sinks"] = {"tcp": sink}
+        self._llm = self._loop.run_until_complete(self._start(model, settings, tapped and taps))
         # As vLLM's server does: a full collection takes as long as dozens of steps.
         gc.collect()
         gc.freeze()
 
-    async def _start(self, model: Path, settings: dict[str, Any], tapped: bool) -> Any:
-        if tapped:
+    async def _start(self, model: Path, settings: dict[str, Any], taps: Any) -> Any:
+        if taps:
             from midstream import AsyncLLM
 
-            taps = {"sites": ["resid_post"], "layers": "all"}
             llm = AsyncLLM(str(model), midstream=taps, **settings)
             await llm.ready()
             return llm
@@ -116,6 +188,7 @@ class Stream:
     def shutdown(self) -> None:
         """End the engine core."""
         self._llm.shutdown()
+        self._spool.cleanup()
 
     def turn(
         self, capture: dict[str, Any] | None, count: int, length: int, in_flight: int
@@ -172,7 +245,7 @@ class Stream:
         """Return the bytes of rows of a prompt. No variable refers to them afterwards."""
         async for output in self._llm.generate(prompt, params, name, **asked):
             last = output
-        return read(last.activations) if asked else 0
+        return read(last.activations) if asked and last.activations else 0
 
 
 @functools.lru_cache(1)

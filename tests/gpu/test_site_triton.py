@@ -11,6 +11,7 @@ from support.site_cases import (
     in_units,
     matrix_row,
     random_case,
+    reading_case,
     same_bits,
 )
 from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
@@ -48,6 +49,19 @@ def test_the_kernel_does_many_random_programs_as_the_reference_does(seed):
     options = {"rows": 1 + seed % 20, "width": [80, 576, 2048, 4096][seed % 4], "seed": seed}
     case = random_case(dtype=DTYPES[seed % 3], max_steps=12, residual=seed % 2 == 0, **options)
     run_as_reference(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [5, 300, 2000])
+@pytest.mark.parametrize("width", [80, 4096, 5120])
+def test_readings_alone_have_the_bits_of_readings_in_any_program(dtype, rows, width):
+    known, unknown = reading_case(rows=rows, width=width, dtype=dtype, residual=rows != 300)
+    before = known.copy()
+    known = run_as_reference(known)
+    unknown = unknown.copy("cuda")
+    unknown.run()
+    assert same_bits(known.scores, unknown.scores)
+    assert same_bits(known.hidden.cpu(), before.hidden)
 
 
 @pytest.mark.parametrize("seed", range(12))

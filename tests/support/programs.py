@@ -17,21 +17,26 @@ def assert_program(buffers: Buffers, index: int, edits: tuple[TapProgramStep, ..
         start, count, _, kind = buffers.table[tap, index].tolist()
         assert count == len(wanted)
         maps = [nth for nth, (_, step) in enumerate(wanted) if step.op is Op.MAP]
-        plain = count > 0 and all(map(_is_plain, wanted))
-        assert kind == (layout.WITH_MAP + maps[0] if maps else int(plain))
+        kinds = {_simple(one) for one in wanted}
+        assert kind == (layout.WITH_MAP + maps[0] if maps else _only(kinds))
         for place, (edit, step) in enumerate(wanted, start):
             _assert_instruction(buffers, place, edit, step)
 
 
-def _is_plain(one: tuple[TapProgramStep, Instruction]) -> bool:
-    """Whether an instruction only adds a vector, to every token."""
+def _only(kinds: set[int]) -> int:
+    return kinds.pop() if len(kinds) == 1 else layout.ANY
+
+
+def _simple(one: tuple[TapProgramStep, Instruction]) -> int:
+    """PLAIN: an instruction only adds a vector to every token. READS: it only stores a score."""
     edit, step = one
-    return (
-        not edit.by_token
-        and step.op == Op.ADD
-        and step.mask is None
-        and step.flags | Flags.FRESH | Flags.COUNTED == (Flags.FRESH | Flags.COUNTED)
-    )
+    usual = Flags.FRESH | Flags.COUNTED
+    if edit.by_token or step.mask is not None:
+        return layout.ANY
+    if step.op == Op.ADD and step.flags | usual == usual:
+        return layout.PLAIN
+    is_read = step.op == Op.PROBE and step.slot is not None
+    return layout.READS if is_read and not step.flags & Flags.UNITS else layout.ANY
 
 
 def _assert_instruction(

@@ -132,8 +132,8 @@ def sae_case(
     )
     found.bank = torch.cat((found.bank, *bank))
     for program, made in enumerate(steps, layout.FIRST_FREE_PROGRAM):
-        plain = bool(made) and all(one.plain for one in made)
-        found.table[program, layout.KIND] = layout.kind_of([one.op for one in made], plain)
+        kind = layout.kind_of([one.op for one in made], [one.kind for one in made])
+        found.table[program, layout.KIND] = kind
     found.tokens[rows // 2, layout.PROGRAM] = layout.IDLE_PROGRAM
     nan = torch.nan
     found.sae = SaeBuffers(

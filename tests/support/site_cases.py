@@ -97,10 +97,10 @@ class Step:
     bit: int | None = None  # of the tokens to which it applies; without `ids`
 
     @property
-    def plain(self) -> bool:
-        rare = Flags.GATED | Flags.KEEP | Flags.ROW_BY_POSITION | Flags.STEP | Flags.OTHER_IDS
-        is_add = self.op is Op.ADD and self.mask is None
-        return is_add and not self.ids and self.bit is None and not self.flags & rare
+    def kind(self) -> int:
+        """The kind of a program of such steps alone."""
+        is_partial = bool(self.ids) or self.bit is not None or self.mask is not None
+        return layout.simple_kind(self.op, self.flags, is_partial, self.slot is not None)
 
 
 def case(
@@ -190,8 +190,9 @@ def _tables(programs: list[list[Step]]) -> tuple[Tensor, Tensor, Tensor, Tensor]
         table[program, layout.EDIT_START] = len(words)
         table[program, layout.EDIT_COUNT] = len(steps)
         maps = [nth for nth, step in enumerate(steps) if step.op is Op.MAP]
-        plain = bool(steps) and all(step.plain for step in steps)
-        table[program, layout.KIND] = layout.WITH_MAP + maps[0] if maps else int(plain)
+        kinds = {step.kind for step in steps}
+        simple = kinds.pop() if len(kinds) == 1 else layout.ANY
+        table[program, layout.KIND] = layout.WITH_MAP + maps[0] if maps else simple
         for step in steps:
             slot = 0 if step.slot is None else step.slot + 1
             ids = [len(lists), len(step.ids)] if step.bit is None else [step.bit, layout.BY_BIT]
@@ -297,6 +298,22 @@ def random_map(draw: Any, width: int, maps: int) -> list[Step]:
     step = Step(Op.MAP, read=read, write=int(draw.integers(11)), a=a, flags=flags, ids=listed)
     gate = Step(Op.GATE, read=2, b=0.1, flags=Flags.FRESH | Flags.STEP)
     return [gate, step] if kind == 3 else [step]
+
+
+def reading_case(**options: Any) -> tuple[Case, Case]:
+    """Programs of readings alone; and the same programs, of which no kernel knows that."""
+    flags = Flags.FRESH | Flags.COUNTED
+    steps = [
+        [Step(Op.PROBE, read=row, a=0.25 * row, slot=row - 1, flags=flags) for row in (1, 2, 3)],
+        [Step(Op.PROBE, read=4, slot=0), Step(Op.PROBE, read=5, slot=0, flags=Flags.ADDS)],
+        [Step(Op.PROBE, read=1, slot=1, flags=Flags.NONE)],
+        [],
+    ]
+    known = case(steps, **options)
+    unknown = known.copy()
+    assert (known.table[:, layout.KIND] == layout.READS).sum() == 3
+    unknown.table[known.table[:, layout.KIND] == layout.READS, layout.KIND] = layout.ANY
+    return known, unknown
 
 
 def in_units(case: Case, units: int) -> Case:

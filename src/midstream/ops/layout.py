@@ -53,7 +53,7 @@ whose id is not listed leaves the state as it is. Each state belongs to one site
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum, IntFlag
 
 # tokens: int32 [max tokens, TOKEN_COLUMNS]. All zero: idle token, without edits or captures.
@@ -89,9 +89,10 @@ FIRST = 0  # row 0: ring unit at which the step's first record begins; −1: no 
 CODE = 3  # row 0: the site's code, which goes into the signature
 TABLE_COLUMNS = 4
 
-# Kinds. From `WITH_MAP` on: the instruction with the number kind − `WITH_MAP` is a MAP. Below 0:
-# the instruction with the number −1 − kind is a CODE.
-ANY, PLAIN, WITH_MAP = 0, 1, 2
+# Kinds: PLAIN only adds vectors, READS only stores scores. From `WITH_MAP` on: the instruction with
+# the number kind − `WITH_MAP` is a MAP. Below 0: the instruction with the number −1 − kind is a
+# CODE.
+ANY, PLAIN, READS, WITH_MAP = 0, 1, 2, 3
 
 IDLE_PROGRAM = 0
 # Active without edits: the program of tokens that are only captured, or only checked for taps.
@@ -186,22 +187,33 @@ class Flags(IntFlag):
     UNITS = 256  # a PROBE reads the sum of the UNITs before it, not the stream
 
 
-# A plain integer: operations on flags take several times as long.
+# Plain integers: operations on flags take several times as long.
 _OF_PLAIN = int(Flags.FRESH | Flags.COUNTED)
+_OF_READS = int(Flags.FRESH | Flags.COUNTED | Flags.ADDS)
 
 
-def is_plain(op: Op, flags: Flags, has_ids: bool, has_mask: bool = False) -> bool:
-    """Return whether an instruction adds the same to every token, without ids and a mask."""
-    return op == Op.ADD and not has_ids and not has_mask and not int(flags) & ~_OF_PLAIN
+def simple_kind(op: Op, flags: Flags, is_partial: bool, has_slot: bool) -> int:
+    """Return the kind of a program of such instructions alone: PLAIN, READS or ANY.
+
+    `is_partial`: it is for some tokens or some components alone.
+    """
+    if is_partial:
+        return ANY
+    if op == Op.ADD:
+        return ANY if int(flags) & ~_OF_PLAIN else PLAIN
+    return READS if op == Op.PROBE and has_slot and not int(flags) & ~_OF_READS else ANY
 
 
-def kind_of(ops: Sequence[Op], plain: bool) -> int:
-    """Return the kind of a program at a site for `KIND`; `plain`: it has some, all `is_plain`."""
+def kind_of(ops: Sequence[Op], simple: Collection[int] = ()) -> int:
+    """Return the kind of a program at a site for `KIND`; `simple`: the instructions' own kinds, see
+    `simple_kind`.
+    """
     if ops.count(Op.RECONSTRUCT) > 1:
         raise ValueError("two RECONSTRUCTs of one token at one site")
     places = [index for index, op in enumerate(ops) if op in (Op.MAP, Op.CODE)]
     if not places:
-        return PLAIN if plain else ANY
+        kinds = set(simple)
+        return kinds.pop() if len(kinds) == 1 else ANY
     if len(places) > 1:
         raise ValueError("two of MAPs and CODEs of one token at one site")
     (place,) = places

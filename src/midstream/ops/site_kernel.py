@@ -32,6 +32,7 @@ _PLACE = tl.constexpr(layout.PLACE)
 _CODE = tl.constexpr(layout.CODE)
 _KIND = tl.constexpr(layout.KIND)
 _PLAIN = tl.constexpr(layout.PLAIN)
+_READS = tl.constexpr(layout.READS)
 
 _OP = tl.constexpr(layout.OP)
 _READ = tl.constexpr(layout.READ)
@@ -178,6 +179,43 @@ def _product(at, instructions, numbers, bank, columns, inside, unit: tl.constexp
     if factor != 0.0:
         added = factor * tl.load(bank + write + columns, mask=inside, other=0.0)
     return added, flags, tl.load(word + _SLOT)
+
+
+@triton.jit
+def _read_scores(
+    start,
+    count,
+    totals,
+    instructions,
+    numbers,
+    bank,
+    slots,  # the row's scores
+    half,
+    rest,
+    columns,
+    inside,
+    unit: tl.constexpr,
+    has_residual: tl.constexpr,
+):
+    """Run PROBEs of the stream on entry, for every token; return how many counted. A score has the
+    bits that `_run` gives it.
+    """
+    base = _entered(half, rest, inside, has_residual)
+    done = tl.full((), 0, tl.int32)
+    for at in range(start, start + count):
+        word = instructions + at * _INSTRUCTIONS
+        read = tl.load(word + _READ).to(tl.int64) * unit
+        flags = tl.load(word + _FLAGS)
+        slot = tl.load(word + _SLOT)
+        a = tl.load(numbers + at * _PARAMS + _A)
+        vector = tl.load(bank + read + columns, mask=inside, other=0.0)
+        x = tl.sum(base * vector, axis=0) + a
+        if (flags & _ADDS) != 0:
+            x += tl.load(slots + slot - 1)
+        tl.store(slots + slot - 1, x)
+        tl.store(totals + _NONFINITE, 1, mask=is_infinite(x))
+        done += ((flags & _COUNTED) != 0).to(tl.int32)
+    return done
 
 
 @triton.jit
@@ -405,7 +443,7 @@ def site_kernel(
         rest = columns
         if has_residual:
             rest = residual + row * residual_stride + columns
-        if count > 0:
+        if (count > 0) & (kind != _READS):
             target = ring + (first + record - 1 + place - 1).to(tl.int64) * unit + columns
             if kind == _PLAIN:
                 value = tl.load(half, mask=inside, other=0.0)
@@ -461,7 +499,15 @@ def site_kernel(
                         inside, limit, has_residual, block,
                     )  # fmt: skip
         else:
-            copied = _entered(half, rest, inside, has_residual).to(ring.dtype.element_ty)
-            target = ring + (first + record - 1 + place - 1).to(tl.int64) * unit + columns
-            tl.store(target, copied, mask=inside)
-            tl.store(totals + _NONFINITE, 1, mask=any_infinite(copied, block) != 0)
+            if count > 0:
+                # The row stays as it is: it is not written.
+                done = _read_scores(
+                    start, count, totals, instructions, numbers, bank, scores + row * slots,
+                    half, rest, columns, inside, unit, has_residual,
+                )  # fmt: skip
+                tl.store(totals + _EDITS, edits + done)
+            if captured:
+                copied = _entered(half, rest, inside, has_residual).to(ring.dtype.element_ty)
+                target = ring + (first + record - 1 + place - 1).to(tl.int64) * unit + columns
+                tl.store(target, copied, mask=inside)
+                tl.store(totals + _NONFINITE, 1, mask=any_infinite(copied, block) != 0)

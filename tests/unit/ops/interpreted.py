@@ -16,7 +16,15 @@ from support.gate_memory import check_steps
 from support.nightly import NIGHTLY, rounds
 from support.sae_cases import assert_decoded, sae_case
 from support.short_rows import check, every_case, short_case
-from support.site_cases import Step, assert_same, case, in_units, random_case, same_bits
+from support.site_cases import (
+    Step,
+    assert_same,
+    case,
+    in_units,
+    random_case,
+    reading_case,
+    same_bits,
+)
 from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
 
 from midstream.ops import layout
@@ -93,6 +101,22 @@ def main() -> None:
         assert_same(made, wanted, exact=False)
         assert_decoded(made, wanted)
         assert int((made.hidden != before).any(1).sum()) > rows // 3
+    # Readings alone have the bits of readings in any program, and leave rows as they are.
+    for nth, dtype in enumerate([*DTYPES, *DTYPES]):
+        known, unknown = reading_case(rows=9, width=20, dtype=dtype, residual=nth != 1, seed=nth)
+        is_finite = nth < len(DTYPES)
+        if not is_finite:
+            known.hidden[:, 3] = unknown.hidden[:, 3] = float("nan")
+        before, wanted = known.copy(), known.copy()
+        site_ref(*wanted.arguments())
+        site_triton(*unknown.arguments())
+        site_triton(*known.arguments())
+        assert same_bits(known.scores, unknown.scores)
+        assert same_bits(known.hidden, before.hidden)
+        assert torch.equal(known.tally, wanted.tally)
+        assert bool(known.tally[:, layout.NONFINITE].any()) == (not is_finite)
+        if is_finite:
+            assert_same(known, wanted, exact=False)
     for nth, name in enumerate([*NOOPS, *NOOPS_OF_MAPS]):
         made = noop_case(name, rows=2, width=20, dtype=DTYPES[nth % 3], residual=nth % 2 == 0)
         before = made.hidden.clone()

@@ -121,14 +121,14 @@ def test_a_code_is_read_at_one_site_and_used_at_another():
 
 def test_what_may_be_at_one_site():
     add, gate, code, made, mapped = Op.ADD, Op.GATE, Op.CODE, Op.RECONSTRUCT, Op.MAP
-    assert kind_of([add], True) == PLAIN
-    assert kind_of([made], False) == ANY
-    assert kind_of([code, made], False) == -1
-    assert kind_of([Op.PROBE, gate, code, made, add], False) == -3
-    assert kind_of([gate, mapped, made], False) == WITH_MAP + 1
+    assert kind_of([add], [PLAIN]) == PLAIN
+    assert kind_of([made]) == ANY
+    assert kind_of([code, made]) == -1
+    assert kind_of([Op.PROBE, gate, code, made, add]) == -3
+    assert kind_of([gate, mapped, made]) == WITH_MAP + 1
     for wrong in ([code, made, code, made], [mapped, code], [add, code, made], [code, made, made]):
         with pytest.raises(ValueError, match=r"two|before the CODE"):
-            kind_of(wrong, False)
+            kind_of(wrong)
 
 
 @given(place=st.integers(0, 2**35))

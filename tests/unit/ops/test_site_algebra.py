@@ -51,14 +51,40 @@ def test_the_kind_of_a_program_says_where_its_map_is():
         ([Op.MAP, Op.ADD], layout.WITH_MAP),
         ([Op.PROBE, Op.GATE, Op.MAP, Op.PROBE], layout.WITH_MAP + 2),
     ):
-        assert layout.kind_of(ops, plain=False) == kind, ops
-    assert layout.kind_of([Op.ADD], plain=True) == layout.PLAIN
+        assert layout.kind_of(ops) == kind, ops
+    for kinds, kind in (
+        ([layout.PLAIN] * 2, layout.PLAIN),
+        ([layout.READS] * 2, layout.READS),
+        ([layout.READS, layout.PLAIN], layout.ANY),
+        ([layout.READS, layout.ANY], layout.ANY),
+    ):
+        assert layout.kind_of([Op.ADD] * 2, kinds) == kind, kinds
     refused(
-        lambda ops: layout.kind_of(ops, plain=False),
+        layout.kind_of,
         ([Op.ADD, Op.MAP], "before the MAP changes h"),
         ([Op.MAP, Op.MAP], "two of MAPs and CODEs"),
         error=ValueError,
     )
+
+
+def test_only_readings_of_the_stream_for_every_token_are_run_as_readings_alone():
+    steps = {
+        layout.READS: [Step(Op.PROBE, slot=0), Step(Op.PROBE, slot=1, flags=Flags.ADDS)],
+        layout.PLAIN: [Step(Op.ADD), Step(Op.ADD, slot=1, flags=Flags.NONE)],
+        layout.ANY: [
+            Step(Op.PROBE),
+            Step(Op.PROBE, slot=0, flags=Flags.UNITS),
+            Step(Op.PROBE, slot=0, ids=(1,)),
+            Step(Op.PROBE, slot=0, bit=3),
+            Step(Op.PROBE, slot=0, mask=2),
+            Step(Op.UNIT, slot=0),
+            Step(Op.GATE, slot=0),
+            Step(Op.ADD, flags=Flags.KEEP),
+            Step(Op.ADD, mask=1),
+        ],
+    }
+    for kind, alike in steps.items():
+        assert [step.kind for step in alike] == [kind] * len(alike)
 
 
 def test_a_gate_is_a_sigmoid_of_a_reading_and_closes_and_opens_fully():

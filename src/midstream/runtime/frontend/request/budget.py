@@ -354,7 +354,7 @@ def _check_maps(piece: PlanSegment, taps: list[Tap], hidden_size: int) -> None:
         steps = [step for edit in piece.edits if edit.tap == tap for step in edit.steps]
         site, layer = taps[tap]
         try:
-            layout.kind_of([step.op for step in steps], plain=False)
+            layout.kind_of([step.op for step in steps])
         except ValueError:
             raise SpecError(
                 "edits",
@@ -381,7 +381,7 @@ def _check_codes(piece: PlanSegment, taps: list[Tap]) -> None:
         site, layer = taps[tap]
         if Op.CODE in of_tap or Op.RECONSTRUCT in of_tap:
             try:
-                layout.kind_of(of_tap, plain=False)
+                layout.kind_of(of_tap)
             except ValueError:
                 raise SpecError(
                     "edits",

@@ -189,9 +189,11 @@ class ProgramTable:
 
 
 def _kind(edits: Sequence[TapProgramStep]) -> int:
-    plain = all(
-        layout.is_plain(step.op, step.flags, edit.by_token, step.mask is not None)
+    simple = [
+        layout.simple_kind(
+            step.op, step.flags, edit.by_token or step.mask is not None, step.slot is not None
+        )
         for edit in edits
         for step in edit.steps
-    )
-    return layout.kind_of([step.op for edit in edits for step in edit.steps], plain)
+    ]
+    return layout.kind_of([step.op for edit in edits for step in edit.steps], simple)
