@@ -13,6 +13,7 @@ from support.quantised_hooks import compare, lora_of, settings_of
 
 # Those that vLLM's CPU build has; by day one of eight bits and one of four.
 DAY = ("int8", "gptq")
+STREAM = ("resid_pre", "resid_mid", "resid_post")
 CPU = [
     pytest.param(name, marks=[] if name in DAY else pytest.mark.nightly)
     for name, method in METHODS.items()
@@ -33,7 +34,9 @@ def test_rows_and_edits_are_those_of_hooks_on_the_same_modules(name: str, tmp_pa
     assert report["captured"] == (0.0, "")
     assert report["rows"] == report["taps"] * 14
     for site, (error, where, moved) in report["edits"].items():
-        # Kernels of CPUs with AMX round a changed row otherwise in its last digit.
-        assert error <= 1e-5, (site, where, error)
+        # The engine keeps an edited stream in two halves, a hook rounds it to bfloat16 once more:
+        # where weights or activations have four or eight bits, a later row shows it. Without the
+        # edit a row of the stream is off by half.
+        assert error <= (0.06 if site in STREAM else 1e-5), (site, where, error)
         assert moved > 0.02, site
     assert all(report["lacking"].values())

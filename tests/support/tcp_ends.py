@@ -11,6 +11,7 @@ from typing import Any
 from midstream.results.activations import Activations
 from midstream.sinks.queue import SinkQueue
 from midstream.sinks.tcp import TcpRows, TcpSink
+from midstream.sinks.tcp.spool import LENGTHS
 from support.sinking import ORIGIN, delivery
 
 COUNT = 240
@@ -41,9 +42,16 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
+def id_of(path: Path) -> str:
+    """The id of a record of a spool."""
+    data = path.read_bytes()
+    (length, _), start = LENGTHS.unpack_from(data), LENGTHS.size
+    return str(json.loads(data[start : start + length])["id"])
+
+
 def send(folder: Path, port: int, transport: str) -> None:
     """Send what no earlier process was told is stored, as a caller that asks again does."""
-    more: dict[str, Any] = {"linger_seconds": 120, "transport": transport}
+    more: dict[str, Any] = {"linger_seconds": 20, "transport": transport}
     sink = TcpSink(str(folder / "spool"), port, spool_bytes=SPOOL, **more)
     sink.open(ORIGIN)
     queue = SinkQueue("tcp", sink, 4096)
@@ -63,17 +71,16 @@ def send(folder: Path, port: int, transport: str) -> None:
 def receive(folder: Path, port: int, _: str) -> None:
     """Keep what no earlier process kept, until all is there; slower than the sender."""
     known = {line["id"] for line in lines(folder / "rows")}
-    reader = TcpRows("127.0.0.1", port)
+    # Doubles may come after the last one: of a sender that was killed before it knew of them.
+    reader = TcpRows("127.0.0.1", port, wait_seconds=5)
     reader.know(known)
     with (folder / "rows").open("a") as file:
-        iterator = iter(reader)
         while len(known) < COUNT:
-            one = next(iterator)
-            file.write(json.dumps({"id": one.id, "rows": text_of(one.activations)}) + "\n")
-            file.flush()
-            known.add(one.id)
-            time.sleep(0.005)
-        reader.acknowledge()
+            for one in reader:
+                file.write(json.dumps({"id": one.id, "rows": text_of(one.activations)}) + "\n")
+                file.flush()
+                known.add(one.id)
+                time.sleep(0.005)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,15 @@ SETTINGS = {
     "max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 48,
     "enable_prefix_caching": False, **GPU_MEMORY,
 }  # fmt: skip
-draw = torch.Generator().manual_seed(7)
+SEED = 7
+draw = torch.Generator().manual_seed(SEED)
 PROMPTS = [torch.randint(3, tiny.VOCAB, (n,), generator=draw).tolist() for n in (5, 70, 23)]
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """What a test draws does not depend on the tests before it."""
+    draw.manual_seed(SEED)
 
 
 def vector(size: int, scale: float = 2.0) -> list[float]:

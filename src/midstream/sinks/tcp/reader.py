@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -9,6 +10,7 @@ import socket
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -18,6 +20,7 @@ from midstream.errors import BusyError, ServerError, SpecError
 from midstream.plan.control.controller import read_seconds
 from midstream.results.activations import Activations
 from midstream.results.serialization import unpack
+from midstream.sinks.daemon_threads import begin
 from midstream.sinks.tcp.nixl import Agent
 from midstream.sinks.tcp.sink import MOST_HELLO, NUMBER, PLACE, VERSION, keep_alive, shut
 from midstream.sinks.tcp.spool import CRC, LENGTHS, MOST_HEADER, MOST_ROWS
@@ -142,21 +145,30 @@ class TcpRows(IterableDataset[Received]):
         try:
             while True:
                 try:
-                    file = self._connected()
-                    while self._socket is not None:
-                        number, header, data = self._record(file)
+                    for number, header, data in self._records(self._connected()):
                         self._open[number] = len(data)
                         if self._is_new(number, header):
                             yield Received(header["id"], unpack(data), header["positions"], header)
                             self._after()
                         last = time.monotonic()
-                except (OSError, EOFError):
+                except (OSError, EOFError, futures.TimeoutError):
                     self._disconnect()
                 if self._wait is not None and time.monotonic() - last >= self._wait:
                     return
                 time.sleep(_PAUSE_SECONDS)
         finally:
             self._disconnect()
+
+    def _records(self, file: BinaryIO) -> Iterator[tuple[int, dict[str, Any], bytes]]:
+        """Yield the records of a connection; a thread receives the next one meanwhile, and ends
+        with the connection.
+        """
+        receive = functools.partial(self._record, file)
+        coming = begin(receive)
+        while self._socket is not None:
+            record = coming.result(self._wait)
+            coming = begin(receive)
+            yield record
 
     def _record(self, file: BinaryIO) -> tuple[int, dict[str, Any], bytes]:
         """Return number, header and rows of the next record; see `_parsed`."""
@@ -213,7 +225,7 @@ class TcpRows(IterableDataset[Received]):
             raise ServerError(403, f"{self._address[0]}:{self._address[1]}: {problem}")
         if transport == "nixl" and self._agent is None:
             self._agent = Agent()
-        end.settimeout(self._wait)
+        end.settimeout(None)
         return file
 
     def _disconnect(self) -> None:
