@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.chromium import sync_api
-from support.studio_page import answer, answered, link, say, with_vector
+from support.studio_page import answer, answered, link, say, steer, steered, with_vector
 from support.studio_server import HOSTILE
 
 expect = sync_api().expect
@@ -161,19 +161,10 @@ def test_an_error_of_the_server_is_shown_as_text_and_the_answer_can_be_asked_aga
     expect(page.get_by_role("alert").get_by_role("button", name="Answer again")).to_be_visible()
 
 
-def steered(page, count=5):
-    """Wait for the answers at every strength. Return their panes."""
-    panes = page.locator("article.pane")
-    expect(panes).to_have_count(count)
-    expect(page.get_by_role("button", name="Save picture")).to_be_enabled()
-    return panes
-
-
 def test_a_prompt_is_answered_at_five_strengths_and_coloured_by_the_vector(page, server):
     with_vector(server)
     page.goto(link(server, "steer", prompt="Hi", v=[["mood", 2, 1.5]]))
-    page.get_by_role("button", name="Answer", exact=True).click()
-    panes = steered(page)
+    panes = steer(page)
     scales = [-1.5, -0.75, 0, 0.75, 1.5]
     titles = ["mood × −1.5", "mood × −0.75", "not steered", "mood × 0.75", "mood × 1.5"]
     assert panes.locator("h2").all_text_contents() == titles
@@ -213,8 +204,7 @@ def test_an_example_steers_with_a_click_on_a_server_without_vectors(page, server
 def test_a_slider_answers_anew_while_it_is_moved(page, server):
     with_vector(server)
     page.goto(link(server, "steer", prompt="Hi", v=[["mood", 2, 1]]))
-    page.get_by_role("button", name="Answer", exact=True).click()
-    steered(page)
+    steer(page)
     slider = page.get_by_role("slider", name="Strength of mood")
     slider.focus()
     for _ in range(10):
@@ -229,8 +219,7 @@ def test_a_slider_answers_anew_while_it_is_moved(page, server):
 def test_answers_are_saved_as_a_picture_and_a_vector_as_a_file_that_registers(page, server):
     with_vector(server)
     page.goto(link(server, "steer", prompt="Hi", v=[["mood", 2, 1]]))
-    page.get_by_role("button", name="Answer", exact=True).click()
-    steered(page)
+    steer(page)
     with page.expect_download() as saved:
         page.get_by_role("button", name="Save picture").click()
     picture = Image.open(saved.value.path())
@@ -273,8 +262,7 @@ def test_sliders_set_layer_and_strength_and_are_in_the_link(page, server):
     exact.press("Enter")
     assert page.get_by_role("slider").nth(1).get_attribute("min") == "-12"
     page.get_by_label("Answers").select_option("two")
-    page.get_by_role("button", name="Answer", exact=True).click()
-    expect(page.locator("article.pane").nth(1)).to_contain_text("gloomy")
+    expect(steer(page, 2).nth(1)).to_contain_text("gloomy")
     [plan] = [body["midstream"] for body in server.bodies if "edits" in body["midstream"]]
     assert plan["edits"] == [
         {"op": "steer", "vector": {"name": "mood"}, "scale": 0.5},

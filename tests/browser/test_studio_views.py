@@ -2,7 +2,7 @@
 
 import pytest
 from support.chromium import sync_api
-from support.studio_page import VIEWS, answer, link, say, with_vector
+from support.studio_page import VIEWS, answer, link, say, steer, with_vector
 from support.studio_server import HOSTILE, MODEL, studio
 
 expect = sync_api().expect
@@ -116,8 +116,7 @@ def test_hostile_text_is_text_everywhere(page, server):
     assert HOSTILE in answer(page).locator(".tokens").text_content()
     page.get_by_text("Code of this view").click()
     page.goto(link(server, "steer", prompt=f"hostile {HOSTILE}", v=[[HOSTILE, 1, 1]]))
-    page.get_by_role("button", name="Answer", exact=True).click()
-    expect(page.locator("article.pane").nth(4)).to_contain_text("<script>")
+    expect(steer(page).nth(4)).to_contain_text("<script>")
     page.goto(link(server, "layers", prompt=HOSTILE[:9]))
     expect(page.locator(".grid td.known").first).to_be_visible()
     for hash in (f"#/{HOSTILE}?x={HOSTILE}", "#/chat?m=[1,{}]&__proto__=1", "#/steer?v=[[1],null]"):

@@ -72,7 +72,8 @@ def test_what_the_page_shows_runs(cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(midstream.lab.jobs.ray, "capture_dataset", capture)
     work = RayCaptureRun.work
     monkeypatch.setattr(RayCaptureRun, "work", lambda self: work(self, FakeEngine))
-    spreading, pipeline = (text for _, _, text in blocks("docs/dataset-capture.md", ["py"]))
+    texts = (text for _, _, text in blocks("docs/dataset-capture.md", ["py"]))
+    spreading, pipeline = (text for text in texts if "midstream.lab.jobs.ray" in text)
     values: dict[str, Any] = {}
     exec(spreading.replace("Capture(20)", "Capture([0, 2])"), values)
     assert values["summary"].counts.stored == 3

@@ -6,6 +6,7 @@ import re
 import nbformat
 import pytest
 from support import notebooks
+from support.notebook_outputs import CHECKS, texts_of
 
 NAMES = [
     "causal_tracing",
@@ -58,6 +59,11 @@ def test_stored_outputs_are_of_the_stored_code(path):
     assert numbers == sorted(set(numbers)), "cells were executed in another order"
     shown = [data for data in outputs(found) if {"text/html", "image/svg+xml"} & set(data)]
     assert len(shown) >= 2
+
+
+@BY_NAME
+def test_stored_outputs_show_what_the_text_says(path):
+    CHECKS[path.stem](texts_of(notebooks.read(path)))
 
 
 @BY_NAME

@@ -48,5 +48,20 @@ def answered(page: Page, server: StudioServer, text: str = "abc", **state: Any) 
     return answer(page)
 
 
+def steered(page: Page, count: int = 5, timeout_ms: float = 5_000) -> Any:
+    """Wait for the answers at every strength; return their panes."""
+    expect = sync_api().expect
+    panes = page.locator("article.pane")
+    expect(panes).to_have_count(count)
+    expect(page.get_by_role("button", name="Save picture")).to_be_enabled(timeout=timeout_ms)
+    return panes
+
+
+def steer(page: Page, count: int = 5, timeout_ms: float = 5_000) -> Any:
+    """Ask for the answers at every strength; return their panes once they are there."""
+    page.get_by_role("button", name="Answer", exact=True).click()
+    return steered(page, count, timeout_ms)
+
+
 def with_vector(server: StudioServer, name: str = "mood", layers: tuple[int, ...] = (1, 2)) -> None:
     server.site.engine.vectors.register(name, dict.fromkeys(layers, V))

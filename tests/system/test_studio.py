@@ -10,6 +10,7 @@ import pytest
 from support import serving
 from support.chromium import chromium
 from support.serving import Running
+from support.studio_page import steer
 
 from midstream import Client
 
@@ -80,14 +81,15 @@ def drive(page: Any, url: str) -> None:
         read.append(float(re.search(r"mood (\S+)", line)[1].replace("−", "-")))
     assert np.allclose(read, scores[:8], rtol=0.01, atol=0.005)
 
-    page.goto(f'{url}/midstream/#/steer?prompt=How was your day?&max=12&v=[["mood",{best},1.5]]')
-    page.get_by_role("button", name="Run both").click()
-    page.get_by_text("edits applied").wait_for()
-    page.get_by_role("button", name="Run both").wait_for()
+    page.goto(
+        f'{url}/midstream/#/steer?prompt=How was your day?&max=12&show=two&v=[["mood",{best},1.5]]'
+    )
+    panes = steer(page, 2, MINUTE)
+    assert panes.locator(".pane-foot").nth(1).text_content().startswith("steered at ")
     day = [{"role": "user", "content": "How was your day?"}]
     steered = client.chat(day, max_tokens=12, steer=found[best].steer(1.5), **asked)
-    panes = page.locator("article.pane .tokens").all_text_contents()
-    assert panes == [client.chat(day, max_tokens=12, **asked).text, steered.text]
+    texts = panes.locator(".tokens").all_text_contents()
+    assert texts == [client.chat(day, max_tokens=12, **asked).text, steered.text]
 
     page.goto(f"{url}/midstream/#/layers?prompt=The capital of France is")
     page.locator(".grid td.known").first.wait_for()

@@ -9,7 +9,7 @@ import torch
 
 from midstream.errors import MissingExtraError, StoreError
 from midstream.store.format.entry import Header
-from midstream.store.selection import Batch, Selection, as_selection
+from midstream.store.selection import Batch, Selection
 
 NAMES = ("request", "tag", "site", "media")  # columns with few distinct values
 _BATCH_BYTES = 16 << 20  # bytes of vectors per record batch
@@ -18,7 +18,6 @@ _BATCH_BYTES = 16 << 20  # bytes of vectors per record batch
 def record_batches(selection: Selection) -> Any:
     """Return a reader of the rows; see `Store.to_arrow`."""
     pa = _pyarrow()
-    selection = as_selection(selection)
     schema, rows = _schema(selection)
     batches = (_record_batch(batch, schema) for batch in selection.batches(rows))
     return pa.RecordBatchReader.from_batches(schema, batches)

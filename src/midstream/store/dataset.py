@@ -17,6 +17,7 @@ from midstream.store.format.entry import check_number
 from midstream.store.loss_mask import LossMasks
 from midstream.store.row_memory import RowMemory
 from midstream.store.selection import Selection, as_selection
+from midstream.store.store import Store
 from midstream.store.tokens import Tokens
 from midstream.validation import kind, show
 
@@ -59,7 +60,7 @@ class RowDataset(EpochDataset):
 
     def __init__(
         self,
-        selection: Selection,
+        selection: Selection | Store,
         batch_size: int,
         *,
         join: Sequence[Tap | str] | None = None,

@@ -21,6 +21,7 @@ from midstream.store.loss_mask import LossMasks
 from midstream.store.row_memory import RowMemory
 from midstream.store.selection import Selection, as_selection
 from midstream.store.sequences import Sequences, pack, padding, place, whole_sequences
+from midstream.store.store import Store
 from midstream.store.tokens import TokenPart, Tokens
 from midstream.validation import kind, listed, show
 
@@ -55,7 +56,7 @@ class SequenceDataset(EpochDataset):
 
     def __init__(
         self,
-        selection: Selection,
+        selection: Selection | Store,
         batch_size: int,
         *,
         length: int,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lab.jobs import packing
 from lab.jobs.fakes import FakeEngine, job, write_lines
 from lab.jobs.packing import END, chat_tokens, check_packed, document, ids_of, stream
+from support.pages import blocks
 from support.tokenizers import byte_level
 
 from midstream import open_store
@@ -170,6 +171,20 @@ def test_roles_select_positions_of_packed_conversations(model, tmp_path):
             places = [p for start, stop in row.prompt.positions for p in range(start, stop)]
             pack = packs[row.line - 1]
             assert places == [p for p, token in enumerate(pack) if token.is_assistant]
+
+
+def test_the_page_leads_rows_back_to_their_documents(model, tmp_path, monkeypatch):
+    write_lines(tmp_path, [{"messages": TALK}])
+    fields = {"model": model, "out": str(tmp_path / "packed"), "capture": PROMPT}
+    capture_dataset(job(tmp_path, **fields, chat=True, pack=256, roles=True), FakeEngine)
+    monkeypatch.chdir(tmp_path)
+    texts = [text for _, _, text in blocks("docs/dataset-capture.md", ["py"])]
+    [shown] = [text for text in texts if "PromptParts" in text]
+    exec(shown, values := {})
+    tokens = chat_tokens(1, TALK)
+    origins = list(zip(values["lines"].tolist(), values["offsets"].tolist(), strict=True))
+    assert origins == [(token.line, token.offset) for token in tokens]
+    assert values["mask"].tolist() == [token.is_assistant for token in tokens]
 
 
 def test_calls_of_tools_and_reasoning_are_of_the_assistant(model, tmp_path):

@@ -33,7 +33,8 @@ def test_a_writer_that_dies_before_any_of_its_system_calls(tmp_path, die_at):
 def test_writers_that_are_killed_at_random_and_started_again(tmp_path, merging):
     killed = Killed(tmp_path / "store")
     chance = random.Random(7)
-    for _ in range(rounds(suite=5, nightly=200)):
+    # Each round reads the whole store, which grows: twice as many take four times as long.
+    for _ in range(rounds(suite=5, nightly=100)):
         assert killed.run(after_s=chance.uniform(0, 0.03), merging=merging)
         killed.check()
     merge(killed.root, killed.root)

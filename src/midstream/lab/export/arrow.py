@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 from midstream.lab.export.target import unfinished
-from midstream.store import Selection
+from midstream.store import Selection, Store
 from midstream.store.arrow import NAMES, record_batches
+from midstream.store.selection import as_selection
 
 
-def export_parquet(selection: Selection, path: str | os.PathLike[str]) -> Path:
+def export_parquet(selection: Selection | Store, path: str | os.PathLike[str]) -> Path:
     """Write the columns of `Store.to_arrow` to a Parquet file, compressed with zstd.
 
     `datasets.Dataset.from_parquet(path)` and other Parquet readers can load it.
@@ -18,7 +19,7 @@ def export_parquet(selection: Selection, path: str | os.PathLike[str]) -> Path:
     Raises:
         StoreError: as `Store.to_arrow`; or the file exists already or cannot be written.
     """
-    reader = record_batches(selection)
+    reader = record_batches(as_selection(selection))
     from pyarrow import parquet
 
     with (
@@ -32,7 +33,7 @@ def export_parquet(selection: Selection, path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def export_arrow(selection: Selection, path: str | os.PathLike[str]) -> Path:
+def export_arrow(selection: Selection | Store, path: str | os.PathLike[str]) -> Path:
     """Write the columns of `Store.to_arrow` as an Arrow stream file.
 
     The file can be memory-mapped: `datasets.Dataset.from_file(path)` reads only accessed rows.
@@ -40,7 +41,7 @@ def export_arrow(selection: Selection, path: str | os.PathLike[str]) -> Path:
     Raises:
         StoreError: as `Store.to_arrow`; or the file exists already or cannot be written.
     """
-    reader = record_batches(selection)
+    reader = record_batches(as_selection(selection))
     from pyarrow import ipc
 
     with unfinished(path) as file, ipc.new_stream(str(file), reader.schema) as writer:

@@ -15,7 +15,7 @@ from midstream.lab.export.npz import export_npz
 from midstream.lab.export.rows import AlignedRows
 from midstream.lab.export.target import unfinished
 from midstream.sites import Tap
-from midstream.store import Selection
+from midstream.store import Selection, Store
 from midstream.store.selection import as_selection
 from midstream.validation import listed, show
 
@@ -58,7 +58,7 @@ class Exported:
 
 
 def export(
-    selection: Selection,
+    selection: Selection | Store,
     path: str | os.PathLike[str],
     to: str,
     *,

@@ -26,7 +26,7 @@ from midstream.sinks.files import MANIFEST
 from midstream.sinks.manifest import FORMAT, VERSION
 from midstream.sinks.npz_arrays import arrays_of, described
 from midstream.sites import Tap
-from midstream.store import Selection
+from midstream.store import Selection, Store
 from midstream.store.format.shard import Shard
 from midstream.store.selection import as_selection
 from midstream.store.stored_activations import media_of
@@ -45,7 +45,7 @@ class _Part:
     rows: NDArray[np.int64]
 
 
-def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Path]:
+def export_npz(selection: Selection | Store, folder: str | os.PathLike[str]) -> list[Path]:
     """Write `folder/tag/request/resid_post.12.npz` and so on, each request with `manifest.json`.
 
     The files have the format of the sink `npz`: `positions`, `token_ids`, and `rows` or the encoded
@@ -56,7 +56,7 @@ def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Pat
     percent-encoded: `a/b` becomes `a%2Fb`.
 
     Args:
-        selection: the rows.
+        selection: the rows, or a store, of which it is all rows.
         folder: target folder; created if missing.
 
     Returns:

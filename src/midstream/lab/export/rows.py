@@ -13,7 +13,7 @@ from torch import Tensor
 
 from midstream.errors import StoreError
 from midstream.sites import Tap
-from midstream.store import Header, RowDataset, Selection
+from midstream.store import Header, RowDataset, Selection, Store
 from midstream.store.dataset import TokenSource, check_exclude
 from midstream.store.format.entry import check_number
 from midstream.store.format.layout import MAX_POSITION
@@ -73,7 +73,7 @@ class AlignedRows:
 
     def __init__(
         self,
-        selection: Selection,
+        selection: Selection | Store,
         join: Sequence[Tap | str] | None = None,
         length: int | None = None,
         exclude: Literal["first"] | None = None,
