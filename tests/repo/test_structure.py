@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_CLASS_LINES = 500, 250
-MOST_LINES = {"core": 83_000, "lab": 27_250}
+MOST_LINES = {"core": 83_150, "lab": 27_250}
 MOST_MODULES = 20
 MOST_EXPORTS = 45
 # English words that end in -ing and are nouns.
@@ -224,7 +224,12 @@ def test_there_are_ops_and_no_module_beside_them_that_belongs_to_none():
     others = {path.stem for path in (PACKAGE / "ops").glob("*.py")}
     known = {f"{op}{kind}" for op in ops() for kind in ("", "_ref", "_triton", "_kernel")}
     shared = {"__init__", "layout", "reference_state", "row_views"}
-    assert others - known == shared | {"map_kernel", "row_pairs", "row_pairs_kernel"}
+    assert others - known == shared | {
+        "map_kernel",
+        "readings_kernel",
+        "row_pairs",
+        "row_pairs_kernel",
+    }
 
 
 @pytest.mark.parametrize("op", ops())

@@ -8,6 +8,7 @@ import triton.language as tl
 from midstream.ops import layout
 from midstream.ops.activations.kernel import activated, sigmoid
 from midstream.ops.layout import Flags, Op
+from midstream.ops.readings_kernel import entered_row, is_infinite, read_scores
 from midstream.ops.row_pairs_kernel import any_infinite, is_entered, nothing, summed_row, write_row
 
 _TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)
@@ -80,18 +81,9 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
-def _entered(half, rest, inside, has_residual: tl.constexpr):
-    """Return the stream on entry. It is loaded at every use, as registers are few."""
-    stream = tl.load(half, mask=inside, other=0.0).to(tl.float32)
-    if has_residual:
-        stream += tl.load(rest, mask=inside, other=0.0).to(tl.float32)
-    return stream
-
-
-@triton.jit
 def _now(delta, whole, half, rest, inside, has_residual: tl.constexpr):
     """Return the stream: `delta` is added to it, or is the whole of it."""
-    return tl.where(whole != 0, delta, _entered(half, rest, inside, has_residual) + delta)
+    return tl.where(whole != 0, delta, entered_row(half, rest, inside, has_residual) + delta)
 
 
 @triton.jit
@@ -154,11 +146,6 @@ def _factor(op, x, param):
 
 
 @triton.jit
-def is_infinite(x):
-    return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
-
-
-@triton.jit
 def _store_dose(slot, change, before, totals):
     """Store how long an edit's change of h is, relative to h before it, in column `slot` − 1."""
     moved, length = tl.reduce((change * change, before * before), 0, _add_pairs)
@@ -179,43 +166,6 @@ def _product(at, instructions, numbers, bank, columns, inside, unit: tl.constexp
     if factor != 0.0:
         added = factor * tl.load(bank + write + columns, mask=inside, other=0.0)
     return added, flags, tl.load(word + _SLOT)
-
-
-@triton.jit
-def _read_scores(
-    start,
-    count,
-    totals,
-    instructions,
-    numbers,
-    bank,
-    slots,  # the row's scores
-    half,
-    rest,
-    columns,
-    inside,
-    unit: tl.constexpr,
-    has_residual: tl.constexpr,
-):
-    """Run PROBEs of the stream on entry, for every token; return how many counted. A score has the
-    bits that `_run` gives it.
-    """
-    base = _entered(half, rest, inside, has_residual)
-    done = tl.full((), 0, tl.int32)
-    for at in range(start, start + count):
-        word = instructions + at * _INSTRUCTIONS
-        read = tl.load(word + _READ).to(tl.int64) * unit
-        flags = tl.load(word + _FLAGS)
-        slot = tl.load(word + _SLOT)
-        a = tl.load(numbers + at * _PARAMS + _A)
-        vector = tl.load(bank + read + columns, mask=inside, other=0.0)
-        x = tl.sum(base * vector, axis=0) + a
-        if (flags & _ADDS) != 0:
-            x += tl.load(slots + slot - 1)
-        tl.store(slots + slot - 1, x)
-        tl.store(totals + _NONFINITE, 1, mask=is_infinite(x))
-        done += ((flags & _COUNTED) != 0).to(tl.int32)
-    return done
 
 
 @triton.jit
@@ -247,7 +197,7 @@ def _run(
     whole = tl.full((), 0, tl.int32)
     stale = tl.full((), 0, tl.int32)  # whether the stream has changed since h was read
     delta = tl.zeros([columns.shape[0]], dtype=tl.float32)
-    base = _entered(half, rest, inside, has_residual)
+    base = entered_row(half, rest, inside, has_residual)
     gate = tl.full((), 1.0, tl.float32)
     units = tl.full((), 0.0, tl.float32)
     done = tl.full((), 0, tl.int32)
@@ -456,7 +406,7 @@ def site_kernel(
                 done = ((flags & _COUNTED) != 0).to(tl.int32)
                 change = delta  # of the edit that began last
                 if slot > 0:
-                    entered = _entered(half, rest, inside, has_residual)
+                    entered = entered_row(half, rest, inside, has_residual)
                     _store_dose(slot, change, entered, totals)
                 for at in range(start + 1, start + count):
                     added, flags, slot = _product(
@@ -466,7 +416,7 @@ def site_kernel(
                     delta = delta + added
                     done += ((flags & _COUNTED) != 0).to(tl.int32)
                     if slot > 0:
-                        before = _entered(half, rest, inside, has_residual) + (delta - change)
+                        before = entered_row(half, rest, inside, has_residual) + (delta - change)
                         _store_dose(slot, change, before, totals)
                 tl.store(totals + _EDITS, edits + done)
                 made, lost, same = summed_row(delta, value, other, has_residual)
@@ -501,13 +451,13 @@ def site_kernel(
         else:
             if count > 0:
                 # The row stays as it is: it is not written.
-                done = _read_scores(
+                done = read_scores(
                     start, count, totals, instructions, numbers, bank, scores + row * slots,
                     half, rest, columns, inside, unit, has_residual,
                 )  # fmt: skip
                 tl.store(totals + _EDITS, edits + done)
             if captured:
-                copied = _entered(half, rest, inside, has_residual).to(ring.dtype.element_ty)
+                copied = entered_row(half, rest, inside, has_residual).to(ring.dtype.element_ty)
                 target = ring + (first + record - 1 + place - 1).to(tl.int64) * unit + columns
                 tl.store(target, copied, mask=inside)
                 tl.store(totals + _NONFINITE, 1, mask=any_infinite(copied, block) != 0)

@@ -7,7 +7,8 @@ import triton.language as tl
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
-from midstream.ops.site_kernel import is_infinite, is_listed
+from midstream.ops.readings_kernel import is_infinite
+from midstream.ops.site_kernel import is_listed
 
 _TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)
 _TABLE = tl.constexpr(layout.TABLE_COLUMNS)
