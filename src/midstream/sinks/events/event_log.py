@@ -111,9 +111,8 @@ class EventLog:
         """End the queue of a webhook that no guard has used for long, and keep its counts."""
         queue.close()
         with self._lock:
-            if queue in self._left:
-                self._left.remove(queue)
-                self._ended.update(asdict(queue.counts))
+            self._left.remove(queue)
+            self._ended.update(asdict(queue.counts))
 
     @property
     def undelivered(self) -> int:

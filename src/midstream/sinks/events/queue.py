@@ -64,6 +64,7 @@ class EventQueue:
         self._counts: Counter[str] = Counter()
         self._close_at = float("inf")  # monotonic time from which nothing more is tried
         self._is_closing = False
+        self._close_lock = threading.Lock()  # a second call ends after the first
         self._is_abandoned = False  # the thread did not end in time: what it does counts no more
         self._logged_at = -_LOG_SECONDS
         self._changed = threading.Condition()
@@ -103,9 +104,12 @@ class EventQueue:
         """
         if os.getpid() != self._process:
             return
+        with self._close_lock:
+            if not self._is_closing:
+                self._close()
+
+    def _close(self) -> None:
         with self._changed:
-            if self._is_closing:
-                return
             self._is_closing = True
             self._close_at = time.monotonic() + self.settings.close_seconds
             thread = self._thread

@@ -134,3 +134,16 @@ def test_a_guards_own_webhook_gets_its_events_alone_and_one_that_is_unused_ends(
     assert {event["id"] for event in bodies[0]} == {ids[0], ids[2]}
     assert {event["id"] for event in bodies[1]} == {ids[1]}
     assert log.counts["guards"].delivered == 3
+
+
+def test_closing_waits_for_a_guards_webhook_that_ends_already_and_is_tried_again(monkeypatch):
+    monkeypatch.setattr(event_log, "_MOST_OWN", 1)
+    with Receiver([503, (503, {"retry-after": "1"}), 200]) as first, Receiver() as second:
+        log = EventLog({})
+        for receiver in (first, second):  # the second one ends the queue of the first
+            log.put({"guard": "g"}, ("g", receiver.url, 30.0))
+        log.close()
+        posts = len(first.posts)
+    assert posts == 3
+    assert [sum(each.received.values()) for each in (first, second)] == [1, 1]
+    assert log.counts["guards"].delivered == 2
