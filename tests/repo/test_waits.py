@@ -43,6 +43,7 @@ UNLIMITED = {
     "sinks/daemon_threads.py: _make_calls": "a thread that waits for work",
     "sinks/daemon_threads.py: in_threads": "a sink's write or flush",
     "sinks/queue.py: SinkQueue.put": "a sink's write or flush",
+    "sinks/tcp/spool.py: Spool.write": "a sink's write or flush",
     "store/epoch_dataset.py: EpochDataset._read_ahead": "a batch that a dataset reads ahead",
     "store/format/checksums.py: Summing.finish": "",
     "store/format/checksums.py: Summing._start": "",

@@ -39,9 +39,9 @@ class OrderedCalls:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def put(self, call: Callable[[], object]) -> Future[object]:
+    def put(self, call: Callable[[], R]) -> Future[R]:
         """Return the result of a call that is made after all earlier ones."""
-        result: Future[object] = Future()
+        result: Future[R] = Future()
         with self._lock:
             if self._thread is None:
                 run = partial(_make_calls, self._calls)

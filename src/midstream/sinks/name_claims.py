@@ -45,7 +45,7 @@ class NameClaims:
         self._users: dict[str, int] = {}
         self._lock = threading.Lock()
         self._calls = OrderedCalls()
-        self._hanging: Future[object] | None = None
+        self._hanging: Future[bool] | None = None
 
     def take(self, name: str) -> bool:
         """Take a name; return False if another request has it. BusyError: no answer in time."""
@@ -60,7 +60,7 @@ class NameClaims:
             if not wait((locked,), TAKE_SECONDS).done:
                 self._hanging = locked
                 self._check_answers()
-            is_taken = bool(locked.result(0))
+            is_taken = locked.result(0)
         finally:
             if not is_taken:
                 with self._lock:

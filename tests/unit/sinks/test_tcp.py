@@ -21,6 +21,7 @@ from midstream.sinks.queue import SinkQueue
 from midstream.sinks.registry import make_sink
 from midstream.sinks.sink_set import SinkSet
 from midstream.sinks.tcp import TcpRows, TcpSink
+from midstream.sinks.tcp import reader as tcp_reader
 from midstream.sinks.tcp import sink as tcp_sink
 from midstream.sinks.tcp import spool as tcp_spool
 
@@ -115,6 +116,39 @@ def test_a_record_is_kept_until_it_is_acknowledged_and_then_deleted(sent: TcpSin
     assert all_ids(sent, rows) == ["/c/0"]
     assert rows.doubles == 1
     wait_until(lambda: not files(sent))
+
+
+def test_a_trainer_that_takes_longer_than_the_wait_for_rows_keeps_its_connection(
+    sent: TcpSink,
+) -> None:
+    send(sent, "a")
+    iterator = iter(reader(sent, wait_seconds=1))
+    assert next(iterator).id == "/a/0"
+    connected = set(sent._readers)
+    time.sleep(1.5)
+    send(sent, "b")
+    assert next(iterator).id == "/b/0"
+    assert sent._readers == connected
+
+
+def test_the_next_record_is_received_while_the_trainer_has_one(
+    sent: TcpSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = threading.Event()
+    parsed = tcp_reader._parsed
+
+    def noted(number: int, file: Any) -> Any:
+        found = parsed(number, file)
+        if found[0]["name"] == "b":
+            received.set()
+        return found
+
+    monkeypatch.setattr(tcp_reader, "_parsed", noted)
+    send(sent, "a", "b")
+    iterator = iter(reader(sent))
+    assert next(iterator).id == "/a/0"
+    assert received.wait(10)
+    assert len(files(sent)) == 2  # nothing is acknowledged yet
 
 
 def test_a_new_reader_gets_what_its_predecessor_had_and_drops_what_a_state_knows(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import itertools
 import json
 import logging
 import os
@@ -12,13 +11,13 @@ import struct
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
 from midstream.errors import StoreError
 from midstream.sinks.daemon_threads import OrderedCalls
+from midstream.store.backends.local import write_pieces
 
 # Of a record: lengths of its header and of its rows in bytes, then both, then their CRC-32.
 LENGTHS = struct.Struct(">IQ")
@@ -26,7 +25,6 @@ CRC = struct.Struct(">I")
 MOST_HEADER = 64 << 20
 MOST_ROWS = 1 << 40
 _SUFFIX, _PART = ".rows", ".part"
-_MOST_PARTS = 512  # of one call; systems take 1,024
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -97,13 +95,14 @@ class Spool:
                 )
             number = self._last = max(self._last + 1, time.time_ns())
             self._add(number, size)
-        content = text, *parts
+        content = [memoryview(part).cast("B") for part in (text, *parts) if len(part)]
         try:
             # Another thread sums what this one writes: both take as long, and neither needs Python.
             crc = self._checksums.put(functools.partial(_crc_of, content))
             with open(self._path(number, _PART), "wb", buffering=0) as file:
-                write_parts(file.fileno(), (LENGTHS.pack(len(text), length), *content))
-                write_parts(file.fileno(), (crc.result(),))
+                lengths = memoryview(LENGTHS.pack(len(text), length))
+                write_pieces(file.fileno(), [lengths, *content])
+                file.write(crc.result())
         except BaseException:
             self._discard(number)
             raise
@@ -237,17 +236,6 @@ def _crc_of(parts: Iterable[Any]) -> bytes:
     for part in parts:
         crc = zlib.crc32(part, crc)
     return CRC.pack(crc)
-
-
-def write_parts(file: int, parts: Iterable[Any]) -> None:
-    """Write parts, one after the other, in as few calls as the system takes."""
-    left = deque(memoryview(part).cast("B") for part in parts if memoryview(part).nbytes)
-    while left:
-        written = os.writev(file, list(itertools.islice(left, _MOST_PARTS)))
-        while left and written >= left[0].nbytes:
-            written -= left.popleft().nbytes
-        if written:
-            left[0] = left[0][written:]
 
 
 def number_of(file: BinaryIO) -> int:

@@ -100,7 +100,7 @@ class LocalFolder:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
                 file = os.open(temporary, flags, 0o666)
                 try:
-                    _write(file, pieces)
+                    write_pieces(file, pieces)
                     os.fsync(file)
                 finally:
                     os.close(file)
@@ -232,7 +232,7 @@ class _Mapped:
         return target
 
 
-def _write(file: int, pieces: Iterable[memoryview]) -> None:
+def write_pieces(file: int, pieces: Iterable[memoryview]) -> None:
     """Write all pieces in order without concatenating them."""
     waiting: list[memoryview] = []
     start = stop = 0
