@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--profiles", type=Path, help="folder for two files of each variant")
     args = parser.parse_args()
     if args.trainer:
-        args.variants += [THREE, TRAINER]
+        args.variants = [*args.variants, THREE, TRAINER]
     about = {"length": args.length, "in_flight": args.in_flight}
     run = engines.Run("stream", args, **about, shapes={})
     for shape in args.shapes:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from support.pages import blocks
 
-pytestmark = pytest.mark.engine  # starts processes of its own
-# It reads all of PyTorch and vLLM each time, for half a minute. mypy keeps what it read.
-slow = pytest.mark.nightly
+# Starts processes of its own, which take long to read PyTorch and vLLM.
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -162,18 +161,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int,
     return pyright(folder, ROOT / "examples")
 
 
-@slow
 def test_right_arguments_and_outputs_have_the_types_that_are_declared(found):
     assert found.get("right.py", []) == []
 
 
-@slow
 def test_each_wrong_argument_is_an_error_of_its_line(found):
     # A call that fits no overload is an error, and the argument at fault another one.
     assert sorted({line for line, _ in found["wrong.py"]}) == lines_with_an_error(WRONG)
 
 
-@slow
 def test_the_examples_and_the_pages_have_no_error(found):
     rest = {
         name: [each for each in errors if not any(word in each[1] for word in (*_VLLMS, *_LAYERED))]

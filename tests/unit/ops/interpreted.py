@@ -102,9 +102,9 @@ def main() -> None:
         assert_decoded(made, wanted)
         assert int((made.hidden != before).any(1).sum()) > rows // 3
     # Readings alone have the bits of readings in any program, and leave rows as they are.
-    for nth, dtype in enumerate([*DTYPES, *DTYPES]):
-        known, unknown = reading_case(rows=9, width=20, dtype=dtype, residual=nth != 1, seed=nth)
-        is_finite = nth < len(DTYPES)
+    for nth, dtype in enumerate(DTYPES):
+        known, unknown = reading_case(rows=5, width=20, dtype=dtype, residual=nth != 1, seed=nth)
+        is_finite = nth > 0
         if not is_finite:
             known.hidden[:, 3] = unknown.hidden[:, 3] = float("nan")
         before, wanted = known.copy(), known.copy()
