@@ -34,6 +34,7 @@ TEXT = "text"
 _KEPT = 100  # older files of dead letters, of 64 MiB
 _OWN = "guards"  # the name of the webhooks of guards
 _MOST_OWN, _OWN_BYTES = 32, 1 << 20  # of them, and bytes of events that wait for each
+_MOST_LEFT = 32  # of them that end
 
 
 class EventLog:
@@ -59,6 +60,7 @@ class EventLog:
         self._own: OrderedDict[tuple[str, str, float], EventQueue] = OrderedDict()
         self._left: list[EventQueue] = []
         self._ended: Counter[str] = Counter()
+        self._is_closed = False
         try:
             for name, sink_settings in settings.items():
                 self._queues.append(_opened(name, sink_settings))
@@ -74,7 +76,9 @@ class EventLog:
             own: a webhook for this event besides: the name of its guard, its URL, and the seconds
                 of an attempt. It gets the text.
         """
-        queues = self._queues if own is None else [*self._queues, self._own_queue(*own)]
+        queues = self._queues
+        if own is not None and (queue := self._own_queue(*own)) is not None:
+            queues = [*queues, queue]
         if not queues:
             return
         name = f"{self._run}-{next(self._numbers)}"
@@ -90,11 +94,17 @@ class EventLog:
         for queue in queues:
             queue.put(SinkEvent(name, full if queue.settings.text else short, now))
 
-    def _own_queue(self, guard: str, url: str, seconds: float) -> EventQueue:
-        """Return the queue of a guard's webhook, which is made with its first event."""
+    def _own_queue(self, guard: str, url: str, seconds: float) -> EventQueue | None:
+        """Return the queue of a guard's webhook, which is made with its first event; None, and the
+        event is counted as dropped, once the log is closed or while too many queues end.
+        """
         key = guard, url, seconds
         with self._lock:
             if (queue := self._own.get(key)) is None:
+                is_full = len(self._own) >= _MOST_OWN and len(self._left) >= _MOST_LEFT
+                if self._is_closed or is_full:
+                    self._ended["dropped"] += 1
+                    return None
                 settings = WebhookSettings(
                     url=url, call_seconds=seconds, close_seconds=seconds, text=True,
                     linger_seconds=0.0, queue_bytes=_OWN_BYTES,
@@ -127,7 +137,7 @@ class EventLog:
         with self._lock:
             own = [*self._own.values(), *self._left]
             total = Counter(self._ended)
-        if own:
+        if own or total:
             for queue in own:
                 total.update(asdict(queue.counts))
             counts[_OWN] = EventCounts(**{key.name: total[key.name] for key in fields(EventCounts)})
@@ -136,6 +146,7 @@ class EventLog:
     def close(self) -> None:
         """Send what waits, and close the sinks, each within its `close_seconds`; all at once."""
         with self._lock:
+            self._is_closed = True
             queues = [*self._queues, *self._own.values(), *self._left]
         in_threads(EventQueue.close, queues, len(queues))
 

@@ -147,3 +147,23 @@ def test_closing_waits_for_a_guards_webhook_that_ends_already_and_is_tried_again
     assert posts == 3
     assert [sum(each.received.values()) for each in (first, second)] == [1, 1]
     assert log.counts["guards"].delivered == 2
+
+
+def test_a_guards_event_after_the_end_is_counted_and_starts_nothing():
+    log = EventLog({})
+    log.close()
+    log.put({"guard": "g"}, ("g", "http://127.0.0.1:9/", 1.0))
+    assert (log.counts["guards"].dropped, log.undelivered) == (1, 1)
+    assert not log._own
+
+
+def test_events_of_more_guards_than_end_in_time_are_counted(monkeypatch):
+    monkeypatch.setattr(event_log, "_MOST_OWN", 1)
+    monkeypatch.setattr(event_log, "_MOST_LEFT", 1)
+    with Receiver([(503, {"retry-after": "2"}), 200]) as slow, Receiver() as second:
+        log = EventLog({})
+        for name, receiver in (("a", slow), ("b", second), ("c", second), ("b", second)):
+            log.put({"guard": name}, (name, receiver.url, 30.0))
+        assert log.counts["guards"].dropped == 1  # of `c`, as the queue of `a` has not ended
+        log.close()
+    assert [sum(each.received.values()) for each in (slow, second)] == [1, 2]
