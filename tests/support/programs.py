@@ -35,8 +35,9 @@ def _simple(one: tuple[TapProgramStep, Instruction]) -> int:
         return layout.ANY
     if step.op == Op.ADD and step.flags | usual == usual:
         return layout.PLAIN
-    is_read = step.op == Op.PROBE and step.slot is not None
-    return layout.READS if is_read and not step.flags & Flags.UNITS else layout.ANY
+    reads = usual | Flags.ADDS
+    is_read = step.op == Op.PROBE and step.slot is not None and step.flags | reads == reads
+    return layout.READS if is_read else layout.ANY
 
 
 def _assert_instruction(
