@@ -15,6 +15,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import sys
 import threading
@@ -378,6 +379,12 @@ def settings(shape: str, args: argparse.Namespace, **more: Any) -> dict[str, Any
         "seed": 0,
         **more,
     }
+
+
+def free_port() -> int:
+    """Return a port of this host that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def plain(model: Path, settings: dict[str, Any]) -> Any:

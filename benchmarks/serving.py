@@ -27,7 +27,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -146,9 +145,7 @@ class Server:
             environment: variables besides those of this process.
             cpus: its processors; None: those of this process.
         """
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        port = engines.free_port()
         words = {
             "plain": ["vllm.entrypoints.openai.api_server", "--model", str(model)],
             "midstream": ["midstream", "serve", str(model), "--sites=resid_post"],

@@ -25,7 +25,6 @@ import asyncio
 import functools
 import gc
 import itertools
-import socket
 import statistics
 import sys
 import tempfile
@@ -79,7 +78,7 @@ def main() -> int:
             parser.error(f"--prompts: expected at least 3 × --in-flight, got {prompts}")
         call = Stream, shapes.write(shape, engines.CACHE), engines.settings(shape, args)
         captures = {name: capture_of(name, shape) for name in args.variants}
-        port = free_port() if args.trainer else 0
+        port = engines.free_port() if args.trainer else 0
         makers: dict[str, tuple[Any, ...]] = {
             engine: (*call, engine == "midstream", port) for engine, _ in VARIANTS.values()
         }
@@ -117,12 +116,6 @@ def turn(started: Any, name: str, *given: Any) -> tuple[float, int]:
     return rate, started["trainer"].call(Trainer.taken, prompts) if name == TRAINER else nbytes
 
 
-def free_port() -> int:
-    """Return a port of this host that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 class Trainer:
     """A trainer's process: a thread takes what the sink sends onto a device."""
 
@@ -148,9 +141,6 @@ class Trainer:
                 raise TimeoutError(f"{len(self._nbytes)} of {count} prompts came")
             nbytes, self._nbytes = sum(self._nbytes.values()), {}
         return nbytes // count
-
-    def shutdown(self) -> None:
-        """The thread ends with the process."""
 
 
 class Stream:

@@ -131,9 +131,6 @@ def sae_case(
         steps, rows=rows, width=width, dtype=dtype, residual=residual, seed=seed, captures=False
     )
     found.bank = torch.cat((found.bank, *bank))
-    for program, made in enumerate(steps, layout.FIRST_FREE_PROGRAM):
-        kind = layout.kind_of([one.op for one in made], [one.kind for one in made])
-        found.table[program, layout.KIND] = kind
     found.tokens[rows // 2, layout.PROGRAM] = layout.IDLE_PROGRAM
     nan = torch.nan
     found.sae = SaeBuffers(

@@ -189,10 +189,8 @@ def _tables(programs: list[list[Step]]) -> tuple[Tensor, Tensor, Tensor, Tensor]
     for program, steps in enumerate(programs, layout.FIRST_FREE_PROGRAM):
         table[program, layout.EDIT_START] = len(words)
         table[program, layout.EDIT_COUNT] = len(steps)
-        maps = [nth for nth, step in enumerate(steps) if step.op is Op.MAP]
-        kinds = {step.kind for step in steps}
-        simple = kinds.pop() if len(kinds) == 1 else layout.ANY
-        table[program, layout.KIND] = layout.WITH_MAP + maps[0] if maps else simple
+        kind = layout.kind_of([step.op for step in steps], [step.kind for step in steps])
+        table[program, layout.KIND] = kind
         for step in steps:
             slot = 0 if step.slot is None else step.slot + 1
             ids = [len(lists), len(step.ids)] if step.bit is None else [step.bit, layout.BY_BIT]

@@ -77,13 +77,14 @@ class Spool:
             TimeoutError: no reader made room.
             ValueError: the header is longer than readers take.
         """
-        text, parts = json.dumps(header).encode(), list(rows)
+        text = json.dumps(header).encode()
         if len(text) > MOST_HEADER:
             raise ValueError(
                 f"positions and the rest of the header have {len(text):,} bytes, and readers take "
                 f"{MOST_HEADER:,}; capture ranges of positions, or fewer sites and layers at once"
             )
-        length = sum(memoryview(part).nbytes for part in parts)
+        content = [memoryview(part).cast("B") for part in (text, *rows) if len(part)]
+        length = sum(map(len, content)) - len(text)
         size = LENGTHS.size + len(text) + length + CRC.size
         if self._is_full(size):
             self.publish()  # a reader makes room by those
@@ -95,7 +96,6 @@ class Spool:
                 )
             number = self._last = max(self._last + 1, time.time_ns())
             self._add(number, size)
-        content = [memoryview(part).cast("B") for part in (text, *parts) if len(part)]
         try:
             # Another thread sums what this one writes: both take as long, and neither needs Python.
             crc = self._checksums.put(functools.partial(_crc_of, content))
