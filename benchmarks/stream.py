@@ -9,8 +9,9 @@ prompt are made, one number of each is read, and they are released. Variants: pl
 engines; the last prompt token of every layer; every token of every layer. They take turns, each
 engine in a process of its own with a core process of its own; figures are medians over rounds.
 
-With --trainer, also three layers of every token, by the sink `tcp` into the memory of a device of
-another process, a trainer's. At most 512 MiB wait for it, so that the engine is not faster than it.
+With --trainer, the sink `tcp` also sends three layers of every token to another process, a
+trainer's, which copies them to a device. At most 512 MiB wait for it, so that the rate is that of
+both.
 
 With --profiles, one more turn of each variant is sampled: the stacks of the event loop's thread and
 of the thread that runs the model, each in a file for flame graph tools; see stack_samples.py.

@@ -64,7 +64,7 @@ def test_readings_alone_have_the_bits_of_readings_in_any_program(dtype, rows, wi
     assert same_bits(known.scores, unknown.scores)
     assert same_bits(known.hidden.cpu(), before.hidden)
     assert torch.equal(known.tally.cpu(), wanted.tally)
-    # Of 12,000 sums in another order, the largest difference is more than a few random cases have.
+    # 12,000 sums in another order differ by more than those of a few random cases.
     torch.testing.assert_close(known.scores.cpu(), wanted.scores, rtol=1e-4, atol=1e-2)
 
 

@@ -299,7 +299,7 @@ def random_map(draw: Any, width: int, maps: int) -> list[Step]:
 
 
 def reading_case(**options: Any) -> tuple[Case, Case]:
-    """Programs of readings alone; and the same programs, of which no kernel knows that."""
+    """Programs of readings alone, and the same programs marked as programs of any kind."""
     flags = Flags.FRESH | Flags.COUNTED
     steps = [
         [Step(Op.PROBE, read=row, a=0.25 * row, slot=row - 1, flags=flags) for row in (1, 2, 3)],

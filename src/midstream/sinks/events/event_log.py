@@ -34,7 +34,7 @@ TEXT = "text"
 _KEPT = 100  # older files of dead letters, of 64 MiB
 _OWN = "guards"  # the name of the webhooks of guards
 _MOST_OWN, _OWN_BYTES = 32, 1 << 20  # of them, and bytes of events that wait for each
-_MOST_LEFT = 32  # of them that end
+_MOST_LEFT = 32  # of these queues that are ending
 
 
 class EventLog:

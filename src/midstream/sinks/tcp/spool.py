@@ -97,7 +97,7 @@ class Spool:
             number = self._last = max(self._last + 1, time.time_ns())
             self._add(number, size)
         try:
-            # Another thread sums what this one writes: both take as long, and neither needs Python.
+            # Another thread computes the checksum meanwhile: it takes as long as the writing.
             crc = self._checksums.put(functools.partial(_crc_of, content))
             with open(self._path(number, _PART), "wb", buffering=0) as file:
                 lengths = memoryview(LENGTHS.pack(len(text), length))
