@@ -13,7 +13,8 @@ package of another commit, measured in everything that the first is.
 
 With --profiles, one more turn of each variant and workload is sampled: the stacks of the thread
 that runs the model, in a file for flame graph tools, and how long a step runs on the device and the
-device waits for the host; see stack_samples.py.
+device waits for the host; see stack_samples.py. A second turn writes the times of the device's
+kernels, by name, to a file beside it.
 
 decode: seconds of one step of a batch that only generates: the mean over 96 consecutive steps after
 all prompts are processed.
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import engines
 import shapes
-from stack_samples import StackSamples, StreamTimes
+from stack_samples import DeviceKernels, StackSamples, StreamTimes
 
 # Numbers of untimed steps (including prefill), of timed steps, and of steps after them.
 SKIPPED, STEPS, LAST = 16, 96, 4
@@ -229,11 +230,15 @@ def decode_step(llm: Any, ask: Ask, of: Of) -> float:
 
 def sampled(llm: Any, file: Path, function: Callable[..., float], *given: Any) -> None:
     """Run a workload, and write to a file the stacks of the thread that runs the model meanwhile,
-    and how long a step took on the device.
+    and how long a step took on the device; run it again, and write the device's kernels.
     """
-    llm.llm_engine.collective_rpc(begin_samples)
-    function(llm, *given)
-    llm.llm_engine.collective_rpc(end_samples, args=(str(file),))
+    for begin, end, path in (
+        (begin_samples, end_samples, file),
+        (begin_kernels, end_kernels, file.with_suffix(".kernels.txt")),
+    ):
+        llm.llm_engine.collective_rpc(begin)
+        function(llm, *given)
+        llm.llm_engine.collective_rpc(end, args=(str(path),))
 
 
 def begin_samples(worker: Any) -> None:
@@ -257,6 +262,17 @@ def end_samples(worker: Any, file: str) -> None:
         torch.cuda.synchronize()
     block.__exit__(None, None, None)
     samples.stop(Path(file), times.show())
+
+
+def begin_kernels(worker: Any) -> None:
+    """Begin to record the device's kernels."""
+    worker.midstream_kernels = DeviceKernels()
+    worker.midstream_kernels.start()
+
+
+def end_kernels(worker: Any, file: str) -> None:
+    """Stop, and write their times."""
+    worker.midstream_kernels.stop(Path(file))
 
 
 @contextmanager

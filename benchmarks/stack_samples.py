@@ -1,5 +1,5 @@
 """Where the time of a step goes: samples of the stack of a process's main thread, at equal
-intervals of time, and how long the device's stream runs in each step.
+intervals of time, how long the device's stream runs in each step, and which kernels run on it.
 
 A signal takes each sample, between two steps of Python's interpreter. So a long call of C code is
 counted at the line that makes it, with the time that it waits. `cProfile` adds time to each call,
@@ -99,6 +99,38 @@ class StreamTimes:
             return ""
         run, wait = runs[len(pairs) // 2], waits[len(pairs) // 2]
         return f"; a step: {run:.3f} ms on the device, which then waits {wait:.3f} ms"
+
+
+class DeviceKernels:
+    """Recorder of a CUDA device's kernels and copies, those of CUDA graphs too. Nothing without a
+    device.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        recorded = torch.cuda.is_available()
+        self._profile = torch.profiler.profile(activities=activities) if recorded else None
+
+    def start(self) -> None:
+        """Begin to record."""
+        if self._profile is not None:
+            self._profile.start()
+
+    def stop(self, file: Path) -> None:
+        """Stop, and write a line "MICROSECONDS COUNT NAME" for each kernel, the longest first."""
+        lines = []
+        if self._profile is not None:
+            self._profile.stop()
+            totals: collections.Counter[str] = collections.Counter()
+            counts: collections.Counter[str] = collections.Counter()
+            for event in self._profile.events():
+                totals[event.name] += event.time_range.elapsed_us()
+                counts[event.name] += 1
+            lines = [f"{time:.0f} {counts[name]} {name}" for name, time in totals.most_common()]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(lines) + "\n")
 
 
 def _recorded(torch: Any) -> Any:
