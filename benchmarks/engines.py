@@ -28,6 +28,7 @@ from typing import Any
 
 import machine
 import table
+from shapes import QUANTISED
 
 # By engine, so that none writes into the compile cache of another. The folder does not change from
 # run to run: vLLM's keys of compiled code contain the path of the model.
@@ -42,7 +43,7 @@ ENVIRONMENT = {
 FUNCTIONS_TO_WORKERS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 # Bytes of a KV cache, by shape. Given to each engine: vLLM would otherwise measure the memory that
 # is left, and engines that start side by side would count each other's.
-KV_GIB = {"tiny": 0.0625, "0.6b": 16.0, "8b": 7.0}
+KV_GIB = {"tiny": 0.0625, "0.6b": 16.0, "8b": 7.0, "8b-fp8": 7.0}
 
 
 class TimeIsUpError(Exception):
@@ -367,6 +368,7 @@ def settings(shape: str, args: argparse.Namespace, **more: Any) -> dict[str, Any
         # On a CPU the scripts are only tried out.
         "enforce_eager": not on_gpu,
         "load_format": "dummy",
+        "quantization": QUANTISED.get(shape),
         "skip_tokenizer_init": True,
         "max_model_len": 2048,
         "max_num_batched_tokens": 8192,

@@ -12,9 +12,10 @@ Seconds, with the prefix cache on, of
 
 Linear probes, at layers spread over the model: "probes" and "probes that stop" (at scores that are
 never reached) are asked for by each request, "of all traffic" are server-wide. An attention probe
-with eight heads, in the middle of the model, is server-wide. Variants take turns as in overhead.py;
-prompts of the prefill are new in each round. The JSON has how many tokens the cache served. For
---profiles see overhead.py.
+with eight heads, in the middle of the model, is server-wide. One engine taps every layer, another
+one ("their layers tapped") those of the probes alone, as a server for guards would. Variants take
+turns as in overhead.py; prompts of the prefill are new in each round. The JSON has how many tokens
+the cache served. For --profiles see overhead.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -38,14 +40,17 @@ import shapes
 BATCH, SKIPPED, STEPS, LONG = 256, 8, 48, 8000
 NEVER = 1e30
 SERVER_WIDE = ("all traffic", "attention")
-TAPPED = "midstream"
+TAPPED, FEW = "midstream", "midstream, few layers"
 HEADS = 8
+# By variant: the engine, and what is asked of it.
 ASKED = {
-    "idle": "",
-    "probes": "probes",
-    "probes that stop": "stop",
-    "probes of all traffic": "all traffic",
-    "attention probe of all traffic": "attention",
+    "idle": (TAPPED, ""),
+    "probes": (TAPPED, "probes"),
+    "probes that stop": (TAPPED, "stop"),
+    "probes of all traffic": (TAPPED, "all traffic"),
+    "probes of all traffic, their layers tapped": (FEW, "all traffic"),
+    "attention probe of all traffic": (TAPPED, "attention"),
+    "attention probe of all traffic, their layers tapped": (FEW, "attention"),
 }
 _new = itertools.count()
 
@@ -66,41 +71,41 @@ def main() -> int:
         names = overhead.PLAIN[: args.plain_engines]
         makers: dict[str, tuple[Any, ...]] = dict.fromkeys(names, (engines.plain, model, settings))
         makers[TAPPED] = engines.tapped, model, settings, {"probes": args.probes}
+        few = {"probes": args.probes, "layers": sorted(probed(shape, args.probes))}
+        makers[FEW] = engines.tapped, model, settings, few
         environment = engines.FUNCTIONS_TO_WORKERS if args.profiles else {}
-        with run.limited(), run.engines(makers, ("plain", TAPPED), **environment) as started:
+        with run.limited(), run.engines(makers, ("plain", TAPPED, FEW), **environment) as started:
             into |= started[TAPPED].call(engines.describe)
             for name in args.workloads:
-                function = WORKLOADS[name]
-                run.measure(into, name, variants(started, function, shape, args.probes))
+                work = WORKLOADS[name], shape, args.probes
+                run.measure(into, name, variants(started, *work))
                 if args.profiles:
                     folder = args.profiles.resolve() / f"{shape}-{name}"
-                    sampled = functools.partial(profile, folder, function)
-                    for call in variants(started, sampled, shape, args.probes).values():
+                    for variant, call in variants(started, *work, folder).items():
+                        run.stage(f"{name}: profile of {variant}")
                         call()
             into["cached_tokens"] = {"of": LONG}
-            for asked in filter(None, ASKED.values()):
+            for asked in ("probes", "stop", *SERVER_WIDE):
                 served = started[TAPPED].call(num_cached, asked, shape, args.probes)
                 into["cached_tokens"][asked] = served
                 run.stage(f"{shape}: {asked}: the cache served {served} of {LONG} tokens")
     return run.finish()
 
 
-def variants(started: Any, function: Any, shape: str, count: int) -> dict[str, Any]:
-    """Return what runs in turn, by name."""
+def variants(
+    started: Any, function: Any, shape: str, count: int, profiles: Path | None = None
+) -> dict[str, Any]:
+    """Return what runs in turn, by name; with a folder, what profiles it."""
     plain = {name: (name if name in started else overhead.PLAIN[0], "") for name in overhead.PLAIN}
-    tapped = {name: (TAPPED, asked) for name, asked in ASKED.items()}
-    return {
-        name: functools.partial(started[engine].call, function, asked, shape, count)
-        for name, (engine, asked) in {**plain, **tapped}.items()
-        if engine in started
-    }
-
-
-def profile(folder: Path, function: Any, llm: Any, name: str, shape: str, count: int) -> None:
-    """Run a workload, and write where its time goes to a file of the variant."""
-    kind = name or ("idle" if hasattr(llm, "steering") else "plain")
-    file = folder / f"{kind.replace(' ', '-')}.txt"
-    overhead.sampled(llm, file, function, name, shape, count)
+    calls = {}
+    for name, (engine, asked) in {**plain, **ASKED}.items():
+        if engine in started:
+            given = function, asked, shape, count
+            if profiles is not None:
+                file = profiles / f"{re.sub(r'[, ]+', '-', name)}.txt"
+                given = overhead.sampled, file, *given
+            calls[name] = functools.partial(started[engine].call, *given)
+    return calls
 
 
 def probes(name: str, shape: str, count: int) -> list[Any]:
@@ -110,16 +115,22 @@ def probes(name: str, shape: str, count: int) -> list[Any]:
 
     if not name:
         return []
-    layers = int(shapes.SHAPES[shape]["num_hidden_layers"])
+    layers = probed(shape, count)
     if name == "attention":
         vectors = [overhead.vector(shape, 1000 + number) for number in range(2 * HEADS)]
         heads = AttentionPool(query=vectors[:HEADS], value=vectors[HEADS:])
-        return [Probe(attention_pool=heads, layer=layers // 2, name=name)]
+        return [Probe(attention_pool=heads, layer=layers[count // 2], name=name)]
     act = Stop(above=NEVER) if name == "stop" else None
     return [
-        Probe(overhead.vector(shape, number), number * layers // count, name=f"p{number}", act=act)
-        for number in range(count)
+        Probe(overhead.vector(shape, number), layer, name=f"p{number}", act=act)
+        for number, layer in enumerate(layers)
     ]
+
+
+def probed(shape: str, count: int) -> list[int]:
+    """Return the layers of so many probes."""
+    layers = int(shapes.SHAPES[shape]["num_hidden_layers"])
+    return [number * layers // count for number in range(count)]
 
 
 @contextmanager

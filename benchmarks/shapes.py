@@ -1,4 +1,7 @@
-"""Model shapes for random weights: with load_format=dummy, vLLM needs only a config.json."""
+"""Model shapes for random weights: with load_format=dummy, vLLM needs only a config.json.
+
+30b-a3b has a quarter of the layers of Qwen3-30B-A3B, a mixture of 128 experts.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
+    "30b-a3b": {
+        **_COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         **_COMMON,
         "architectures": ["LlamaForCausalLM"],
@@ -59,6 +81,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+# The same shape with weights that vLLM turns to FP8 when it loads them.
+QUANTISED = {"8b-fp8": "fp8"}
+SHAPES["8b-fp8"] = SHAPES["8b"]
 
 
 def write(name: str, folder: Path, tokenizer: Path | None = None) -> Path:
