@@ -50,19 +50,36 @@ def read_scores(
     has_residual: tl.constexpr,
 ):
     """Store the scores; return how many counted. They have the bits that any program gives them."""
-    base = entered_row(half, rest, inside, has_residual)
+    # All that is needed is asked of memory before anything waits for it.
+    value = tl.load(half, mask=inside, other=0.0)
+    other = value
+    if has_residual:
+        other = tl.load(rest, mask=inside, other=0.0)
+    flags, slot, a, vector = _probe(start, instructions, numbers, bank, columns, inside, unit)
+    base = value.to(tl.float32)
+    if has_residual:
+        base += other.to(tl.float32)
     done = tl.full((), 0, tl.int32)
     for at in range(start, start + count):
-        word = instructions + at * _INSTRUCTIONS
-        read = tl.load(word + _READ).to(tl.int64) * unit
-        flags = tl.load(word + _FLAGS)
-        slot = tl.load(word + _SLOT)
-        a = tl.load(numbers + at * _PARAMS + _A)
-        vector = tl.load(bank + read + columns, mask=inside, other=0.0)
         x = tl.sum(base * vector, axis=0) + a
         if (flags & _ADDS) != 0:
             x += tl.load(slots + slot - 1)
         tl.store(slots + slot - 1, x)
         tl.store(totals + _NONFINITE, 1, mask=is_infinite(x))
         done += ((flags & _COUNTED) != 0).to(tl.int32)
+        if at + 1 < start + count:
+            flags, slot, a, vector = _probe(
+                at + 1, instructions, numbers, bank, columns, inside, unit
+            )
     return done
+
+
+@triton.jit
+def _probe(at, instructions, numbers, bank, columns, inside, unit: tl.constexpr):
+    """Return a PROBE's flags, slot, bias and vector."""
+    word = instructions + at * _INSTRUCTIONS
+    read = tl.load(word + _READ).to(tl.int64) * unit
+    flags = tl.load(word + _FLAGS)
+    slot = tl.load(word + _SLOT)
+    a = tl.load(numbers + at * _PARAMS + _A)
+    return flags, slot, a, tl.load(bank + read + columns, mask=inside, other=0.0)
