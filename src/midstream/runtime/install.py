@@ -102,8 +102,9 @@ def activate() -> None:
         _wrap_function(
             "vllm.v1.engine.output_processor", "instrument_manual", tracing.instrument_manual
         )
-        for module in _KEY_MODULES:
-            _wrap_function(module, "generate_block_hash_extra_keys", prefix_cache.extra_keys)
+        for module in map(importlib.import_module, _KEY_MODULES):
+            name = "generate_block_hash_extra_keys"
+            setattr(module, name, prefix_cache.with_extra_keys(getattr(module, name)))
         _active = True
 
 
@@ -134,7 +135,6 @@ def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
 def _wrap_function(module: str, name: str, hook: Callable[..., Any]) -> None:
     owner = importlib.import_module(module)
     original = getattr(owner, name)
-    # A function of Python would cost a block of a prompt as much as the hook.
     setattr(owner, name, functools.wraps(original)(functools.partial(hook, original)))
 
 

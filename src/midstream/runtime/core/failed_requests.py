@@ -8,11 +8,10 @@ from typing import Any
 
 from midstream.runtime.core.ended_requests import add_end
 from midstream.runtime.core.image_ranges import start_of_images
-from midstream.runtime.core.prefix_cache import keys_of
+from midstream.runtime.core.prefix_cache import change_keys, keys_of
 from midstream.runtime.protocol.cache_keys import CacheKeys, ChangedKeys
 from midstream.runtime.protocol.failures import Failure, failures_of
 from midstream.runtime.protocol.request_payload import payload_of
-from midstream.runtime.vllm.attributes import CHANGED_KEYS
 
 
 def update_from_output(
@@ -66,7 +65,7 @@ def _stop_sharing(request: Any) -> None:
     if keys is not None:
         # Also for blocks that are hashed again when its plan changes.
         own = CacheKeys((0,), (os.urandom(16).hex(),), keys.first_read)
-        CHANGED_KEYS.set(request, ChangedKeys(own))
+        change_keys(request, ChangedKeys(own))
 
 
 def _wrong_blocks(scheduler: Any, name: str, position: int) -> set[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from midstream.runtime.core import scored_blocks
 from midstream.runtime.core.ended_requests import stop_later
+from midstream.runtime.core.prefix_cache import change_keys
 from midstream.runtime.protocol.cache_keys import ChangedKeys
 from midstream.runtime.protocol.codec import pack
 from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
@@ -111,7 +112,7 @@ def _set_keys(request: Any, position: int, version: PlanVersion, block_size: int
         payload = payload_of(request.sampling_params)
         assert payload is not None
         keys = ChangedKeys(payload.keys)
-        CHANGED_KEYS.set(request, keys)
+        change_keys(request, keys)
     keys.change(position, version.keys)
     first = position // block_size
     if first < len(request.block_hashes):

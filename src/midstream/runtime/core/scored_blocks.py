@@ -7,6 +7,7 @@ all that the request asks for.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
@@ -119,23 +120,21 @@ class ScoredBlocks:
         numbers = self.numbers_of(request, scores)
         wanted = _Wanted(scores, numbers, self.size, self._kept)
         blank: dict[tuple[int, int], list[int]] = {}  # ids of blocks, by number and bits
-        last: tuple[Coverage, Coverage] | None = None
+        complete: Coverage | None = None  # of a block that has what most blocks are to have
         # A gate starts from what another request's has only once that is computed.
         fresh = self._fresh if wanted.remembers else {}
-        for index, block in enumerate(hit):
-            if index * self.size >= length:
-                break
-            if block.block_id in fresh:
+        for index, block in enumerate(hit[: -(-length // self.size)]):
+            if fresh and block.block_id in fresh:
                 length = index * self.size
                 break
+            coverage = self._coverage.get(block.block_id, ())
+            if coverage is complete and index in wanted.inner:
+                continue
             needs = wanted.of_block(index)
             if needs is None:
                 length = index * self.size  # a score of it was dropped
                 break
             if not needs:
-                continue
-            coverage = self._coverage.get(block.block_id, ())
-            if last is not None and coverage is last[0] and needs is last[1]:
                 continue
             if not _has(coverage, needs):
                 duplicate = self._duplicate(block, pool, needs)
@@ -146,13 +145,12 @@ class ScoredBlocks:
                     break
                 else:
                     self._blank(block, needs, blank)
-                continue
-            last = coverage, needs
+            elif index in wanted.inner:
+                complete = coverage
         self._use_sums(scores, hit[: length // self.size])
-        key_of = dict(zip(numbers, (score.key for score in scores), strict=True))
         for (number, bits), ids in blank.items():
             tokens = [token for token in range(self.size) if bits >> token & 1]
-            self._tell(BlankScores(key_of[number], ids, tokens))
+            self._tell(BlankScores(scores[numbers.index(number)].key, ids, tokens))
         return length
 
     def _can_skip(self, block: Any, coverage: Coverage, needs: Coverage) -> bool:
@@ -284,10 +282,10 @@ class _Wanted:
         self._size = size
         self._kept = kept
         self._whole = tuple([(number, (1 << size) - 1) for number, _ in self._scores])
-        # Blocks [begin, end) are inside the last range of each score.
+        # Blocks that are inside the last range of each score.
         last = [score.ranges[-1] for score in scores]
-        self._begin = -(-max([start for start, _ in last]) // size)
-        self._end = min([stop // size for _, stop in last if stop is not None], default=None)
+        end = min([stop // size for _, stop in last if stop is not None], default=sys.maxsize)
+        self.inner = range(-(-max([start for start, _ in last]) // size), end)
         self._is_whole_kept = kept is None or kept.issuperset(numbers)
 
     @staticmethod
@@ -298,7 +296,7 @@ class _Wanted:
 
     def of_block(self, index: int) -> Coverage | None:
         """Return which scores are of which of a block's tokens; None: one of these was dropped."""
-        if index >= self._begin and (self._end is None or index < self._end):
+        if index in self.inner:
             return self._whole if self._is_whole_kept else None
         start, size = index * self._size, self._size
         coverage = []

@@ -375,6 +375,13 @@ def _latest(table: Ints, rows: int) -> Ints:
     return np.array((serial[last], position[last], ones, source[last], first[last]))
 
 
+def _rows(first: Ints, length: Ints) -> Ints | slice:
+    """Return an index of the rows of runs; NumPy copies those of a slice as one."""
+    if first.size == 1:
+        return slice(int(first[0]), int(first[0] + length[0]))
+    return np.repeat(first, length) + within_runs(length)
+
+
 def _gathered(runs: _Runs[Scores]) -> dict[int, ScoreRows]:
     """Return a copy of the scores of some runs, by serial number."""
     if not runs.table.size:
@@ -385,22 +392,19 @@ def _gathered(runs: _Runs[Scores]) -> dict[int, ScoreRows]:
     ids = [id(memory) for memory in memories]
     memory_of = np.array([ids.index(id(place.memory)) for place in placed])
     first = first + np.array([place.first for place in placed])[source]
-    row, memory = np.repeat(first, length) + within_runs(length), memory_of[source]
-    if len(memories) == 1:
-        values = memories[0].numpy()[row]
-    else:
-        values = np.empty((row.size, memories[0].shape[1]), np.float32)
-        of_row = np.repeat(memory, length)
-        for number in np.unique(memory).tolist():
-            mine = np.flatnonzero(of_row == number)
-            values[mine] = memories[number].numpy()[row[mine]]
+    begin, memory = np.cumsum(length) - length, memory_of[source]
+    values = np.empty((int(length.sum()), memories[0].shape[1]), np.float32)
+    for number, scores in enumerate(memories):
+        mine = np.flatnonzero(memory == number)
+        place, of = _rows(begin[mine], length[mine]), _rows(first[mine], length[mine])
+        values[place] = scores.numpy()[of]
     ends = position + length
     is_new = serial[1:] != serial[:-1]
     spans = np.flatnonzero(np.append(True, is_new | (position[1:] != ends[:-1])))
     lasts = np.append(spans[1:], position.size) - 1
     joined = np.array((position[spans], ends[lasts] - position[spans])).T.tolist()
     requests = np.flatnonzero(np.append(True, is_new))
-    rows = (np.cumsum(length) - length)[requests].tolist()
+    rows = begin[requests].tolist()
     begins = spans.searchsorted(requests).tolist()
     return {
         request: ScoreRows(

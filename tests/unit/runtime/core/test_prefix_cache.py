@@ -3,13 +3,20 @@
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from support.plans import SMALL, plan_of
 from unit.runtime.core.blocks import Scheduler
 
 from midstream.errors import SpecError
 from midstream.plan.resolve.wire import to_bytes
-from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys, keys_of
-from midstream.runtime.protocol.cache_keys import cache_keys
+from midstream.runtime.core.prefix_cache import (
+    change_keys,
+    computed_blocks,
+    extra_keys,
+    keys_of,
+    with_extra_keys,
+)
+from midstream.runtime.protocol.cache_keys import ChangedKeys, cache_keys
 from midstream.runtime.protocol.failures import Failure, failures_of
 from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.worker.model_runner.hooks import attach_results
@@ -52,6 +59,26 @@ def test_what_comes_next_in_a_session_has_the_keys_of_its_own_params():
     assert keys_of(request).first_edited(0) == 2
     request.sampling_params = _request().sampling_params
     assert keys_of(request) is None
+
+
+def test_once_a_requests_edits_change_each_block_has_their_key():
+    plain, edited = cache_keys(plan_of([], [([TAP], [(0, None)])])), _request(start=6)
+    payload = edited.sampling_params.extra_args["midstream"]
+    params = SimpleNamespace(extra_args={"midstream": replace(payload, keys=plain)})
+    request = SimpleNamespace(request_id="r", sampling_params=params)
+    keyed = with_extra_keys(lambda *_: (None, 0))
+    of_blocks = lambda: [keyed(request, start, start + 4, 0)[0] for start in (0, 4, 8)]  # noqa: E731
+    assert of_blocks() == of_blocks() == [None, None, None]
+    changed = ChangedKeys(plain)
+    changed.change(4, payload.keys)
+    change_keys(request, changed)
+    marks = [changed.of_block(start, start + 4) for start in (4, 8)]
+    assert of_blocks() == [None, *((("midstream", mark),) for mark in marks)]
+    # What comes next in a session has the keys of its own.
+    later = SimpleNamespace(request_id="r", sampling_params=params)
+    assert keyed(later, 0, 4, 0)[0] is None
+    later.sampling_params = edited.sampling_params
+    assert keyed(later, 4, 8, 0)[0] is not None
 
 
 def test_what_did_not_come_through_the_front_door_is_refused():

@@ -74,12 +74,20 @@ _CACHED_PLANS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Recent:
-    """A prepared plan and what it was made with; keeps the own plan, and so its id, alive."""
+    """A prepared plan and what it was made with; keeps the parts' ids, as these are alive."""
 
     own: Plan | None
     before: tuple[ServerWide, ...]
     also: tuple[Capture, ...]
     prepared: PreparedPlan
+
+
+def _ids_of(own: Plan | None) -> Hashable:
+    """Return what only plans of the same objects have in common, as long as one of them lives."""
+    if own is None:
+        return None
+    parts = *own.captures, *own.edits, *own.probes, own.controller
+    return own.origins, own.coming_from, own.searched, *map(id, parts)
 
 
 # Tokens of all prompts that are kept; a token takes some 200 bytes.
@@ -124,9 +132,8 @@ class PlanResolver:
             for tap, parts in zip(worker.taps, worker.parts, strict=True)
             if parts > 1
         }
-        # By id of the plan, length of the prompt and max_tokens: a plan that is the very object
-        # that was resolved before is not compared part by part, as for `_by_length`.
-        self._recent: dict[tuple[int, int, int | None], _Recent] = {}
+        # By `_ids_of`, length of the prompt and max_tokens: values are not compared.
+        self._recent: dict[tuple[Hashable, int, int | None], _Recent] = {}
         self._prompts = KnownPrompts()
         self._declared = controllers_of(engine.vllm_config)
         self.readings = EngineReadings(engine, info.workers, self._parts)
@@ -162,7 +169,7 @@ class PlanResolver:
             # What a name stands for may change: a plan with names is bound for each request.
             if len(self._recent) >= _CACHED_PLANS:
                 self._recent.clear()
-            self._recent[id(own), length, max_tokens] = _Recent(own, before, also, prepared)
+            self._recent[_ids_of(own), length, max_tokens] = _Recent(own, before, also, prepared)
         return prepared
 
     def known(
@@ -174,8 +181,8 @@ class PlanResolver:
         max_tokens: int | None,
     ) -> PreparedPlan | None:
         """Return what `resolve` has prepared of a plan for a prompt of a length; None: nothing."""
-        recent = self._recent.get((id(own), length, max_tokens))
-        if recent is None or recent.own is not own:
+        recent = self._recent.get((_ids_of(own), length, max_tokens))
+        if recent is None:
             return None
         return recent.prepared if recent.before == before and recent.also == also else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -283,13 +283,17 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
     scores: dict[str, Tensor] = {}
     positions: dict[str, Tensor] = {}
     outputs: dict[str, tuple[str, ...]] = {}
+    chosen_of: dict[Hashable, Any] = {}  # by selection and positions, which live as long as this
     for probe in plan.probes:
         if not probe.name:
             continue
         blocks = probe_numbers(probe, sent)
-        select = functools.partial(_selected_by, probe, tokens)
-        wanted = plan.remember(("probe", probe.name), len(tokens), select)
-        there, chosen = _choose([known for known, _ in blocks], wanted)
+        key = probe.where, *[id(known) for known, _ in blocks]
+        if key not in chosen_of:
+            select = functools.partial(_selected_by, probe, tokens)
+            wanted = plan.remember(("probe", probe.name), len(tokens), select)
+            chosen_of[key] = _choose([known for known, _ in blocks], wanted), blocks
+        (there, chosen), _ = chosen_of[key]
         # A copy: the worker's bytes are read-only, and of all probes.
         nothing = np.zeros((0, probe.rule.columns), np.float32)
         numbers = np.concatenate([nothing, *(values for _, values in blocks)])

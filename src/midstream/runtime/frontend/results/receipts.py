@@ -96,11 +96,12 @@ def make_receipt(
                 if tap.actual != tap.expected
             ]
     probed = []
+    hit = max((_num_cached(part.states) for part in parts), default=0)
     for probe in plan.probes:
         if probe.name:
             expected = _count(probe.where.final(length, tokens))
             actual = 0 if probes is None else len(probes[probe.name])
-            unscored = 0 if probes is None else _unscored(probe.name, probes, parts)
+            unscored = 0 if probes is None else _unscored(probe.name, probes, hit)
             probed.append(Probed(probe.name, probe.site, probe.layer, expected, actual, unscored))
             if actual != expected:
                 problems.append(f"probe {probe.name}: {actual} scores came, expected {expected}")
@@ -136,9 +137,8 @@ def make_receipt(
     )
 
 
-def _unscored(name: str, probes: Probes, parts: list[WorkerResult]) -> int:
-    """Return how many scores are NaN of tokens that the cache served."""
-    hit = max((_num_cached(part.states) for part in parts), default=0)
+def _unscored(name: str, probes: Probes, hit: int) -> int:
+    """Return how many scores are NaN of the first tokens, those that the cache served."""
     if not hit:
         return 0
     positions = probes.positions_of(name).numpy()

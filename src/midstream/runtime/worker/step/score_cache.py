@@ -344,11 +344,13 @@ class ScoreCache:
                     self._values[places[mine][:, None], kept] = values[:, columns]
 
     def _read(self, cached: CachedScores) -> None:
-        position = np.arange(cached.length)
-        places = self.blocks.places(np.full(cached.length, cached.slot), position)
+        size = self.blocks.block_size
+        blocks = self.blocks.blocks_at(cached.slot, np.arange(-(-cached.length // size)))
+        by_block = self._values.reshape(-1, size * self._values.shape[1])  # read as one each
+        rows = by_block[blocks].reshape(-1, self._values.shape[1])[: cached.length]
         kept, columns = self._kept_of(cached.layout)
         values = np.zeros((cached.length, self._num_columns), np.float32)
-        values[:, columns] = self._values[places][:, kept]
+        values[:, columns] = rows[:, kept]
         cached.values = torch.from_numpy(values)
 
     def _kept_of(self, number: int) -> tuple[Ints | slice, Ints | slice]:

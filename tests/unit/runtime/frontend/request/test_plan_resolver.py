@@ -76,6 +76,20 @@ def test_the_same_plan_is_prepared_once(resolver):
     assert len(resolver.made) == 1
 
 
+def test_plans_of_the_same_objects_are_prepared_once_and_others_are_told_apart(resolver):
+    probe, other = Probe([1.0] * 4, 1, name="p"), Probe([2.0] * 4, 1, name="q")
+    plan = Plan(probes=(probe, other))
+    known = [(replace(plan), prepare(resolver, plan))]
+    for plan in (Plan(probes=(other, probe)), Plan(probes=(probe,)), Plan()):
+        prepared = prepare(resolver, plan)
+        assert all(prepared is not earlier for _, earlier in known)
+        known.append((replace(plan), prepared))
+    for plan, prepared in known:
+        assert resolver.resolver.known(plan, (), (), 3, 4) is prepared
+        named = replace(plan, coming_from=(("edits[0]", "name"),))
+        assert resolver.resolver.known(named, (), (), 3, 4) is None
+
+
 def test_a_prompt_of_another_length_has_positions_of_its_own(resolver):
     plan = Plan.make(capture=Capture([1], positions="last_prompt"))
     for length in (3, 5, 3):
