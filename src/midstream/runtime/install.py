@@ -99,12 +99,10 @@ def activate() -> None:
         _wrap(
             "vllm.v1.engine.output_processor", "OutputProcessor", "do_tracing", tracing.do_tracing
         )
-        _wrap_function(
-            "vllm.v1.engine.output_processor", "instrument_manual", tracing.instrument_manual
-        )
-        for module in map(importlib.import_module, _KEY_MODULES):
-            name = "generate_block_hash_extra_keys"
-            setattr(module, name, prefix_cache.with_extra_keys(getattr(module, name)))
+        traced = functools.partial(functools.partial, tracing.instrument_manual)
+        _wrap_function("vllm.v1.engine.output_processor", "instrument_manual", traced)
+        for module in _KEY_MODULES:
+            _wrap_function(module, "generate_block_hash_extra_keys", prefix_cache.with_extra_keys)
         _active = True
 
 
@@ -132,10 +130,10 @@ def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _wrap_function(module: str, name: str, hook: Callable[..., Any]) -> None:
+def _wrap_function(module: str, name: str, wrap: Callable[..., Any]) -> None:
     owner = importlib.import_module(module)
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(functools.partial(hook, original)))
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
 
 
 def _unchanged(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:

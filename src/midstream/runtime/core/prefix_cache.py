@@ -4,7 +4,6 @@ requests are not computed again, unless the cache was reset or weights changed s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,7 @@ from midstream.runtime.core.image_ranges import end_of_images, start_of_images
 from midstream.runtime.core.scored_blocks import ScoredBlocks
 from midstream.runtime.protocol.cache_keys import UNMARKED, CacheKeys, ChangedKeys
 from midstream.runtime.protocol.request_payload import payload_of
-from midstream.runtime.vllm.attributes import (
-    CHANGED_KEYS,
-    RESETS,
-    SCORED_BLOCKS,
-    UNMARKED_PARAMS,
-)
+from midstream.runtime.vllm.attributes import CHANGED_KEYS, RESETS, SCORED_BLOCKS, UNKEYED
 
 
 def keys_of(request: Any) -> CacheKeys | ChangedKeys | None:
@@ -43,7 +37,7 @@ def extra_keys(
         extra = (*(extra or ()), *weights)
     keys = keys_of(request)
     if keys is None or keys.marks == UNMARKED:
-        UNMARKED_PARAMS.set(request, request.sampling_params)
+        UNKEYED.set(request, request.sampling_params)
         return extra, mm_index
     mark = keys.of_block(start, end_of_images(request, stop))
     if mark is not None:
@@ -52,12 +46,10 @@ def extra_keys(
 
 
 def with_extra_keys(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return vLLM's function with `extra_keys`. It is called for each block of each prompt, most of
-    which have none: with `functools.partial`, this costs them three times as much.
-    """
-    name = UNMARKED_PARAMS.name
+    """Return vLLM's function with `extra_keys`, of which most blocks of most prompts have none."""
+    name = UNKEYED.name
 
-    @functools.wraps(original)
+    # `functools.partial` and any arguments would cost a block three times as much.
     def run(request: Any, start: int, stop: int, mm_index: int, *rest: Any) -> Any:
         if start and not rest and getattr(request, name, None) is request.sampling_params:
             return original(request, start, stop, mm_index)
@@ -69,7 +61,7 @@ def with_extra_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 def change_keys(request: Any, keys: ChangedKeys) -> None:
     """Set the keys of a request whose plan changes; those of its own plan count no longer."""
     CHANGED_KEYS.set(request, keys)
-    UNMARKED_PARAMS.set(request, None)
+    UNKEYED.set(request, None)
 
 
 def computed_blocks(

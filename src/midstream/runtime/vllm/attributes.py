@@ -61,7 +61,7 @@ STOPS: Attribute[dict[str, tuple[str, bool]]] = Attribute("midstream_stops")
 # On a vLLM Request in the engine core whose plan was changed: its ChangedKeys since.
 CHANGED_KEYS: Attribute[Any] = Attribute("midstream_changed_keys")
 # On a Request in the engine core: its sampling parameters, if no block has a key of their plan.
-UNMARKED_PARAMS: Attribute[Any] = Attribute("midstream_unmarked_params")
+UNKEYED: Attribute[Any] = Attribute("midstream_unkeyed")
 # On a vLLM worker: its WorkerEndpoint, which vLLM's `collective_rpc` calls by this name.
 ENDPOINT: Attribute[Any] = Attribute("midstream_rpc")
 # On a graph manager of vLLM's V2 model runner: its GraphSets.

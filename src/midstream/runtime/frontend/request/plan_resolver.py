@@ -84,10 +84,8 @@ class _Recent:
 
 def _ids_of(own: Plan | None) -> Hashable:
     """Return what only plans of the same objects have in common, as long as one of them lives."""
-    if own is None:
-        return None
-    parts = *own.captures, *own.edits, *own.probes, own.controller
-    return own.origins, own.coming_from, own.searched, *map(id, parts)
+    parts = () if own is None else (*own.captures, *own.edits, *own.probes, own.controller)
+    return own and (own.origins, own.coming_from, own.searched, *map(id, parts))
 
 
 # Tokens of all prompts that are kept; a token takes some 200 bytes.

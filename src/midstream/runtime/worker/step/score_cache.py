@@ -344,10 +344,9 @@ class ScoreCache:
                     self._values[places[mine][:, None], kept] = values[:, columns]
 
     def _read(self, cached: CachedScores) -> None:
-        size = self.blocks.block_size
+        size, width = self.blocks.block_size, self._values.shape[1]
         blocks = self.blocks.blocks_at(cached.slot, np.arange(-(-cached.length // size)))
-        by_block = self._values.reshape(-1, size * self._values.shape[1])  # read as one each
-        rows = by_block[blocks].reshape(-1, self._values.shape[1])[: cached.length]
+        rows = self._values.reshape(-1, size * width)[blocks].reshape(-1, width)[: cached.length]
         kept, columns = self._kept_of(cached.layout)
         values = np.zeros((cached.length, self._num_columns), np.float32)
         values[:, columns] = rows[:, kept]
