@@ -40,8 +40,18 @@ PAGES = [
     "docs/train-sae.md",
 ]
 # Pages whose snippets take longest run at night. That they compile and that the names and arguments
-# in them exist is in `repo/test_docs.py`.
-LONG = ("attention", "attribution", "fitting", "operations", "patching", "selecting")
+# in them exist is in `repo/test_docs.py`; what they do is in the tests of each part.
+LONG = (
+    "ask",
+    "attention",
+    "attribution",
+    "fitting",
+    "operations",
+    "patching",
+    "pictures",
+    "selecting",
+    "train-sae",
+)
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 README_MODEL = ".models/SmolLM2-135M-Instruct"
 HIDDEN = 64

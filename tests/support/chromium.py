@@ -29,6 +29,8 @@ def chromium() -> Iterator[Any]:
                 f"no browser: none of {', '.join(BROWSERS)} is on the PATH, and playwright has none"
                 " of its own: apt-get install chromium, or python -m playwright install chromium"
             )
-        made = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        # Without a GPU, Chromium would compute what one does in a process of its own.
+        args = ["--no-sandbox", "--disable-gpu", "--disable-software-rasterizer"]
+        made = playwright.chromium.launch(executable_path=path, args=args)
         yield made
         made.close()

@@ -15,12 +15,12 @@ from support.inner_oracle import InnerOracle
 from support.oracle_edits import At, Seen
 
 # More heads than the other tiny models have, and a width of all heads that is not the model's.
-HEADS = tiny.Tiny(
-    lambda: hf.LlamaConfig(
-        **{**tiny._COMMON, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    )
-)
-SPECS = {**tiny.MODELS, "llama": HEADS, "qwen3_moe": tiny.QWEN3_MOE}
+_HEADS = {**tiny._COMMON, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+HEADS = tiny.Tiny(lambda: hf.LlamaConfig(**_HEADS))
+TWO_LAYERS = tiny.Tiny(lambda: hf.LlamaConfig(**{**_HEADS, "num_hidden_layers": 2}))
+SPECS = {
+    **tiny.MODELS, "llama": HEADS, "llama of two layers": TWO_LAYERS, "qwen3_moe": tiny.QWEN3_MOE,
+}  # fmt: skip
 END = "resid_post"
 
 

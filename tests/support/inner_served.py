@@ -64,9 +64,10 @@ def assert_rows(found: Any, seen: Seen) -> None:
         assert error <= TOLERANCE, f"{tap}: {error:.2e}"
 
 
-def reference(name: str, folder: Path) -> tuple[Path, InnerOracle]:
+def reference(name: str, folder: Path, kind: str = "") -> tuple[Path, InnerOracle]:
+    """A model of an architecture, and the reference; `kind`: another one in `SPECS`."""
     # vLLM changes transformers' own classes for some models: the reference comes first.
-    path = tiny.make(f"{name}-inner", folder, SPECS[name])
+    path = tiny.make(f"{kind or name}-inner", folder, SPECS[kind or name])
     return path, InnerOracle(path, INNER[name])
 
 

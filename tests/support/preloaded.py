@@ -41,7 +41,12 @@ once.for_all_engines()
 # A rank that waits for the next step looks for it all the time for a second, on a core that others
 # could use, before it lets itself be woken.
 shm_broadcast: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
-shm_broadcast.SpinCondition.__init__.__defaults__ = (0.05,)
+shm_broadcast.SpinCondition.__init__.__defaults__ = (0.002,)
+cpu_communicator: Any = importlib.import_module(
+    "vllm.distributed.device_communicators.cpu_communicator"
+)
+# Ranks that put their parts together would look for the others' all the time too; Gloo sleeps.
+cpu_communicator.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _self: False
 gc.collect()
 gc.freeze()
 # It stays frozen in the children: vLLM collects garbage three times as an engine ends.

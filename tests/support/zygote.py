@@ -4,10 +4,12 @@
 its own, as `subprocess.Popen` would run `python ARGUMENTS`. A fresh interpreter takes eight seconds
 for these imports. Not for tests of how a process starts, nor for a GPU, which a fork cannot use.
 
-The processes of one run of tests share it, where pytest-xdist says which run this is.
+The processes of one run of tests share it, where pytest-xdist says which run this is. A fork of it
+that has imported vLLM and nothing of midstream serves too.
 
-    python -m support.zygote PATH   serves those who connect to its standard input, a socket that
-                                    listens at this path, until the last of them has left
+    python -m support.zygote PATH NUMBER   serves those who connect to its standard input, a socket
+                                           that listens at this path, until the last of them has
+                                           left; the descriptor NUMBER is the socket of the other
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ SERVER_ENVIRONMENT = {
 }
 _LENGTH = 8
 _DESCRIPTORS = 16  # at most, of one program
+_VLLM = "-vllm"  # ends the path of the zygote that has nothing of midstream
 
 
 # ---------------------------------------------------------------- the client's side
@@ -128,9 +131,10 @@ def start(
     stderr: int | IO[Any] | None = None,
     text: bool = False,
     kept: Sequence[int] = (),
+    has_midstream: bool = True,
 ) -> Child:
     """Run `python ARGUMENTS` in a child of the zygote, which is made when there is none yet. It has
-    the file descriptors `kept` by the same numbers.
+    the file descriptors `kept` by the same numbers, and has imported midstream or vLLM alone.
     """
     link, theirs = socket.socketpair()
     reads: list[IO[Any] | None] = []
@@ -158,7 +162,7 @@ def start(
         "env": dict(os.environ if env is None else env),
         "kept": list(kept),
     }
-    control = _zygote()
+    control = _zygote() if has_midstream else _zygote_of_vllm()
     socket.send_fds(control, [b"+"], [theirs.fileno(), *passed, *kept])
     theirs.close()
     for number in opened:
@@ -179,8 +183,7 @@ def python_path() -> str:
 @functools.cache
 def _zygote() -> socket.socket:
     """Return this process's connection to the zygote."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    path = os.path.join(tempfile.gettempdir(), f"midstream-zygote-{run}")
+    path = _path()
     mine = socket.socket(socket.AF_UNIX)
     process: subprocess.Popen[bytes] | None = None
     with _locked():
@@ -199,16 +202,39 @@ def _zygote() -> socket.socket:
     return mine
 
 
+@functools.cache
+def _zygote_of_vllm() -> socket.socket:
+    """Return this process's connection to the zygote that has nothing of midstream."""
+    _zygote()  # which makes the other
+    mine = socket.socket(socket.AF_UNIX)
+    mine.connect(_path() + _VLLM)
+    atexit.register(mine.close)
+    return mine
+
+
+def _path() -> str:
+    """Return where this run's zygote listens."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    return os.path.join(tempfile.gettempdir(), f"midstream-zygote-{run}")
+
+
 def _start_zygote(path: str) -> subprocess.Popen[bytes]:
-    Path(path).unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
+    with _listening(path) as listener, _listening(path + _VLLM) as other:
         return subprocess.Popen(
-            [sys.executable, "-m", "support.zygote", path],
+            [sys.executable, "-m", "support.zygote", path, str(other.fileno())],
             stdin=listener,
+            pass_fds=[other.fileno()],
             env={**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": python_path()},
         )
+
+
+def _listening(path: str) -> socket.socket:
+    """Return a socket that listens at a path."""
+    Path(path).unlink(missing_ok=True)
+    found = socket.socket(socket.AF_UNIX)
+    found.bind(path)
+    found.listen()
+    return found
 
 
 @contextlib.contextmanager
@@ -290,7 +316,7 @@ def _ends(listener: socket.socket, path: str) -> bool:
     with _locked():
         if select.select([listener], [], [], 0)[0]:
             return False
-        os.unlink(path)
+        Path(path).unlink(missing_ok=True)
         return True
 
 
@@ -356,10 +382,9 @@ def _run(wanted: dict[str, Any], out: int, error: int, *kept: int) -> None:
     own = os.path.dirname(os.path.abspath(wanted["arguments"][0]))
     sys.path[:] = list(dict.fromkeys([own, *path, *sys.path]))
     status, arguments = 0, wanted["arguments"]
-    from support import preloaded
-
     try:
-        preloaded.log_anew()
+        if "support.preloaded" in sys.modules:
+            sys.modules["support.preloaded"].log_anew()
         os.execv = _execv
         while arguments:
             try:
@@ -436,11 +461,31 @@ def _leave(status: int) -> None:
         os._exit(status)
 
 
+def _serve_too(listener: socket.socket, path: str, *closed: socket.socket) -> socket.socket:
+    """Serve in a fork with what is imported now, which has none of these sockets, until this
+    process and all others have left; return this one's connection.
+    """
+    mine = socket.socket(socket.AF_UNIX)
+    mine.connect(path)
+    if os.fork():
+        listener.close()
+        return mine
+    for other in (mine, *closed):
+        other.close()
+    os.close(0)
+    serve(listener, path)
+    os._exit(0)
+
+
 def main() -> None:
-    listener = socket.socket(fileno=os.dup(0))
-    from support import preloaded  # noqa: F401 - imports what the children need
+    listener, other = (socket.socket(fileno=number) for number in (os.dup(0), int(sys.argv[2])))
+    from support import preloaded_vllm  # noqa: F401 - imports what the children need
+
+    kept = _serve_too(other, sys.argv[1] + _VLLM, listener)
+    from support import preloaded  # noqa: F401 - and this what most of them need
 
     serve(listener, sys.argv[1])
+    kept.close()
     os._exit(0)
 
 

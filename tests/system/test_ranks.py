@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import controlling, tiny
+from support import controlling, kept_by_ranks, tiny
 from support.adversary import Bench, Totals
 from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
@@ -49,6 +49,7 @@ def settings(**more: Any) -> dict[str, Any]:
         "sites": EVERY,
         "check_ranks": True,
         "gate_states": 8,
+        "doses": 64,
         "controllers": controlling.DECLARED,
         "device_rows": DEVICE_ROWS,
         **more,
@@ -305,6 +306,14 @@ def check_controllers(llm: Any, model: Model) -> None:
     assert plain.token_ids == free.outputs[0].token_ids or GPUS
 
 
+def test_a_cached_prompt_has_what_one_rank_gives_without_a_cache(model, tensor):
+    kept_by_ranks.check_kept(tensor, model.single)
+
+
+def test_doses_over_two_ranks_are_those_of_plain_hooks(model, tensor):
+    kept_by_ranks.check_doses(tensor, model.path)
+
+
 def test_parameters_are_put_together_from_those_of_the_ranks(tensor, model):
     for name in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"):
         assert torch.equal(tensor.parameter(name), model.single.parameter(name))
@@ -327,7 +336,13 @@ def test_captures_of_one_request_leave_in_one_way(tensor, model):
             # There it is held against what is sharded, above, to the bit.
             marks=pytest.mark.skipif(not GPUS, reason="takes a minute on two cores"),
         ),
-        pytest.param("llama", PIPELINE, [(0, 0), (1, 0)], id="pipeline"),
+        pytest.param(
+            "llama",
+            # Tensor-parallel ranks measure no dose of what is split over them, and refuse it then.
+            {**PIPELINE, "midstream": settings(max_dose=1e6)},
+            [(0, 0), (1, 0)],
+            id="pipeline",
+        ),
         pytest.param(
             "mixtral",
             {**TENSOR, "enable_expert_parallel": True},
@@ -359,6 +374,8 @@ def test_ranks_give_what_one_rank_gives(alone, name, args, places, tmp_path):
         assert [(w.stage, w.tensor_rank) for w in llm.info.workers] == places
         run_the_mix(model, llm, tmp_path, REQUESTS if GPUS else rounds(suite=8, nightly=REQUESTS))
         if places[-1][0]:
+            kept_by_ranks.check_kept(llm, model.single)
+            kept_by_ranks.check_doses(llm, model.path)
             check_no_score_of_two_stages(llm, model)
             check_device_rows(llm, model)
             check_controllers(llm, model)

@@ -2,7 +2,8 @@
 
     python -m unit.enabling
 
-One import of vLLM serves all scenarios: each that may change something runs in a fork.
+One import of vLLM serves all scenarios: each that may change something runs in a fork. What the
+first one imports that enables midstream is imported here before the others that do.
 """
 
 import importlib
@@ -256,8 +257,16 @@ def main() -> None:
         "worker, plain": worker({}),
         "worker, of others": worker(OTHERS),
     }
-    for kind, scenarios in (("enabled", enabled), ("idle", idle)):
-        found[kind] = {name: in_fork(run, modules) for name, run in scenarios.items()}
+    found["idle"] = {name: in_fork(run, modules) for name, run in idle.items()}
+    first, *_ = enabled
+    found["enabled"] = {first: in_fork(enabled[first], modules)}
+    importlib.import_module("midstream.runtime.install")
+    for name in found["enabled"][first]["ours"]:
+        importlib.import_module(name)
+    found["imported_only"] = changed(before, snapshot(modules))
+    found["enabled"] |= {
+        name: in_fork(run, modules) for name, run in enabled.items() if name != first
+    }
     found["plain, then enabled"] = in_fork(plain_then_enabled, modules)
     sys.stdout.write(f"\nRESULT {json.dumps(found)}\n")
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import zygote
+from support.engines import HAS_GPU
 
 import midstream
 
@@ -39,32 +41,35 @@ PATCHED = [
 ]
 
 
-def run(*arguments):
+def run(*arguments, has_vllm=False):
     kept = {k: v for k, v in os.environ.items() if k not in ("MIDSTREAM", "VLLM_PLUGINS")}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={
+    given = {
+        "env": {
             **kept,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(SOURCE)]),
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    for line in done.stdout.splitlines():
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+    if has_vllm and not HAS_GPU:
+        process = zygote.start(arguments, has_midstream=False, **given)
+    else:
+        process = subprocess.Popen([sys.executable, *arguments], **given)
+    out, error = process.communicate(timeout=300)
+    for line in out.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
-    raise AssertionError(f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    raise AssertionError(f"exit {process.returncode}\n{out[-3000:]}\n{error[-3000:]}")
 
 
 @pytest.fixture(scope="module")
 def found():
     """What `unit.enabling` saw, in a process with vLLM."""
-    return run("-m", "unit.enabling")
+    return run("-m", "unit.enabling", has_vllm=True)
 
 
 def test_loading_the_plugins_changes_nothing_in_vllm(found):
@@ -94,6 +99,10 @@ def test_enabled_the_hooks_are_in_and_no_others(found):
     for scenario, seen in found["enabled"].items():
         assert seen["changed"] == PATCHED, scenario
         assert seen["error"].split(":")[0] in ("", "Stop"), scenario
+
+
+def test_only_enabling_patches_and_no_import_does(found):
+    assert found["imported_only"] == []
 
 
 def test_not_enabled_nothing_is_patched_wherever_the_plugins_are_loaded(found):
@@ -137,12 +146,15 @@ def test_register_looks_at_the_environment_only_when_called():
     program = (
         "import os, sys, json\n"
         "import midstream.plugin\n"
-        "os.environ['MIDSTREAM'] = {value!r}\n"
         "sys.modules['midstream.runtime.install'] = fake = type(sys)('fake')\n"
         "fake.activate = lambda: calls.append(1)\n"
-        "calls = []\n"
-        "midstream.plugin.register()\n"
-        "print('RESULT', json.dumps(len(calls)))\n"
+        "seen = []\n"
+        "for value in json.loads(sys.argv[1]):\n"
+        "    os.environ['MIDSTREAM'] = value\n"
+        "    calls = []\n"
+        "    midstream.plugin.register()\n"
+        "    seen.append(len(calls))\n"
+        "print('RESULT', json.dumps(seen))\n"
     )
-    for value, calls in (("1", 1), ("{}", 1), ("0", 0), ("", 0), (" ", 0), ("nonsense", 1)):
-        assert run("-c", program.format(value=value)) == calls, value
+    expected = {"1": 1, "{}": 1, "0": 0, "": 0, " ": 0, "nonsense": 1}
+    assert run("-c", program, json.dumps(list(expected))) == list(expected.values())

@@ -71,7 +71,8 @@ def _types(names: list[str], constants: Mapping[str, Any]) -> dict[str, str]:
     "name",
     [
         "site",
-        "site of many rows",
+        # The source is that of "site", which has other options.
+        pytest.param("site of many rows", marks=pytest.mark.nightly),
         pytest.param("dependent site", marks=pytest.mark.nightly),
         "maps",
         "scan",
