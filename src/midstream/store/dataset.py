@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -16,9 +17,10 @@ from midstream.store.epoch_dataset import Columns, EpochDataset, Share, check_bo
 from midstream.store.format.entry import check_number
 from midstream.store.loss_mask import LossMasks
 from midstream.store.row_memory import RowMemory
+from midstream.store.row_places import RowPlaces
 from midstream.store.selection import Selection, as_selection
 from midstream.store.store import Store
-from midstream.store.tokens import Tokens
+from midstream.store.tokens import TokenPart, Tokens
 from midstream.validation import kind, show
 
 # Consecutive rows that are shuffled together, so that an epoch reads contiguous chunks.
@@ -123,6 +125,15 @@ class RowDataset(EpochDataset):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TokenWindow:
+    """Tokens of which batches are drawn."""
+
+    parts: list[TokenPart]
+    places: list[RowPlaces]  # of each bundle's rows; none if the store is not mapped
+    columns: dict[str, NDArray[np.generic]]  # each [n]
+
+
 class TokenSource:
     """The tokens of a `RowDataset` as items of an epoch; see `EpochSource`."""
 
@@ -136,18 +147,11 @@ class TokenSource:
     def is_mapped(self) -> bool:
         return self._tokens.is_mapped
 
-    def prepare(self, items: _Ints) -> None:
-        self._tokens.prepare(self._tokens.parts(np.sort(items)), self._checked)
-
-    def read(self, items: _Ints) -> Columns:
-        tokens, memory = self._tokens, self._memory
-        parts = list(tokens.parts(items))
-        values = []
-        for bundle in tokens.bundles():
-            taps, width = tokens.width(bundle)
-            data = memory.empty((len(items), taps, width))
-            tokens.gather(parts, bundle, data.numpy(), self._checked)
-            values.append(memory.hold(tokens.decode(bundle, data)))
+    def prepare(self, items: _Ints) -> TokenWindow:
+        tokens, order = self._tokens, np.argsort(items)
+        ascending = list(tokens.parts(items[order]))
+        tokens.prepare(ascending, self._checked)
+        parts = [replace(part, where=order[part.where]) for part in ascending]
         names = ["index", "position", "token_id", *(["layer"] if tokens.taps is None else [])]
         columns = {name: np.empty(len(items), np.int64) for name in names}
         mask = np.empty(len(items), np.bool_)
@@ -158,11 +162,26 @@ class TokenSource:
                 columns[name][part.where] = part.segment.column(name, part.at)
             if "layer" in columns:
                 columns["layer"][part.where] = part.segment.taps[0][1]
-        held = {
-            name: memory.hold(torch.from_numpy(column))
-            for name, column in [*columns.items(), ("loss_mask", mask)]
+        bundles = tokens.bundles() if tokens.is_mapped else []
+        places = [tokens.locate(parts, bundle, len(items)) for bundle in bundles]
+        return TokenWindow(parts, places, {**columns, "loss_mask": mask})
+
+    def read(self, window: TokenWindow, first: int, last: int) -> Columns:
+        tokens, memory = self._tokens, self._memory
+        values = []
+        for number, bundle in enumerate(tokens.bundles()):
+            taps, width = tokens.width(bundle)
+            data = memory.empty((last - first, taps, width))
+            if window.places:
+                window.places[number].copy(first, last, data)
+            else:
+                tokens.fetch(window.parts, bundle, data.numpy(), self._checked)
+            values.append(memory.hold(tokens.decode(bundle, data)))
+        columns = {
+            name: memory.hold(torch.from_numpy(column[first:last].copy()))
+            for name, column in window.columns.items()
         }
-        return {"values": tokens.named(values), **held}
+        return {"values": tokens.named(values), **columns}
 
 
 def check_exclude(value: object) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,22 +26,24 @@ from midstream.validation import kind
 Columns = dict[str, "Tensor | dict[str, Tensor]"]
 _Ints = NDArray[np.int64]
 _Windows = Iterator[list[_Ints]]
+_Unit = Sequence[int]  # where batches begin in their window, and where the last ends
+W = TypeVar("W")
 _THREADS = min(4, os.cpu_count() or 1)
 _MAX_PREFETCH = 1024
 
 
-class EpochSource(Protocol):
-    """What an epoch reads: numbered items."""
+class EpochSource(Protocol[W]):
+    """What an epoch reads: numbered items, of which it reads some at a time: a window."""
 
     @property
     def is_mapped(self) -> bool:
         """Whether single items are read as fast as many that are next to each other."""
 
-    def prepare(self, items: _Ints) -> None:
-        """Check the items' bytes, and have the system read them ahead."""
+    def prepare(self, items: _Ints) -> W:
+        """Check the bytes of a window's items, and have the system read them ahead."""
 
-    def read(self, items: _Ints) -> Columns:
-        """Return the items' columns, each [len(items), …]."""
+    def read(self, window: W, first: int, last: int) -> Columns:
+        """Return the columns of the items [first, last) of a window, each [last - first, …]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class EpochDataset(IterableDataset[Columns]):
     The loader's workers and the ranks divide the batches; all ranks have the same number of them.
     """
 
-    def __init__(self, source: EpochSource, order: EpochOrder, prefetch: int) -> None:
+    def __init__(self, source: EpochSource[Any], order: EpochOrder, prefetch: int) -> None:
         self._source = source
         self._order = order
         self._prefetch = check_number("prefetch", prefetch, 0, _MAX_PREFETCH)
@@ -136,9 +138,9 @@ class EpochDataset(IterableDataset[Columns]):
 
     def _read_now(self, windows: _Windows) -> Iterator[Columns]:
         for window in windows:
-            self._prepare(window)
+            prepared = self._prepare(window)
             for unit in self._units(window):
-                yield from self._read(unit)
+                yield from self._read(unit, prepared)
 
     def _read_ahead(self, windows: _Windows) -> Iterator[Columns]:
         threads = ReaderThreads(min(_THREADS, self._prefetch))
@@ -160,25 +162,24 @@ class EpochDataset(IterableDataset[Columns]):
             ready = following or threads.submit(partial(self._prepare, window))
             following = coming and threads.submit(partial(self._prepare, coming))
             for unit in self._units(window):
-                yield threads.submit(partial(self._read, unit, ready.result))
+                yield threads.submit(partial(self._read_when, ready, unit))
 
-    def _prepare(self, window: list[_Ints]) -> None:
-        self._source.prepare(np.concatenate(window))
+    def _prepare(self, window: list[_Ints]) -> Any:
+        return self._source.prepare(np.concatenate(window))
 
-    def _units(self, window: list[_Ints]) -> list[list[_Ints]]:
+    def _units(self, window: list[_Ints]) -> Sequence[_Unit]:
         """Return the batches that are read at once: of an object store, all of a window."""
-        return [[batch] for batch in window] if self._source.is_mapped else [window]
+        cuts = [0, *itertools.accumulate(map(len, window))]
+        return list(itertools.pairwise(cuts)) if self._source.is_mapped else [cuts]
 
-    def _read(
-        self, batches: list[_Ints], wait: Callable[[], object] | None = None
-    ) -> list[Columns]:
-        if wait:
-            wait()
-        if len(batches) == 1:
-            return [self._source.read(batches[0])]
-        columns = self._source.read(np.concatenate(batches))
-        ends = np.cumsum([len(batch) for batch in batches]).tolist()
-        return [_rows(columns, first, last) for first, last in itertools.pairwise([0, *ends])]
+    def _read_when(self, ready: Future[Any], unit: _Unit) -> list[Columns]:
+        return self._read(unit, ready.result())
+
+    def _read(self, unit: _Unit, prepared: Any) -> list[Columns]:
+        columns = self._source.read(prepared, unit[0], unit[-1])
+        if len(unit) == 2:
+            return [columns]
+        return [_rows(columns, first, last) for first, last in itertools.pairwise(unit)]
 
 
 def _with_next(windows: _Windows) -> Iterator[tuple[list[_Ints], list[_Ints] | None]]:

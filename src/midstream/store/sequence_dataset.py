@@ -145,22 +145,27 @@ class SequenceSource:
     def is_mapped(self) -> bool:
         return self.tokens.is_mapped
 
-    def prepare(self, items: _Ints) -> None:
+    def prepare(self, items: _Ints) -> _Ints:
         parts, _ = self._place(items)
         self.tokens.prepare(parts, self.checked)
+        return items
 
-    def read(self, items: _Ints) -> Columns:
+    def read(self, window: _Ints, first: int, last: int) -> Columns:
+        items = window[first:last]
         parts, numbers = self._place(items)
         size = len(items) * self.length
         values = []
         for bundle in self.tokens.bundles():
             taps, width = self.tokens.width(bundle)
             data = self.memory.empty((size, taps, width))
-            rows = data.numpy()
-            self.tokens.gather(parts, bundle, rows, self.checked)
             # Padding must have bytes that the codec can decode.
-            for gap in padding(parts, size):
-                rows[gap] = rows[0]
+            if self.is_mapped:
+                self.tokens.locate(parts, bundle, size).copy(0, size, data)
+            else:
+                rows = data.numpy()
+                self.tokens.fetch(parts, bundle, rows, self.checked)
+                for gap in padding(parts, size):
+                    rows[gap] = rows[0]
             decoded = self.tokens.decode(bundle, data)
             for gap in padding(parts, size):
                 decoded[gap] = 0

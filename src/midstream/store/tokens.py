@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from midstream.sites import Tap
 from midstream.store.format.entry_rows import check_positions
 from midstream.store.format.layout import MAX_POSITION
 from midstream.store.format.shard import Shard
+from midstream.store.row_places import RowPlaces
 from midstream.store.selection import Selection, SelectionSegment
 from midstream.store.stored_activations import decode
 from midstream.validation import kind, listed, show
@@ -108,17 +110,18 @@ class Tokens:
 
     @property
     def is_mapped(self) -> bool:
-        return all(segment.shard.is_mapped for segment in self.segments)
+        """Whether the shards are; all are of one store."""
+        return self.segments[0].shard.is_mapped
 
     def parts(self, tokens: _Ints) -> Iterator[TokenPart]:
-        """Divide tokens, in any order, by segment."""
+        """Divide ascending tokens by segment."""
         numbers = np.searchsorted(self.ends, tokens, side="right")
-        for number in np.unique(numbers).tolist():
+        cuts = (np.flatnonzero(np.diff(numbers)) + 1).tolist()
+        for first, last in itertools.pairwise([0, *cuts, len(tokens)]):
+            number = int(numbers[first])
             segment = self.segments[number]
-            where = np.flatnonzero(numbers == number)
-            at = tokens[where] - (int(self.ends[number]) - len(segment))
-            is_run = where[-1] - where[0] == len(where) - 1
-            yield TokenPart(segment, at, slice(where[0], where[-1] + 1) if is_run else where)
+            at = tokens[first:last] - (int(self.ends[number]) - len(segment))
+            yield TokenPart(segment, at, slice(first, last))
 
     def bundles(self) -> list[slice]:
         """Return the taps that are read into one array: all, or each if the widths differ."""
@@ -134,15 +137,35 @@ class Tokens:
         taps = segment.taps[bundle]
         return len(taps), segment.shard.header.row_bytes(taps[0])
 
-    def gather(
-        self, parts: Sequence[TokenPart], bundle: slice, data: _Bytes, checked: bool
-    ) -> None:
-        """Copy the encoded rows of a bundle's taps to uint8 [n, taps, row_bytes]."""
+    def locate(self, parts: Iterable[TokenPart], bundle: slice, count: int) -> RowPlaces:
+        """Return where the rows of a bundle's taps are, of `count` places in a mapped store.
+
+        Places of no part have the rows of the first part's first token.
+        """
+        files, addresses = [], None
         for part in parts:
             segment = part.segment
-            rows = [rows[part.at] for rows in segment.rows[bundle]]
             taps = list(zip(segment.groups[bundle], segment.taps[bundle], strict=True))
-            segment.shard.gather_taps(taps, rows, data, part.where, checked)
+            rows = [rows[part.at] for rows in segment.rows[bundle]]
+            file, starts = segment.shard.locate(taps, rows)
+            assert file.address is not None
+            starts += file.address
+            if addresses is None:
+                addresses = np.tile(starts[0], (count, 1))
+            addresses[part.where] = starts
+            files.append(file)
+        assert addresses is not None
+        return RowPlaces(files, addresses)
+
+    def fetch(self, parts: Iterable[TokenPart], bundle: slice, data: _Bytes, checked: bool) -> None:
+        """Copy the rows of a bundle's taps, of a store that is not mapped, to their places in
+        uint8 [n, taps, row_bytes].
+        """
+        for part in parts:
+            segment = part.segment
+            taps = zip(segment.groups, segment.taps, segment.rows, strict=True)
+            for number, (group, tap, rows) in enumerate(list(taps)[bundle]):
+                data[part.where, number] = segment.shard.gather(group, tap, rows[part.at], checked)
 
     def decode(self, bundle: slice, data: Tensor) -> Tensor:
         """Decode the rows of a bundle, uint8 [n, taps, row_bytes], to [n, taps, width]."""

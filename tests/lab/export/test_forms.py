@@ -285,10 +285,10 @@ def test_an_export_is_whole_or_is_not_there(tmp_path, monkeypatch, form):
     options = {"length": 4} if form == "saelens" else {}
     read, calls = TokenSource.read, itertools.count()
 
-    def failing(source, items):
+    def failing(*window):
         if next(calls) == 2:
             raise StoreError("damaged")
-        return read(source, items)
+        return read(*window)
 
     with monkeypatch.context() as patch:
         patch.setattr(TokenSource, "read", failing)

@@ -225,7 +225,7 @@ def test_reading_ahead_holds_no_more_batches_than_it_may(written, monkeypatch):
     monkeypatch.setattr(
         type(dataset._source),
         "read",
-        lambda source, items: (started.append(1), read_items(source, items))[1],
+        lambda *window: (started.append(1), read_items(*window))[1],
     )
     reading = iter(dataset)
     for used in range(1, 6):
@@ -249,7 +249,10 @@ def test_an_object_store_is_read_a_buffer_at_a_time(written, monkeypatch, prefet
     monkeypatch.setattr(
         type(source),
         "read",
-        lambda source, items: (sizes.append(len(items)), read_items(source, items))[1],
+        lambda source, window, first, last: (
+            sizes.append(last - first),
+            read_items(source, window, first, last),
+        )[1],
     )
     batches = list(dataset())
     # Threads may begin the last window, which is smaller, before the window in front of it.

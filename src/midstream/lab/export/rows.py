@@ -153,7 +153,8 @@ class AlignedRows:
         self.skipped, self.cut = whole.skipped, whole.cut
         source = TokenSource(self.tokens, RowMemory(False), checked=True)
         for start, count in zip(whole.starts.tolist(), whole.lengths.tolist(), strict=True):
-            rows = self._rows(source.read(np.arange(start, start + count)))
+            window = source.prepare(np.arange(start, start + count))
+            rows = self._rows(source.read(window, 0, count))
             if self.excludes_first:
                 rows = replace(rows, loss_mask=rows.loss_mask & (rows.positions != 0))
             yield rows

@@ -50,20 +50,11 @@ class File(Protocol):
         """Return bytes [start, stop) within the file, which may be mapped: not to be written to."""
 
     @property
-    def is_mapped(self) -> bool:
-        """Whether the file is in memory or mapped, so that single rows are read fast."""
+    def address(self) -> int | None:
+        """Where the bytes are in memory as long as this object exists; None: not mapped."""
 
-    def gather(
-        self,
-        start: int,
-        width: int,
-        rows: NDArray[np.int64],
-        target: NDArray[np.uint8] | None = None,
-    ) -> NDArray[np.uint8]:
-        """Copy rows to uint8 [len(rows), width]: row i from start + rows[i] · width.
-
-        target: contiguous memory of this shape that gets them; None: new memory.
-        """
+    def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Copy rows to uint8 [len(rows), width]: row i from start + rows[i] · width."""
 
     def will_need(self, start: int, stop: int) -> None:
         """Begin to read bytes [start, stop) into memory, if the file is mapped; do not wait."""

@@ -177,20 +177,14 @@ class _Object:
         return memoryview(data)[start - first * _BLOCK : stop - first * _BLOCK]
 
     @property
-    def is_mapped(self) -> bool:
-        return False
+    def address(self) -> None:
+        return None
 
     def will_need(self, start: int, stop: int) -> None:
         """Do nothing: blocks are fetched when they are read."""
 
-    def gather(
-        self,
-        start: int,
-        width: int,
-        rows: NDArray[np.int64],
-        target: NDArray[np.uint8] | None = None,
-    ) -> NDArray[np.uint8]:
-        gathered = np.empty((len(rows), width), np.uint8) if target is None else target
+    def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        gathered = np.empty((len(rows), width), np.uint8)
         order = np.argsort(rows, kind="stable")
         for places in _near(rows, order, width):
             low, high = int(rows[places[0]]), int(rows[places[-1]]) + 1

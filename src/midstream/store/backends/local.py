@@ -206,30 +206,20 @@ class _Mapped:
         return memoryview(self._bytes)[start:stop]
 
     @property
-    def is_mapped(self) -> bool:
-        return True
+    def address(self) -> int:
+        return int(np.frombuffer(self._bytes, np.uint8).ctypes.data)
 
     def will_need(self, start: int, stop: int) -> None:
         start -= start % mmap.PAGESIZE
         if stop > start:
             self._bytes.madvise(mmap.MADV_WILLNEED, start, stop - start)
 
-    def gather(
-        self,
-        start: int,
-        width: int,
-        rows: NDArray[np.int64],
-        target: NDArray[np.uint8] | None = None,
-    ) -> NDArray[np.uint8]:
+    def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         count = int(rows.max(initial=-1)) + 1
         table: NDArray[np.uint8] = np.frombuffer(
             self._bytes, np.uint8, count * width, start
         ).reshape(count, width)
-        if target is None:
-            return table.take(rows, axis=0)
-        # Other modes copy twice; the largest index is checked by the length of the table.
-        table.take(rows, axis=0, out=target, mode="clip")
-        return target
+        return table.take(rows, axis=0)
 
 
 def write_pieces(file: int, pieces: Iterable[memoryview]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +14,6 @@ from midstream.errors import StoreError
 from midstream.store.backends.base import File, Folder
 from midstream.store.format.checksums import JOB, block_sums, each_of, in_parallel
 from midstream.store.format.layout import BLOCK, Layout, Place, header_length, read_head
-
-# Bytes of scattered rows that are copied at once: they stay in the processor's cache.
-_APART = 1 << 20
-_THREAD = threading.local()
 
 
 class CheckedFile:
@@ -74,53 +69,34 @@ class CheckedFile:
                 self._check(start // BLOCK, -(-stop // BLOCK))
             return self._open().read(self.head_bytes + start, self.head_bytes + stop)
 
-    def gather_rows(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Copy rows of a 2-dimensional tensor by index to uint8 [n, row_bytes], in order."""
+    def gather_rows(
+        self, tensor: str, rows: NDArray[np.int64], checked: bool = True
+    ) -> NDArray[np.uint8]:
+        """Copy rows of a 2-dimensional tensor by index to uint8 [n, row_bytes], in order.
+
+        `checked`: compare them with their checksums.
+        """
         place = self.places[tensor]
         width = place.shape[1]
         with self.named():
-            self._check_rows(place.start + rows * width, width)
+            if checked:
+                self._check_rows(place.start + rows * width, width)
             return self._open().gather(self.head_bytes + place.start, width, rows)
 
-    def gather_tensors(
-        self,
-        tensors: Sequence[str],
-        rows: Sequence[NDArray[np.int64]],
-        data: NDArray[np.uint8],
-        where: NDArray[np.int64] | slice,
-        checked: bool,
-    ) -> None:
-        """Copy row rows[j][i] of tensor j to data[where][i, j], uint8 [n, tensors, row_bytes].
+    def locate_rows(
+        self, tensors: Sequence[str], rows: Sequence[NDArray[np.int64]]
+    ) -> tuple[File, NDArray[np.int64]]:
+        """Return the file, and where row rows[j][i] of tensor j begins in it, int64 [n, tensors].
 
-        All rows have the same number of bytes. `checked`: compare them with their checksums.
+        They are not compared with their checksums.
         """
-        places = [self.places[tensor] for tensor in tensors]
-        width = data.shape[2]
-        first = min(place.start for place in places)
+        starts = np.empty((len(rows[0]), len(rows)), np.int64)
+        for number, (tensor, of_tensor) in enumerate(zip(tensors, rows, strict=True)):
+            place = self.places[tensor]
+            first = self.head_bytes + place.start
+            starts[:, number] = first + of_tensor * place.shape[1]
         with self.named():
-            file = self._open()
-            if checked:
-                for place, of_tensor in zip(places, rows, strict=True):
-                    self._check_rows(place.start + of_tensor * width, width)
-            if any((place.start - first) % width for place in places):
-                for number, (place, of_tensor) in enumerate(zip(places, rows, strict=True)):
-                    start = self.head_bytes + place.start
-                    data[where, number] = file.gather(start, width, of_tensor)
-                return
-            # They are one table.
-            table = np.empty((len(rows[0]), len(rows)), np.int64)
-            for number, (place, of_tensor) in enumerate(zip(places, rows, strict=True)):
-                np.add(of_tensor, (place.start - first) // width, out=table[:, number])
-            start = self.head_bytes + first
-            if isinstance(where, slice):
-                file.gather(start, width, table.reshape(-1), data[where].reshape(-1, width))
-                return
-            size = max(1, _APART // (width * len(rows)))
-            apart = _apart(size * len(rows), width)
-            for low in range(0, len(table), size):
-                block = table[low : low + size]
-                copied = file.gather(start, width, block.reshape(-1), apart[: block.size])
-                data[where[low : low + size]] = copied.reshape(*block.shape, width)
+            return self._open(), starts
 
     def prepare_rows(
         self, tensor: str, rows: NDArray[np.int64], checked: bool, again: bool
@@ -147,7 +123,7 @@ class CheckedFile:
     @property
     def is_mapped(self) -> bool:
         """Whether single rows are read as fast as many that are next to each other."""
-        return self._open().is_mapped
+        return self._open().address is not None
 
     def check(self) -> None:
         """Compare every block with its checksum. Raises StoreError if one is damaged."""
@@ -211,11 +187,3 @@ class CheckedFile:
             f"damaged: {', '.join(names[:3])}{'' if len(names) <= 3 else ' …'} "
             f"does not match its checksum, near byte {self.head_bytes + start}"
         )
-
-
-def _apart(rows: int, width: int) -> NDArray[np.uint8]:
-    """Return memory of this thread, uint8 [rows, width]; new memory would take much longer."""
-    memory: NDArray[np.uint8] | None = getattr(_THREAD, "memory", None)
-    if memory is None or len(memory) < rows * width:
-        memory = _THREAD.memory = np.empty(rows * width, np.uint8)
-    return memory[: rows * width].reshape(rows, width)

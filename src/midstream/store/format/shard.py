@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from midstream.errors import StoreError
 from midstream.sites import Tap
-from midstream.store.backends.base import Folder
+from midstream.store.backends.base import File, Folder
 from midstream.store.format.checked_file import CheckedFile
 from midstream.store.format.entry import Header
 from midstream.store.format.layout import (
@@ -157,20 +157,17 @@ class Shard(CheckedFile):
         part = self.read(tensor, start * width, stop * width)
         return np.frombuffer(part, np.uint8).reshape(stop - start, width)
 
-    def gather(self, group: int, tap: Tap, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Copy rows of a tap by index to uint8 [n, row_bytes], in the order of `rows`."""
-        return self.gather_rows(tap_name(group, tap), rows)
+    def gather(
+        self, group: int, tap: Tap, rows: NDArray[np.int64], checked: bool = True
+    ) -> NDArray[np.uint8]:
+        """Copy rows of a tap by index; see `CheckedFile.gather_rows`."""
+        return self.gather_rows(tap_name(group, tap), rows, checked)
 
-    def gather_taps(
-        self,
-        taps: Sequence[tuple[int, Tap]],
-        rows: Sequence[NDArray[np.int64]],
-        data: NDArray[np.uint8],
-        where: NDArray[np.int64] | slice,
-        checked: bool,
-    ) -> None:
-        """Copy rows of taps, each with its group; see `CheckedFile.gather_tensors`."""
-        self.gather_tensors([tap_name(*tap) for tap in taps], rows, data, where, checked)
+    def locate(
+        self, taps: Sequence[tuple[int, Tap]], rows: Sequence[NDArray[np.int64]]
+    ) -> tuple[File, NDArray[np.int64]]:
+        """Return where rows of taps, each with its group, are; see `CheckedFile.locate_rows`."""
+        return self.locate_rows([tap_name(*tap) for tap in taps], rows)
 
     def prepare(
         self, group: int, tap: Tap, rows: NDArray[np.int64], checked: bool, again: bool
