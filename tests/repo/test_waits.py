@@ -45,6 +45,7 @@ UNLIMITED = {
     "sinks/queue.py: SinkQueue.put": "a sink's write or flush",
     "sinks/tcp/spool.py: Spool.write": "a sink's write or flush",
     "store/epoch_dataset.py: EpochDataset._read_ahead": "a batch that a dataset reads ahead",
+    "store/epoch_dataset.py: EpochDataset._read_when": "a batch that a dataset reads ahead",
     "store/format/checksums.py: Summing.finish": "",
     "store/format/checksums.py: Summing._start": "",
     "store/reader_threads.py: _make_calls": "a thread that waits for work",
