@@ -9,6 +9,7 @@ import struct
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -20,6 +21,8 @@ from unit.store.making import entry, header, rows_of, shard_bytes, vectors
 from midstream import open_store
 from midstream.errors import StoreError
 from midstream.store import Entry, verify
+from midstream.store.backends.local import LocalFolder
+from midstream.store.format.checked_file import CheckedFile
 from midstream.store.format.layout import Layout, padding, read_head
 
 NAME = "shard.safetensors"
@@ -321,6 +324,19 @@ def test_two_shards_that_stand_for_one_are_found_by_verify(tmp_path):
     (finding,) = verify(tmp_path).findings
     assert finding.shard == "b.safetensors"
     assert finding.problem == "it replaces old.safetensors, and so does a.safetensors"
+
+
+def test_a_row_that_a_tensor_does_not_have_gets_no_address(tmp_path):
+    (tmp_path / NAME).write_bytes(GOOD)
+    file = CheckedFile(LocalFolder(str(tmp_path)), NAME)
+    name, place = next(
+        (name, place) for name, place in file.places.items() if len(place.shape) == 2
+    )
+    last = place.shape[0] - 1
+    assert file.locate_rows([name], [np.array([0, last])])[1].shape == (2, 1)
+    for row in (-1, last + 1):
+        with pytest.raises(StoreError, match=f"damaged: {name} has {last + 1} rows"):
+            file.locate_rows([name], [np.array([0, row])])
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):

@@ -93,6 +93,9 @@ class CheckedFile:
         starts = np.empty((len(rows[0]), len(rows)), np.int64)
         for number, (tensor, of_tensor) in enumerate(zip(tensors, rows, strict=True)):
             place = self.places[tensor]
+            # They become addresses.
+            if of_tensor.size and not 0 <= of_tensor.min() <= of_tensor.max() < place.shape[0]:
+                raise StoreError(f"{self.path}: damaged: {tensor} has {place.shape[0]} rows")
             first = self.head_bytes + place.start
             starts[:, number] = first + of_tensor * place.shape[1]
         with self.named():
