@@ -1,6 +1,6 @@
 """Cost of probes of every token, which a server asks of all traffic.
 
-    python benchmarks/guards.py [--shapes 8b] [--probes 16] [--plain-engines 2] [--kv-gib 14]
+    python benchmarks/guards.py [--shapes 8b] [--probes 16] [--plain-engines 2] [--kv-gib 6]
         [--rounds 7] [--seconds 400] [--workloads decode] [--profiles FOLDER] [--json FILE]
 
 Seconds, with the prefix cache on, of
@@ -71,7 +71,7 @@ def main() -> int:
         names = overhead.PLAIN[: args.plain_engines]
         makers: dict[str, tuple[Any, ...]] = dict.fromkeys(names, (engines.plain, model, settings))
         makers[TAPPED] = engines.tapped, model, settings, {"probes": args.probes}
-        few = {"probes": args.probes, "layers": sorted(probed(shape, args.probes))}
+        few = {"probes": args.probes, "layers": sorted(set(probed(shape, args.probes)))}
         makers[FEW] = engines.tapped, model, settings, few
         environment = engines.FUNCTIONS_TO_WORKERS if args.profiles else {}
         with run.limited(), run.engines(makers, ("plain", TAPPED, FEW), **environment) as started:

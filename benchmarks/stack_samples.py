@@ -102,8 +102,8 @@ class StreamTimes:
 
 
 class DeviceKernels:
-    """Recorder of a CUDA device's kernels and copies, those of CUDA graphs too. Nothing without a
-    device.
+    """Recorder of a CUDA device's kernels and copies, those of CUDA graphs too, and of the calls of
+    CUDA's own functions that queue them. Nothing without a device.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class DeviceKernels:
             self._profile.start()
 
     def stop(self, file: Path) -> None:
-        """Stop, and write a line "MICROSECONDS COUNT NAME" for each kernel, the longest first."""
+        """Stop, and write a line "MICROSECONDS COUNT NAME" for each, the longest first."""
         lines = []
         if self._profile is not None:
             self._profile.stop()

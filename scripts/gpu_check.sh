@@ -126,7 +126,7 @@ for shape in ${SHAPES:-0.6b 8b}; do
   bench attention attention-$shape attention_cost --shapes $shape
   bench lens lens-$shape lens_cost --shapes $shape
   bench sae sae-$shape sae_cost --shapes $shape --kv-gib 4 --rounds 3
-  bench guards guards-$shape guards --shapes $shape --kv-gib 14 --plain-engines "$plain"
+  bench guards guards-$shape guards --shapes $shape --kv-gib $((2 * plain + 2)) --plain-engines "$plain"
   bench acting acting-$shape acting --shapes $shape --kv-gib 4 --plain-engines "$plain" --by sequences
   bench acting acting-streams-$shape acting --shapes $shape --kv-gib 4 --by streams --rounds 3
 done

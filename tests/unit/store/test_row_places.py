@@ -56,8 +56,10 @@ def _four_threads(places: RowPlaces) -> None:
 
 def test_threads_of_a_process_that_is_a_fork_copy_rows_at_once_after_torch_had_threads():
     """Torch makes its own threads anew in a fork, and fails if two threads ask for them."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.rand(1 << 20).exp()
+    torch.set_num_threads(threads)
     file = np.full(1 << 20, 7, np.uint8)
     places = RowPlaces([], file.ctypes.data + np.arange(8000).reshape(-1, 2) * 80)
     for _ in range(8):

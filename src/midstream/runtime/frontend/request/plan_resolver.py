@@ -74,7 +74,7 @@ _CACHED_PLANS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Recent:
-    """A prepared plan and what it was made with; keeps the parts' ids, as these are alive."""
+    """A prepared plan and what it was made with; holds the own plan's parts, whose ids are keys."""
 
     own: Plan | None
     before: tuple[ServerWide, ...]
@@ -84,8 +84,10 @@ class _Recent:
 
 def _ids_of(own: Plan | None) -> Hashable:
     """Return what only plans of the same objects have in common, as long as one of them lives."""
-    parts = () if own is None else (*own.captures, *own.edits, *own.probes, own.controller)
-    return own and (own.origins, own.coming_from, own.searched, *map(id, parts))
+    if own is None:
+        return None
+    parts = *own.captures, *own.edits, *own.probes, own.controller
+    return own.origins, own.coming_from, own.searched, *map(id, parts)
 
 
 # Tokens of all prompts that are kept; a token takes some 200 bytes.
