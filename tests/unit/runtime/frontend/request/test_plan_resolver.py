@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.stored import worker_info
 
+from midstream.config.config import Config
 from midstream.errors import SpecError
 from midstream.plan import Capture, Plan, Probe, Steer
 from midstream.plan.probe_files.info import ProbeInfo
@@ -59,6 +60,17 @@ def of_heads(resolver) -> Any:
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64), additional_config={})
     resolver.resolver = PlanResolver(known, SimpleNamespace(vllm_config=config))
     return resolver
+
+
+def test_with_a_largest_dose_an_edit_of_what_ranks_split_is_refused(of_heads, monkeypatch):
+    resolver = of_heads.resolver
+    prepare(of_heads, Plan.make(edits=Steer([1.0] * HIDDEN, 1, site="z")))
+    monkeypatch.setattr(resolver, "_parts", {("z", 1): 2})
+    monkeypatch.setattr(resolver, "_config", Config(doses=64, max_dose=1e6))
+    split = Plan.make(edits=Steer([2.0] * HIDDEN, 1, site="z"))
+    with pytest.raises(SpecError, match=r"edits\[0\].*z is split over 2 ranks.*max_dose"):
+        prepare(of_heads, split)
+    prepare(of_heads, Plan.make(edits=Steer([2.0] * HIDDEN, 2, site="z")))
 
 
 VECTORS = {"v": [1.0] * HIDDEN}
