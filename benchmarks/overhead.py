@@ -16,8 +16,9 @@ that runs the model, in a file for flame graph tools, and how long a step runs o
 device waits for the host; see stack_samples.py. A second turn writes the times of the device's
 kernels, by name, to a file beside it.
 
-decode: seconds of one step of a batch that only generates: the mean over 96 consecutive steps after
-all prompts are processed.
+decode: seconds of one step of a batch that only generates: the mean over all steps in which each
+sequence gets a token, at most 115. The engine's core is a process of its own, as by default, and
+its clock is read: the front end, which gets its outputs, may lag behind it.
 prefill: seconds of a batch of prompts with one generated token each.
 "a neighbour asks": the last sequence of the batch captures a row of one layer in each step.
 """
@@ -42,8 +43,8 @@ import engines
 import shapes
 from stack_samples import DeviceKernels, StackSamples, StreamTimes
 
-# Numbers of untimed steps (including prefill), of timed steps, and of steps after them.
-SKIPPED, STEPS, LAST = 16, 96, 4
+# Numbers of tokens before, in and after the steps that are timed, and least number of these.
+SKIPPED, STEPS, LAST, LEAST = 16, 96, 4, 16
 PROMPT = 32
 # Edits are too small to change the values: with random weights the stream is small, and its values
 # decide how much power the matrix products draw, and so how fast they run.
@@ -105,10 +106,7 @@ def over_shapes(
         asks: by variant: makes the arguments of `generate`, in the engine's process.
     """
     run = engines.Run(benchmark, args, tensor_parallel_size=args.tp, shapes={})
-    # With several ranks the engine's workers run in processes of their own.
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(args.tp > 1))}
-    if args.profiles:
-        environment |= engines.FUNCTIONS_TO_WORKERS
+    environment = engines.FUNCTIONS_TO_WORKERS if args.profiles else {}
     needed = "plain", "midstream"
     for shape in args.shapes:
         with run.limited(), run.engines(makers(shape, args), needed, **environment) as started:
@@ -223,9 +221,9 @@ def vector(shape: str, *seed: int) -> Any:
 
 def decode_step(llm: Any, ask: Ask, of: Of) -> float:
     """Return the seconds of one decode step: the mean over steps in which all requests generate."""
-    with step_ends(llm) as ends:
+    with core_steps(llm, of[1]) as steps:
         timed(llm, ask, of, PROMPT, SKIPPED + STEPS + LAST)
-    return (ends[SKIPPED + STEPS - 1] - ends[SKIPPED - 1]) / STEPS
+    return steps.mean()
 
 
 def sampled(llm: Any, file: Path, function: Callable[..., float], *given: Any) -> None:
@@ -294,25 +292,59 @@ def step_ends(llm: Any) -> Iterator[list[float]]:
         del engine.step
 
 
+class CoreSteps:
+    """When the core made the outputs of the steps in which each sequence of a batch got a token."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._times: list[float] = []
+
+    def see(self, outputs: Any) -> None:
+        """Note a step. Prompts come one after the other, so that the first sequence ends early."""
+        if len(outputs.outputs) == self._batch:
+            self._times.append(outputs.timestamp)
+
+    def mean(self) -> float:
+        """Return the mean seconds of a step."""
+        assert len(self._times) > LEAST, f"{len(self._times)} steps of all sequences"
+        return (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+
+
+@contextmanager
+def core_steps(llm: Any, batch: int) -> Iterator[CoreSteps]:
+    """Yield the times of steps of a batch of so many sequences."""
+    core = llm.llm_engine.engine_core
+    get_output = core.get_output
+    steps = CoreSteps(batch)
+
+    def seen() -> Any:
+        outputs = get_output()
+        steps.see(outputs)
+        return outputs
+
+    core.get_output = seen
+    try:
+        yield steps
+    finally:
+        del core.get_output
+
+
 def last_steps(
     llm: Any, batch: int, skipped: int, steps: int, given: dict[str, Any]
 ) -> tuple[float, list[Any]]:
     """Return the mean seconds of steps in which all sequences generate, and the outputs.
 
-    Steps are counted from the end: one step more or less of the prompts does not matter.
-
     Args:
         llm: the engine.
         batch: number of sequences.
-        skipped: number of tokens generated before these steps.
-        steps: number of steps.
+        skipped: number of tokens that a sequence may get before the last one has its first.
+        steps: number of tokens after these.
         given: arguments of `generate`.
     """
     params = sampling(skipped + steps + LAST)
-    with step_ends(llm) as ends:
+    with core_steps(llm, batch) as seen:
         outputs = llm.generate(random_prompts(batch, PROMPT), params, use_tqdm=False, **given)
-    last = len(ends) - 1 - LAST
-    return (ends[last] - ends[last - steps]) / steps, outputs
+    return seen.mean(), outputs
 
 
 def timed(llm: Any, ask: Ask, of: Of, length: int, tokens: int) -> float:
