@@ -213,12 +213,17 @@ class Plan:
         return self.origins[index] if self.origins else index
 
     @property
-    def needs_prompt(self) -> bool:
-        """Whether the selected positions depend on more of the prompt than its length."""
+    def selections(self) -> list[Positions]:
+        """The positions of all parts, of each version."""
         selections = [*self._edited, *self.searched]
         selections += [selection for capture in self.captures for selection in capture.selections]
         selections += [selection for probe in self.probes for selection in probe.selections]
-        return any(positions.needs_prompt for positions in selections)
+        return selections
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether the selected positions depend on more of the prompt than its length."""
+        return any(positions.needs_prompt for positions in self.selections)
 
     @property
     def marked(self) -> tuple[Positions, ...]:

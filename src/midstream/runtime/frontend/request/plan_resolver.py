@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from midstream.plan import (
 from midstream.plan.plan import ServerWide, asks_engine
 from midstream.plan.positions.decoded_text import text_map
 from midstream.plan.positions.items import CONTENT
+from midstream.plan.positions.select import EVERYTHING
 from midstream.plan.probe_files.info import check_models
 from midstream.plan.readouts.capture import SHARDED
 from midstream.plan.readouts.reduced import check_codec, num_sums, with_split_rows
@@ -40,6 +40,7 @@ from midstream.runtime.frontend.request.budget import (
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controlled import with_controller
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.prompt.known_prompts import KnownPrompts
 from midstream.runtime.frontend.request.prompt.media import media_of
 from midstream.runtime.frontend.request.readouts import (
     EngineReadings,
@@ -90,33 +91,6 @@ def _ids_of(own: Plan | None) -> Hashable:
     return own.origins, own.coming_from, own.searched, *map(id, parts)
 
 
-# Tokens of all prompts that are kept; a token takes some 200 bytes.
-MAX_TOKENS = 1 << 17
-# The tokens of a prompt, and what identifies its chat, if it was made from one, and its media.
-Key = tuple[tuple[int, ...], Hashable]
-
-
-class KnownPrompts:
-    """Recent prompts. All requests with the same tokens share one. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._prompts: dict[Key, Prompt] = {}
-        self._num_tokens = 0
-
-    def get(self, key: Key, make: Callable[[], Prompt]) -> Prompt:
-        with self._lock:
-            prompt = self._prompts.pop(key, None)
-            if prompt is None:
-                prompt = make()
-                self._num_tokens += prompt.length
-            self._prompts[key] = prompt  # as the last one that was used
-            while self._num_tokens > MAX_TOKENS and len(self._prompts) > 1:
-                oldest = next(iter(self._prompts))
-                self._num_tokens -= self._prompts.pop(oldest).length
-        return prompt
-
-
 class PlanResolver:
     """Resolves plans for one engine."""
 
@@ -164,7 +138,11 @@ class PlanResolver:
             return self._finish(plan, before, also, prompt, max_tokens)
         # Destinations of rows make no difference here, and may differ for each request.
         shared = None if plan is None else plan.without_places()
-        prepared = self._by_length(shared, before, also, length, max_tokens)
+        prepared = None
+        if reads_all(shared, before, also):
+            prepared = self._by_length(shared, before, also, 1, None).of_length(length)
+        if prepared is None:
+            prepared = self._by_length(shared, before, also, length, max_tokens)
         if plan is own:
             # What a name stands for may change: a plan with names is bound for each request.
             if len(self._recent) >= _CACHED_PLANS:
@@ -457,13 +435,18 @@ def _check_doses(plan: ResolvedPlan, parts: Mapping[Tap, int], config: Config) -
 
 def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
     """Return whether what applies to every request depends on more of a prompt than its length."""
-    return any(
-        selection.needs_prompt
-        for part in (*before, *also)
-        for selection in (
-            part.selections if isinstance(part, (Capture, Probe)) else (part.positions,)
-        )
-    )
+    return any(selection.needs_prompt for selection in _selections((*before, *also)))
+
+
+def reads_all(plan: Plan | None, before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
+    """Return whether all that a request asks for is of every token, whatever their number."""
+    own = () if plan is None else plan.selections
+    return not also and all(selection == EVERYTHING for selection in (*own, *_selections(before)))
+
+
+def _selections(parts: Sequence[ServerWide | Capture]) -> Iterator[Positions]:
+    for part in parts:
+        yield from part.selections if isinstance(part, (Capture, Probe)) else (part.positions,)
 
 
 def _common(name: str, values: Sequence[str], default: str) -> str:

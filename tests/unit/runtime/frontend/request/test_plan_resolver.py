@@ -1,15 +1,19 @@
 """A plan that was resolved is resolved again for whatever makes a difference, and only for that."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from support.stored import worker_info
 
 from midstream.config.config import Config
 from midstream.errors import SpecError
-from midstream.plan import Capture, Plan, Probe, Steer
+from midstream.plan import Capture, Gate, Plan, Probe, Prompt, Replace, Steer, Stop, Switch
 from midstream.plan.probe_files.info import ProbeInfo
 from midstream.runtime.frontend.engine_info import EngineInfo, describe
 from midstream.runtime.frontend.request import plan_resolver
@@ -116,7 +120,7 @@ def test_a_probe_that_says_that_it_is_of_another_model_is_refused_by_its_first_r
     prepared = prepare(resolver, Plan.make(probes=[bare]))
     for model in ("org/Small", "me/small"):
         plan = Plan.make(probes=[bare.with_info(ProbeInfo(model, HIDDEN, 3))])
-        assert prepare(resolver, plan) is prepared
+        assert prepare(resolver, plan) == prepared
     assert len(resolver.made) == 1
     for known in (ProbeInfo("org/Large"), ProbeInfo("org/Small", 2), ProbeInfo("org/Small", 4, 9)):
         other = [bare, bare.replace(name="other").with_info(known)]
@@ -188,3 +192,59 @@ def test_heads_of_sketches_are_refused(of_heads, codec):
     with pytest.raises(SpecError, match="are sketches of whole vectors") as caught:
         prepare(of_heads, plan)
     assert caught.value.path == "capture[1].heads"
+
+
+SWITCH = Switch([Steer([1.0] * HIDDEN, 1)], above=1.0)
+
+
+def edits_and_probes() -> Any:
+    """A strategy of plans, most of whose parts are of every token."""
+    where = st.sampled_from(["all"] * 12 + ["prompt", "generated"])
+    layer = st.integers(0, 1)
+    vector = st.sampled_from([[1.0, 2.0, 0.0, -1.0], [0.5, 0.0, 0.0, 3.0]])
+    steer = st.builds(Steer, vector, layer, positions=where)
+    gate = st.builds(
+        lambda edit, read: Gate(edit, probe=Probe(read, 0), threshold=0.5), steer, vector
+    )
+    rows = st.builds(lambda count: Replace([[1.0] * HIDDEN] * count, 1), st.integers(1, 6))
+    act = st.sampled_from(
+        [None, None, Stop(above=1.0), Switch([Steer([1.0] * HIDDEN, 1)], above=1)]
+    )
+    probe = st.builds(lambda read, at, act: Probe(read, at, name="p", act=act), vector, layer, act)
+    return st.builds(
+        lambda edits, probes: Plan.make(edits=edits or None, probes=probes or None),
+        st.lists(st.one_of(steer, steer, gate, rows), max_size=3, unique_by=repr),
+        st.lists(probe, max_size=1),
+    )
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(Plan.make(probes=Probe([1.0] * HIDDEN, 0, act=SWITCH)), 5, 4)
+@given(plan=edits_and_probes(), length=st.integers(1, 9), tokens=st.integers(1, 9) | st.none())
+def test_parts_of_every_token_are_prepared_for_a_length_as_if_for_it_alone(
+    resolver, plan, length, tokens
+):
+    with suppress(SpecError):  # those of another length come first
+        prepare(resolver, plan, range(length + 3), tokens)
+
+    def outcome(make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except SpecError as error:
+            return str(error)
+
+    alone = outcome(lambda: resolver.resolver._finish(plan, (), (), Prompt(length), tokens))
+    assert outcome(lambda: prepare(resolver, plan, range(length), tokens)) == alone
+
+
+def test_probes_of_every_token_are_prepared_once_for_prompts_of_all_lengths(resolver):
+    plan = Plan.make(probes=Probe([1.0] * HIDDEN, 1, name="p"))
+    guard = Probe([2.0] * HIDDEN, 1, name="guard")
+    found = [
+        prepare(resolver, plan, range(length), length, before=(guard,)) for length in (3, 5, 7)
+    ]
+    assert len(resolver.made) == 1
+    assert [prepared.plan.prompt_len for prepared in found] == [3, 5, 7]
+    prepare(resolver, Plan.make(probes=Probe([1.0] * HIDDEN, 1, name="p", positions="prompt")))
+    prepare(resolver, plan, also=(Capture([1]),))
+    assert len(resolver.made) == 3
