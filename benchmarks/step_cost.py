@@ -235,7 +235,9 @@ def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     transport = host_transport(buffers.ring, arena)
     pool = KvBlocks(0, BLOCK, BLOCKS * sequences)
     kept = ScoreCache(lambda: pool, buffers.scores.shape[1], 4096)
-    return WorkerSession(RankMemory(buffers, taps, transport, arena, kept), StepRules(4096))
+    return WorkerSession(
+        RankMemory(buffers, taps, transport, arena, kept), StepRules(4096, only_armed=True)
+    )
 
 
 def make_plan(layers: int, hidden: int, what: str, prompt: int = PROMPT) -> Any:

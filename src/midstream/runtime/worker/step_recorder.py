@@ -141,14 +141,14 @@ class StepRecorder:
         self._patterns.count(prepared, self.counts.steps)
         if batches:
             logits = self._patterns.compute(prepared)  # of all rows, also those that are dropped
-            incomplete = self._slots.incomplete[plan.runs.slot]
-            if incomplete.any():
+            if self._slots.has_dropped:
+                incomplete = self._slots.incomplete[plan.runs.slot]
                 self._slots.drop(plan.runs, np.flatnonzero(incomplete))
                 batches = plan.batches_of(~incomplete)
             # Of some records a rank returns nothing: scores, or logits that another one returns.
-            batches = [batch for batch in batches if self._row_bytes(batch.codec)]
+            batches = [batch for batch in batches if self._codecs.row_bytes(batch.codec)]
         tally, scores = self._armed.tally, self._no_scores
-        if plan.scored or (self.kept is not None and self.kept.remembers(plan.runs.slot).any()):
+        if plan.scored or (self.kept and self.kept.remembers(plan.runs.slot).any()):
             scores = self._buffers.scores[: tally.shape[0]]
         if plan.scored and self._slots.num_reporting and self._split_scores is not None:
             self._split_scores.join(prepared, self._slots, scores)
@@ -188,7 +188,7 @@ class StepRecorder:
         self, prepared: in_flight.PreparedStep | None, shipment: Shipment | None
     ) -> Cached:
         """Keep a step's scores; add those of cached tokens to the index; return reported ones."""
-        if self.kept is None:
+        if not self.kept:
             return {}
         self.kept.record(prepared, shipment, self.counts.steps)
         reported = {}
@@ -201,9 +201,6 @@ class StepRecorder:
                 reported[request.id] = cached
         return reported
 
-    def _row_bytes(self, codec: int) -> int:
-        return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)
-
     def _ship(
         self,
         prepared: in_flight.PreparedStep,
@@ -215,8 +212,9 @@ class StepRecorder:
         parcels = []
         for batch in batches:
             first, encoding = prepared.first + batch.first, self._codecs.encoding(batch.codec)
+            nbytes = batch.num_units // encoding.units * self._codecs.row_bytes(batch.codec)
             encoded = self._patterns.encode(prepared, batch, logits)
-            parcels.append(Parcel(first, batch.num_units, encoding, encoded))
+            parcels.append(Parcel(first, batch.num_units, nbytes, encoding, encoded))
         return self._transport.ship(parcels, tally, scores)
 
     def _record_rows(
@@ -229,7 +227,7 @@ class StepRecorder:
                 missing.append(batch)
                 continue
             self.rows.record(
-                ArenaRows(shipment, extent, self._row_bytes(batch.codec), self._arena),
+                ArenaRows(shipment, extent, self._codecs.row_bytes(batch.codec), self._arena),
                 batch.serial,
                 in_flight.positions_of(prepared, batch.runs),
                 batch.length,
@@ -261,7 +259,7 @@ class StepRecorder:
     def _settle_oldest(self) -> None:
         step = self._in_flight.popleft()
         self._verify(step)
-        if self.kept is not None:
+        if self.kept:
             self.kept.settle(step.number)
         if self.sums is not None:
             self.sums.carry_out(step.number)
