@@ -14,7 +14,7 @@ from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, HostScores, Parcel, Shipment, Transport
 
 # Bytes of a step's rows up to which they are copied on the model's own stream. The device copies
-# them in a few microseconds; handing them to another stream takes the host longer.
+# them in ten microseconds; handing them to another stream takes the host longer.
 _SMALL = 1 << 19
 _ROWS = 1 << 12  # of the memory of scores, at least
 

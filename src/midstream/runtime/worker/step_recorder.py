@@ -27,7 +27,7 @@ from midstream.runtime.worker.step import in_flight
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
 from midstream.runtime.worker.step.score_cache import CachedScores, ScoreCache
 from midstream.runtime.worker.step.slot_table import SlotTable
-from midstream.runtime.worker.step.step_batch import StepBatch
+from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan, TokenRuns
 from midstream.runtime.worker.step.sum_cache import SumCache
 from midstream.runtime.worker.tables.codec_table import CodecTable
@@ -112,19 +112,18 @@ class StepRecorder:
         if plan.by_id:
             ids = batch.token_ids()
             self._buffers.ids[: ids.shape[0], layout.TOKEN_ID].copy_(ids)
-        self.prepared = in_flight.PreparedStep(
-            plan, first, self._copy_positions(plan, batch), batch
-        )
+        positions = None if batch.unknown is None else self._copy_positions(plan, batch.unknown)
+        self.prepared = in_flight.PreparedStep(plan, first, positions, batch)
 
     def disarm(self) -> None:
         """Disarm the buffers for a forward pass without a program."""
         self._armed.disarm()
 
-    def _copy_positions(self, plan: StepPlan, batch: StepBatch) -> Copy | None:
+    def _copy_positions(self, plan: StepPlan, unknown: UnknownPositions) -> Copy | None:
         """Start to copy the rows' positions from the device, if the host does not know them."""
-        if plan.runs.exact or batch.unknown is None:
+        if plan.runs.exact:
             return None
-        positions = batch.unknown.positions()
+        positions = unknown.positions()
         if plan.device_positions:
             column = self._buffers.tokens[: positions.shape[0], layout.POSITION]
             column.copy_(positions)
@@ -141,7 +140,7 @@ class StepRecorder:
         self._patterns.count(prepared, self.counts.steps)
         if batches:
             logits = self._patterns.compute(prepared)  # of all rows, also those that are dropped
-            if self._slots.has_dropped:
+            if self._slots.has_dropped and self._slots.incomplete[plan.runs.slot].any():
                 incomplete = self._slots.incomplete[plan.runs.slot]
                 self._slots.drop(plan.runs, np.flatnonzero(incomplete))
                 batches = plan.batches_of(~incomplete)
@@ -149,7 +148,7 @@ class StepRecorder:
             batches = [batch for batch in batches if self._codecs.row_bytes(batch.codec)]
         tally, scores = self._armed.tally, self._no_scores
         if plan.scored or (self.kept and self.kept.remembers(plan.runs.slot).any()):
-            scores = self._buffers.scores[: tally.shape[0]]
+            scores = self._armed.scores
         if plan.scored and self._slots.num_reporting and self._split_scores is not None:
             self._split_scores.join(prepared, self._slots, scores)
         shipment = self._ship(prepared, batches, tally, scores, logits)
