@@ -225,12 +225,13 @@ class StepRecorder:
             if extent is None:
                 missing.append(batch)
                 continue
+            units = self._codecs.encoding(batch.codec).units
             self.rows.record(
                 ArenaRows(shipment, extent, self._codecs.row_bytes(batch.codec), self._arena),
                 batch.serial,
                 in_flight.positions_of(prepared, batch.runs),
                 batch.length,
-                batch.record // self._codecs.encoding(batch.codec).units,
+                batch.record if units == 1 else batch.record // units,
                 batch.kind,
             )
         return missing
