@@ -9,7 +9,9 @@ probes that stop; or idle. Figures are medians over rounds of the median over st
 before the forward pass, the hook after it, and the evaluation. `calls` are Python's calls of
 midstream's functions in a step: they do not depend on the machine. On a CUDA device the work is
 queued as in an engine, and rows are transferred while the next step is prepared. On a CPU the times
-include the copy of the rows, so they are also measured with vectors of one number.
+include the copy of the rows, so they are also measured with vectors of one number. `captures at a
+layer`: every sequence at one layer; `one captures`: one of the sequences at each. Of the time after
+a forward pass, `ship_us` is the start of the copies, `settle_us` the verification of earlier steps.
 
 `prompts`: steps of 16 prompts of 512 tokens, all new, with every layer of every token captured. The
 time before includes adding the requests, and there is a third: ending them and collecting their
@@ -37,6 +39,8 @@ import engines
 PROMPT, STEPS = 8, 200
 PROMPTS, LENGTH, PROMPT_STEPS = 16, 512, 80
 PROBES, PROBED = 16, ("probes", "probes that stop")
+ONE_LAYER, ONE_CAPTURES = "captures at a layer", "one captures"
+CAPTURES = ("captures", ONE_LAYER, ONE_CAPTURES)
 BLOCK, BLOCKS = 16, 16  # tokens of a block, and blocks of a sequence
 
 
@@ -55,7 +59,7 @@ def main() -> int:
             measure, args.sequences, args.layers, hidden, what, device
         )
         for hidden in (1, args.hidden)
-        for what in ("edits", "captures")
+        for what in ("edits", "captures", ONE_LAYER, ONE_CAPTURES)
     }
     variants |= {
         what: functools.partial(measure, args.sequences, args.layers, 64, what, device)
@@ -85,12 +89,13 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
     core = Core(names)
     if what != "idle":
         plan = to_bytes(make_plan(layers, hidden, what))
-        for nth, name in enumerate(names):
+        for nth, name in enumerate(names[:1] if what == ONE_CAPTURES else names):
             session.requests.add(name, name, plan, 0, what == "probes that stop")
             blocks = [[nth * BLOCKS + number for number in range(BLOCKS)]]
             session.place_scores(name, kept_scores() if what in PROBED else (), blocks, 0)
     scheduled = np.ones(sequences, np.int32)
     seconds: list[tuple[float, ...]] = []
+    ship, settle = Timed(session._recorder._transport, "ship"), Timed(session.requests, "settle")  # noqa: SLF001
     profile = cProfile.Profile(builtins=False)
     for step in range(STEPS):
         computed = np.full(sequences, PROMPT + step, np.int32)
@@ -111,8 +116,9 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
         after = time.perf_counter()
         core.update(session.reported_scores)
         profile.disable()
-        seconds.append((between - start, after - queued, time.perf_counter() - after))
-        if step % 10 == 9 and what in ("edits", "captures"):
+        parts = ship.take(), settle.take(), time.perf_counter() - after
+        seconds.append((between - start, after - queued, *parts))
+        if step % 10 == 9 and what in ("edits", *CAPTURES):
             # Fetch rows like a front end, so that they do not accumulate.
             reached = PROMPT + step
             with session.collection.collect_partial({name: {name: reached} for name in names}):
@@ -120,10 +126,31 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
     calls = sum(row.callcount for row in profile.getstats() if _is_mine(row.code))
     with session.collection.collect(names):
         pass
-    figures = _medians(seconds[STEPS // 4 :], ("before_us", "after_us", "evaluated_us"))
+    parts = "before_us", "after_us", "ship_us", "settle_us", "evaluated_us"
+    figures = _medians(seconds[STEPS // 4 :], parts)
     if what != "probes that stop":
         del figures["evaluated_us"]
     return {**figures, "calls": calls}
+
+
+class Timed:
+    """The seconds that a method of an object takes."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self._method, self._seconds = getattr(of, name), 0.0
+        setattr(of, name, self)
+
+    def __call__(self, *args: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._method(*args)
+        finally:
+            self._seconds += time.perf_counter() - start
+
+    def take(self) -> float:
+        """Return those since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class Core:
@@ -235,7 +262,9 @@ def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     transport = host_transport(buffers.ring, arena)
     pool = KvBlocks(0, BLOCK, BLOCKS * sequences)
     kept = ScoreCache(lambda: pool, buffers.scores.shape[1], 4096)
-    return WorkerSession(RankMemory(buffers, taps, transport, arena, kept), StepRules(4096))
+    return WorkerSession(
+        RankMemory(buffers, taps, transport, arena, kept), StepRules(4096, only_armed=True)
+    )
 
 
 def make_plan(layers: int, hidden: int, what: str, prompt: int = PROMPT) -> Any:
@@ -246,8 +275,8 @@ def make_plan(layers: int, hidden: int, what: str, prompt: int = PROMPT) -> Any:
 
     taps = frozenset(("resid_post", layer) for layer in range(layers))
     shape = ModelShape(num_layers=layers, hidden_size=hidden, taps=taps, reasons={})
-    if what == "captures":
-        plan = Plan.make(capture=Capture(layers="all"))
+    if what in CAPTURES:
+        plan = Plan.make(capture=Capture(layers=[layers // 2] if what == ONE_LAYER else "all"))
     elif what in PROBED:
         vectors = [[0.1 + number] * hidden for number in range(PROBES)]
         plan = Plan.make(

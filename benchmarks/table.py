@@ -192,7 +192,8 @@ def step_cost(result: dict[str, Any]) -> str:
     host = result.get("host", result).items()
     found = {name: one for name, one in host if isinstance(one, dict) and "before_us" in one}
     columns = {"before_us": "before a forward pass", "after_us": "after it"}
-    more = {"collect_us": "collection", "evaluated_us": "evaluation", "calls": "calls"}
+    more = {"ship_us": "start of copies", "settle_us": "verification"}
+    more |= {"collect_us": "collection", "evaluated_us": "evaluation", "calls": "calls"}
     columns |= {key: more[key] for key in more if any(key in one for one in found.values())}
     units = {key: " µs" if key.endswith("_us") else "" for key in columns}
     rows = [

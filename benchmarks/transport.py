@@ -63,7 +63,7 @@ def bus(step: int, steps: int) -> float:
 
 def measure(name: str, step: int, steps: int) -> dict[str, float]:
     """Return the GB/s from the ring until the reader has read the last page."""
-    from midstream.codecs import parse_codec
+    from midstream.codecs import RowEncoding, parse_codec
     from midstream.transport.arena import Arena, ArenaSettings
     from midstream.transport.base import Parcel
     from midstream.transport.ring_copy import host_transport
@@ -72,6 +72,7 @@ def measure(name: str, step: int, steps: int) -> dict[str, float]:
     ring, rows = make_ring(2 * step)
     rows //= 2
     width = codec.row_bytes(HIDDEN, ring.dtype)
+    encoding = RowEncoding.of(codec, (HIDDEN,), HIDDEN)
     # A power of two, so that each segment has exactly one step.
     settings = ArenaSettings(8 * step, 1 << 20, "block", Path("/tmp"))
     arena = Arena(settings, ring.is_cuda)
@@ -85,7 +86,8 @@ def measure(name: str, step: int, steps: int) -> dict[str, float]:
     here.recv()
 
     def ship() -> Any:
-        return transport.ship([Parcel(transport.reserve(rows), rows, codec)], tally, scores)
+        parcel = Parcel(transport.reserve(rows), rows, rows * width, encoding)
+        return transport.ship([parcel], tally, scores)
 
     waiting: list[Any] = []
 

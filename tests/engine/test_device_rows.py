@@ -182,7 +182,7 @@ def crossing(llm):
         def shipping(parcels, tally, scores):
             for parcel in parcels:
                 encoded = parcel.encoded
-                units = transport._ring[parcel.first : parcel.first + parcel.num_units]
+                units = transport._ring._units[parcel.first : parcel.first + parcel.num_units]
                 copied.append((units if encoded is None else encoded).cpu().numpy().tobytes())
             copied.append(tally.cpu().numpy().tobytes())
             return ship(parcels, tally, scores)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,8 +34,7 @@ class _Segment:
     users: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A range of bytes of a segment."""
 
     segment: int  # number, unique for the lifetime of the arena

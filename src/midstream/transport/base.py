@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -11,12 +10,12 @@ from midstream.codecs import RowEncoding
 from midstream.transport.arena import Extent
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """Consecutive units of the ring that share an encoding."""
 
     first: int  # the first unit
     num_units: int
+    nbytes: int  # when encoded
     encoding: RowEncoding
     encoded: Tensor | None = None  # uint8 [rows, row_bytes]; None: the transport encodes the units
 

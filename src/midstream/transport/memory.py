@@ -17,7 +17,7 @@ class SharedMemory:
     """Memory, uint8 `tensor`, that processes can map by `fd` until it is closed."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self.fd = fd
+        self.fd, self.nbytes = fd, nbytes
         self._ends = [weakref.finalize(self, os.close, fd)]
         os.ftruncate(fd, nbytes)
         self.tensor = _mapped(fd, nbytes)
@@ -42,10 +42,6 @@ class SharedMemory:
             os.close(fd)
             raise
         return SharedMemory(fd, nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel()
 
     def pin(self) -> None:
         """Page-lock the memory, so that a CUDA device can write to it asynchronously."""

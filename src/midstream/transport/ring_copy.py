@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from midstream.codecs import Raw
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, HostScores, Parcel, Shipment, Transport
 
 # Bytes of a step's rows up to which they are copied on the model's own stream. The device copies
-# them in a few microseconds; handing them to another stream takes the host longer.
-_SMALL = 1 << 16
+# them in ten microseconds; handing them to another stream takes the host longer.
+_SMALL = 1 << 19
 _ROWS = 1 << 12  # of the memory of scores, at least
 
 
@@ -60,7 +61,7 @@ class CpuTransport:
     """Synchronous transport: `ship` copies the rows, so the ring is free when it returns."""
 
     def __init__(self, ring: Tensor, arena: Arena) -> None:
-        self._ring, self.capacity = ring, ring.shape[0]
+        self._ring, self.capacity = _Ring(ring), ring.shape[0]
         self._arena = arena
         self._log = ScoreLog()
 
@@ -72,11 +73,36 @@ class CpuTransport:
         return CpuCopy(values.clone())
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
-        extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
+        extents = tuple([self._arena.take(parcel.nbytes) for parcel in parcels])
         for parcel, extent in zip(parcels, extents, strict=True):
             if extent is not None:
-                _send(self._ring, parcel, extent)
+                self._ring.send(parcel, extent)
         return CpuShipment(extents, tally.clone(), self._log.add(scores))
+
+
+class _Ring:
+    """The ring as units, and as bytes: raw rows are copied without a view made of them first."""
+
+    def __init__(self, units: Tensor) -> None:
+        self._units, self._bytes = units, units.view(-1).view(torch.uint8)
+        self._unit_bytes = units.shape[1] * units.itemsize
+
+    def send(self, parcel: Parcel, extent: Extent) -> None:
+        """Queue the encoding and the copy on the current stream."""
+        first, encoded = parcel.first, parcel.encoded
+        if encoded is not None:
+            # Made on another stream, on which its memory must not be used again before the copy.
+            if encoded.is_cuda:
+                encoded.record_stream(torch.cuda.current_stream(encoded.device))
+            encoded = encoded.reshape(-1)
+        elif isinstance(parcel.encoding.codec, Raw):
+            begin = first * self._unit_bytes
+            encoded = self._bytes[begin : begin + parcel.nbytes]
+        else:
+            units = self._units[first : first + parcel.num_units]
+            encoded = parcel.encoding.encode(units).reshape(-1)
+        # A copy into a file blocks: file-backed pages cannot be pinned.
+        extent.memory.copy_(encoded, non_blocking=extent.pinned)
 
 
 class ScoreLog:
@@ -111,15 +137,16 @@ class PinnedStaging:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
+        self._empty = torch.empty(0)
 
     def take(self, like: Tensor) -> Tensor:
-        """Return a pinned tensor of the shape and dtype of `like`; contents are undefined."""
+        """Return a pinned tensor of the shape and the one dtype of `like`, undefined."""
         if not like.numel():
-            return torch.empty_like(like, device="cpu")
+            if self._empty.shape != like.shape:
+                self._empty = torch.empty_like(like, device="cpu")
+            return self._empty
         while self._free:
             memory = self._free.pop()
-            if memory.dtype != like.dtype:
-                continue
             if memory.shape == like.shape:
                 return memory
             if memory.untyped_storage().nbytes() >= like.nbytes:
@@ -148,33 +175,32 @@ class EventPool:
         return Arrival(_LentEvent(event, self._free))
 
 
+@dataclass(slots=True, eq=False)
 class _LentEvent:
     """A recorded event. It is free when nobody holds this object, so no thread is using it then."""
 
-    __slots__ = ("_free", "event")
-
-    def __init__(self, event: torch.cuda.Event, free: list[torch.cuda.Event]) -> None:
-        self.event = event
-        self._free = free
+    event: torch.cuda.Event
+    _free: list[torch.cuda.Event]
 
     def __del__(self) -> None:
         self._free.append(self.event)
 
 
+@dataclass(slots=True, eq=False)
 class Arrival:
     """When copies are complete; asked once, as each call to the driver yields Python's lock."""
 
-    __slots__ = ("_lent",)
-
-    def __init__(self, lent: _LentEvent) -> None:
-        self._lent: _LentEvent | None = lent
+    _lent: _LentEvent | None
+    _is_new: bool = True
 
     def is_past(self) -> bool:
+        """Return whether they are known to be; the first answer, to the step itself, is no."""
         # A local variable holds the event while this thread uses it, here and below.
-        lent = self._lent
+        lent, is_new = self._lent, self._is_new
+        self._is_new = False
         if lent is None:
             return True
-        if not lent.event.query():
+        if is_new or not lent.event.query():
             return False
         self._lent = None
         return True
@@ -204,26 +230,16 @@ class CudaCopy:
         return self.pinned
 
 
+@dataclass(slots=True, eq=False)
 class CudaShipment:
-    """A shipment in progress on the copy stream; `memory`: tally and scores in pinned memory."""
+    """A shipment in progress, on the model's stream or beside it."""
 
-    __slots__ = ("_log", "_memory", "_scores", "_staging", "arrival", "extents")
-
-    def __init__(
-        self,
-        extents: tuple[Extent | None, ...],
-        memory: tuple[Tensor, Tensor],
-        arrival: Arrival,
-        staging: tuple[PinnedStaging, PinnedStaging],
-        log: ScoreLog,
-    ) -> None:
-        """Create it; `staging` gets the memory back, and `log` the scores before."""
-        self.extents = extents
-        self._memory = memory
-        self.arrival = arrival
-        self._staging = staging
-        self._log = log
-        self._scores: HostScores | None = None
+    extents: tuple[Extent | None, ...]
+    _memory: tuple[Tensor, Tensor]  # pinned, of the tally and the scores
+    arrival: Arrival
+    _staging: tuple[PinnedStaging, PinnedStaging]  # which get the memory back
+    _log: ScoreLog  # which gets the scores before
+    _scores: HostScores | None = None
 
     def ready(self) -> bool:
         return self.arrival.is_past()
@@ -244,7 +260,8 @@ class CudaShipment:
             return self._scores
 
     def free_staging(self) -> None:
-        self.scores()
+        if self._memory[1].numel():
+            self.scores()
         for staging, memory in zip(self._staging, self._memory, strict=True):
             staging.give(memory)
 
@@ -260,7 +277,8 @@ class CudaTransport:
     """Asynchronous transport to pinned memory, on a stream of its own unless rows are few."""
 
     def __init__(self, ring: Tensor, arena: Arena) -> None:
-        self._ring, self.capacity = ring, ring.shape[0]
+        self._ring, self.capacity = _Ring(ring), ring.shape[0]
+        self._device = ring.device
         self._arena = arena
         self._stream = torch.cuda.Stream(ring.device)
         self._queued = torch.cuda.Event()
@@ -280,14 +298,14 @@ class CudaTransport:
         first, stop = self._next, self._next + num_units
         for copy in self._in_flight:
             if copy.first < stop and first < copy.stop:
-                copy.arrival.hold(torch.cuda.current_stream(self._ring.device))
+                copy.arrival.hold(torch.cuda.current_stream(self._device))
         self._next = stop
         return first
 
     def copy(self, values: Tensor) -> Copy:
         pinned = _pinned(values)
         pinned.copy_(values, non_blocking=True)
-        return CudaCopy(pinned, self._events.record(torch.cuda.current_stream(self._ring.device)))
+        return CudaCopy(pinned, self._events.record(torch.cuda.current_stream(self._device)))
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
         memory = self._staging[0].take(tally), self._staging[1].take(scores)
@@ -295,13 +313,13 @@ class CudaTransport:
         memory[0].copy_(tally, non_blocking=True)
         if scores.numel():
             memory[1].copy_(scores, non_blocking=True)
-        extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
+        extents = tuple([self._arena.take(parcel.nbytes) for parcel in parcels])
         pairs = zip(parcels, extents, strict=True)
         sent = [(parcel, extent) for parcel, extent in pairs if extent is not None]
-        current = torch.cuda.current_stream(self._ring.device)
-        if sum(extent.memory.nbytes for _, extent in sent) <= _SMALL:
+        current = torch.cuda.current_stream(self._device)
+        if sum([parcel.nbytes for parcel, _ in sent]) <= _SMALL:
             for parcel, extent in sent:
-                _send(self._ring, parcel, extent)
+                self._ring.send(parcel, extent)
             arrival = self._events.record(current)
         else:
             arrival = self._send_beside(current, sent)
@@ -317,7 +335,7 @@ class CudaTransport:
         torch.cuda.set_stream(self._stream)
         try:
             for parcel, extent in sent:
-                _send(self._ring, parcel, extent)
+                self._ring.send(parcel, extent)
         finally:
             torch.cuda.set_stream(current)
         arrival = self._events.record(self._stream)
@@ -325,23 +343,6 @@ class CudaTransport:
         stop = max(parcel.first + parcel.num_units for parcel, _ in sent)
         self._in_flight.append(_InFlight(first, stop, arrival))
         return arrival
-
-
-def _allocate(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:
-    encoding = parcel.encoding
-    return arena.take(parcel.num_units // encoding.units * encoding.row_bytes(ring.dtype))
-
-
-def _send(ring: Tensor, parcel: Parcel, extent: Extent) -> None:
-    """Queue the encoding and the copy on the current stream."""
-    encoded = parcel.encoded
-    if encoded is None:
-        encoded = parcel.encoding.encode(ring[parcel.first : parcel.first + parcel.num_units])
-    elif encoded.is_cuda:
-        # It was made on another stream, on which its memory must not be used again before the copy.
-        encoded.record_stream(torch.cuda.current_stream(ring.device))
-    # A copy into a file blocks: file-backed pages cannot be pinned.
-    extent.memory.copy_(encoded.reshape(-1), non_blocking=extent.pinned)
 
 
 def _pinned(like: Tensor) -> Tensor:

@@ -51,7 +51,13 @@ def encoding(codec, width):
 
 
 def raw(first, num_rows, width=3):
-    return [Parcel(first, num_rows, encoding(Raw(), width))]
+    return [parcel(first, num_rows, Raw(), width)]
+
+
+def parcel(first, num_units, codec, width, dtype=torch.float32):
+    used = encoding(codec, width)
+    nbytes = num_units // used.units * used.row_bytes(dtype)
+    return Parcel(first, num_units, nbytes, used)
 
 
 def rows_of(shipment, nth=0, dtype=torch.float32, width=3):
@@ -68,7 +74,7 @@ def test_rows_that_are_encoded_already_are_shipped_as_they_are():
     columns = PatternColumns(0, 0, 0, 0, 6, "full", 1, (), 2)
     mixed = PatternEncoding(Raw(), (), 2, (), (columns,))
     first = transport.reserve(6)
-    parcels = [Parcel(first, 4, mixed, encoded), *raw(first + 4, 2)]
+    parcels = [Parcel(first, 4, 16, mixed, encoded), *raw(first + 4, 2)]
     shipment = transport.ship(parcels, tally(), scores())
     assert torch.equal(rows_of(shipment, 0, torch.uint8, 8), encoded)
     assert torch.equal(rows_of(shipment, 1), ring()[4:6])
@@ -87,7 +93,8 @@ def test_a_shipment_has_the_rows_of_its_step_and_its_tally_although_nothing_was_
     assert torch.equal(shipment.tally(), tally())
     assert shipment.scores().values.shape == (0, 2)
     transport = host_transport(ring().bfloat16(), make_arena())
-    shipment = transport.ship(raw(0, 2), tally(), scores(0))
+    rows = parcel(0, 2, Raw(), 3, torch.bfloat16)
+    shipment = transport.ship([rows], tally(), scores(0))
     assert torch.equal(rows_of(shipment, dtype=torch.bfloat16), ring().bfloat16()[:2])
     assert isinstance(host_transport(ring(), make_arena()), CpuTransport)
 
@@ -127,7 +134,7 @@ def test_staging_memory_is_used_again_once_it_was_given_back_and_not_before():
 
 def test_each_codec_has_its_own_part_of_the_ring_and_of_the_arena():
     transport = host_transport(ring(), make_arena())
-    parcels = [Parcel(0, 3, encoding(Raw(), 3)), Parcel(3, 5, encoding(Full8(), 3))]
+    parcels = [*raw(0, 3), parcel(3, 5, Full8(), 3)]
     shipment = transport.ship(parcels, tally(), scores(0))
     assert torch.equal(rows_of(shipment), ring()[:3])
     reduced = rows_of(shipment, 1, torch.uint8, Full8().row_bytes(3, torch.float32))
@@ -209,8 +216,8 @@ def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing(codec):
         assert first + count <= rows
         source[first : first + count] = base * float(step + 1)
         read = torch.full((5, 2), float(step), device="cuda")
-        parcel = Parcel(first, count, encoding(used, width))
-        shipments.append((step, count, transport.ship([parcel], tally(device="cuda"), read)))
+        parcels = [parcel(first, count, used, width)]
+        shipments.append((step, count, transport.ship(parcels, tally(device="cuda"), read)))
         read.fill_(-1)
     for step, count, shipment in shipments:
         assert bool((shipment.scores().values == float(step)).all())
@@ -318,6 +325,8 @@ def test_the_driver_is_not_asked_again_about_a_shipment_that_is_complete(model_s
         (), (tally(), torch.zeros(0, 1)), arrival, (PinnedStaging(), PinnedStaging()), ScoreLog()
     )
     assert not shipment.ready()
+    assert event.asked == 0, "its own step asks in vain"
+    assert not shipment.ready()
     if waits:
         assert torch.equal(shipment.tally(), tally())
     else:
@@ -335,6 +344,7 @@ def test_the_driver_is_asked_once_for_a_shipment_and_for_its_part_of_the_ring(mo
     shipment = transport.ship(raw(transport.reserve(5), 5, WIDE), tally(), scores(0))
     event = Event.made[-1]
     event.is_complete = True
+    assert not shipment.ready(), "its own step asks first"
     assert transport.reserve(5) == 0
     shipment.free_staging()
     assert shipment.ready()
@@ -424,6 +434,7 @@ def test_an_event_is_not_recorded_again_while_a_thread_waits_for_it(model_stream
 
     def meanwhile():
         # What another thread does while the driver lets it.
+        assert not arrival.is_past()
         assert arrival.is_past()
         others.append(events.record(model_stream))
 

@@ -228,6 +228,8 @@ class RequestTable:
 
     def _remove_settled(self) -> None:
         """Remove finished requests whose steps are all settled from the slots."""
+        if not self._finishing:
+            return
         settled = self._recorder.settled
         removed = [request for number, request in self._finishing if number <= settled]
         if removed:

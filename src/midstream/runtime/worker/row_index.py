@@ -53,8 +53,7 @@ class ScoreRows(NamedTuple):
     values: NDArray[np.float32]  # a copy, [positions, slots]
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaRows:
+class ArenaRows(NamedTuple):
     """A step's encoded rows in the arena, uint8 [rows, row_bytes]."""
 
     shipment: Shipment

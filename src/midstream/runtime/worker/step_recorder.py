@@ -27,7 +27,7 @@ from midstream.runtime.worker.step import in_flight
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
 from midstream.runtime.worker.step.score_cache import CachedScores, ScoreCache
 from midstream.runtime.worker.step.slot_table import SlotTable
-from midstream.runtime.worker.step.step_batch import StepBatch
+from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan, TokenRuns
 from midstream.runtime.worker.step.sum_cache import SumCache
 from midstream.runtime.worker.tables.codec_table import CodecTable
@@ -112,19 +112,18 @@ class StepRecorder:
         if plan.by_id:
             ids = batch.token_ids()
             self._buffers.ids[: ids.shape[0], layout.TOKEN_ID].copy_(ids)
-        self.prepared = in_flight.PreparedStep(
-            plan, first, self._copy_positions(plan, batch), batch
-        )
+        positions = None if batch.unknown is None else self._copy_positions(plan, batch.unknown)
+        self.prepared = in_flight.PreparedStep(plan, first, positions, batch)
 
     def disarm(self) -> None:
         """Disarm the buffers for a forward pass without a program."""
         self._armed.disarm()
 
-    def _copy_positions(self, plan: StepPlan, batch: StepBatch) -> Copy | None:
+    def _copy_positions(self, plan: StepPlan, unknown: UnknownPositions) -> Copy | None:
         """Start to copy the rows' positions from the device, if the host does not know them."""
-        if plan.runs.exact or batch.unknown is None:
+        if plan.runs.exact:
             return None
-        positions = batch.unknown.positions()
+        positions = unknown.positions()
         if plan.device_positions:
             column = self._buffers.tokens[: positions.shape[0], layout.POSITION]
             column.copy_(positions)
@@ -141,15 +140,15 @@ class StepRecorder:
         self._patterns.count(prepared, self.counts.steps)
         if batches:
             logits = self._patterns.compute(prepared)  # of all rows, also those that are dropped
-            incomplete = self._slots.incomplete[plan.runs.slot]
-            if incomplete.any():
+            if self._slots.has_dropped and self._slots.incomplete[plan.runs.slot].any():
+                incomplete = self._slots.incomplete[plan.runs.slot]
                 self._slots.drop(plan.runs, np.flatnonzero(incomplete))
                 batches = plan.batches_of(~incomplete)
             # Of some records a rank returns nothing: scores, or logits that another one returns.
-            batches = [batch for batch in batches if self._row_bytes(batch.codec)]
+            batches = [batch for batch in batches if self._codecs.row_bytes(batch.codec)]
         tally, scores = self._armed.tally, self._no_scores
-        if plan.scored or (self.kept is not None and self.kept.remembers(plan.runs.slot).any()):
-            scores = self._buffers.scores[: tally.shape[0]]
+        if plan.scored or (self.kept and self.kept.remembers(plan.runs.slot).any()):
+            scores = self._armed.scores
         if plan.scored and self._slots.num_reporting and self._split_scores is not None:
             self._split_scores.join(prepared, self._slots, scores)
         shipment = self._ship(prepared, batches, tally, scores, logits)
@@ -188,7 +187,7 @@ class StepRecorder:
         self, prepared: in_flight.PreparedStep | None, shipment: Shipment | None
     ) -> Cached:
         """Keep a step's scores; add those of cached tokens to the index; return reported ones."""
-        if self.kept is None:
+        if not self.kept:
             return {}
         self.kept.record(prepared, shipment, self.counts.steps)
         reported = {}
@@ -201,9 +200,6 @@ class StepRecorder:
                 reported[request.id] = cached
         return reported
 
-    def _row_bytes(self, codec: int) -> int:
-        return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)
-
     def _ship(
         self,
         prepared: in_flight.PreparedStep,
@@ -215,8 +211,9 @@ class StepRecorder:
         parcels = []
         for batch in batches:
             first, encoding = prepared.first + batch.first, self._codecs.encoding(batch.codec)
+            nbytes = batch.num_units // encoding.units * self._codecs.row_bytes(batch.codec)
             encoded = self._patterns.encode(prepared, batch, logits)
-            parcels.append(Parcel(first, batch.num_units, encoding, encoded))
+            parcels.append(Parcel(first, batch.num_units, nbytes, encoding, encoded))
         return self._transport.ship(parcels, tally, scores)
 
     def _record_rows(
@@ -228,12 +225,13 @@ class StepRecorder:
             if extent is None:
                 missing.append(batch)
                 continue
+            units = self._codecs.encoding(batch.codec).units
             self.rows.record(
-                ArenaRows(shipment, extent, self._row_bytes(batch.codec), self._arena),
+                ArenaRows(shipment, extent, self._codecs.row_bytes(batch.codec), self._arena),
                 batch.serial,
                 in_flight.positions_of(prepared, batch.runs),
                 batch.length,
-                batch.record // self._codecs.encoding(batch.codec).units,
+                batch.record if units == 1 else batch.record // units,
                 batch.kind,
             )
         return missing
@@ -261,7 +259,7 @@ class StepRecorder:
     def _settle_oldest(self) -> None:
         step = self._in_flight.popleft()
         self._verify(step)
-        if self.kept is not None:
+        if self.kept:
             self.kept.settle(step.number)
         if self.sums is not None:
             self.sums.carry_out(step.number)

@@ -122,7 +122,7 @@ def test_rows_of_a_running_request_are_there_when_their_answer_is(monkeypatch, i
     outbox = outbox_of()
     found = rows_block((0,), range(3), torch.ones(3, 1, 4), outbox._arena)
     arriving = [Arriving(source.shipment) for source in found.sources]
-    sources = [replace(one, shipment=way) for one, way in zip(found.sources, arriving, strict=True)]
+    sources = [one._replace(shipment=way) for one, way in zip(found.sources, arriving, strict=True)]
     header = put_one(outbox, "u", [request(replace(found, sources=sources))], mapped=True)
     assert (header.lease is not None) == is_leased
     assert [one.waited for one in arriving] == [1]

@@ -14,7 +14,7 @@ _CLOSED = -1  # as the ring unit at which a step's first record begins: nothing 
 
 
 class ArmedBuffers:
-    """Writer of what differs from step to step; `tally`, [rows, TALLY_COLUMNS], is the step's."""
+    """Writer of what differs from step to step; `tally` and `scores` are the rows of the step."""
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
         self._buffers = buffers
@@ -22,13 +22,13 @@ class ArmedBuffers:
         self._tokens = _NO_TOKENS
         self._first = 0
         self._first_of_taps = buffers.table[:, 0, layout.FIRST]
-        self.tally = buffers.tally[:0]
+        self.tally, self.scores = buffers.tally[:0], buffers.scores[:0]
 
     def arm(self, tokens: NDArray[np.int32], first: int) -> None:
         """Set tokens, int32 [rows, TOKEN_COLUMNS], and the first ring unit; clear the tally."""
         rows, before = tokens.shape[0], self._tokens.shape[0]
         if rows != self.tally.shape[0]:
-            self.tally = self._buffers.tally[:rows]
+            self.tally, self.scores = self._buffers.tally[:rows], self._buffers.scores[:rows]
         self.tally.zero_()
         self._set_first(first)
         if tokens is self._tokens or np.array_equal(tokens, self._tokens):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from midstream.ops import layout
+from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, MOST_APPLIED
 from midstream.runtime.worker.row_index import PendingPositions
 from midstream.runtime.worker.step.step_batch import StepBatch
@@ -49,13 +49,11 @@ class ExpectedCounts:
         self.states = np.minimum(APPLIED_0 + plan.most, MOST_APPLIED).astype(np.uint16)
 
 
-def positions_of(
-    prepared: PreparedStep, chosen: NDArray[np.bool_] | NDArray[np.int64]
-) -> NDArray[np.int64] | PendingPositions:
-    """Return the position of the first row of each of the chosen runs of a step."""
+def positions_of(prepared: PreparedStep, chosen: Ints) -> Ints | PendingPositions:
+    """Return the position of the first row of each of the chosen runs of a step, in order."""
     runs = prepared.plan.runs
     if prepared.positions is None:
-        return runs.position[chosen]
+        return runs.position if chosen.size == runs.position.size else runs.position[chosen]
     return PendingPositions(prepared.positions, runs.row[chosen])
 
 

@@ -34,6 +34,7 @@ class SlotTable:
         self.last_step = np.zeros(0, np.int64)  # number of its last step with a row; 0: none
         self.reports = np.zeros(0, np.bool_)  # scores leave with each step's output
         self.num_reporting = 0
+        self.has_dropped = False  # rows of some request, ever
         self.nonfinite: set[str] = set()  # vLLM's ids of running requests with such a value
         self.states = PositionStates(max_model_len)
         self._requests: dict[str, RequestState] = {}
@@ -129,7 +130,7 @@ class SlotTable:
 
     def drop(self, runs: TokenRuns, chosen: Ints) -> None:
         """Count the captured rows of some runs of a step as dropped."""
-        self.incomplete[runs.slot[chosen]] = True
+        self.has_dropped = self.incomplete[runs.slot[chosen]] = True
         columns = np.array((runs.slot, runs.length, runs.position))[:, chosen]
         for slot, count, first in columns.T.tolist():
             request = self._by_slot[slot]

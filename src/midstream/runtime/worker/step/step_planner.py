@@ -22,7 +22,7 @@ from midstream.runtime.worker.tables.program_table import ProgramTable
 class _DecodeStep:
     """A step in which every request had one row, as the next one often has, further on."""
 
-    plan: StepPlan
+    plan: StepPlan | None
     slots: Ints  # of the batch; the same array as long as the requests are the same
     computed: NDArray[np.int32]  # tokens of each request that were computed before the step
     chosen: Ints  # indices of the requests with a plan, whose segments are [start, stop)
@@ -65,9 +65,15 @@ class StepPlanner:
 
     def plan(self, batch: StepBatch) -> StepPlan | None:
         """Return the plan of a step; None if no row of it has a program."""
-        plan = self._repeat(batch)
-        if plan is not None:
-            return plan
+        last = self._decode
+        if (
+            last is not None
+            and batch.unknown is None
+            and self._slots.slots_of(batch.request_ids) is last.slots
+        ):
+            position = last.advance(batch, self._slots.states)
+            if position is not None:
+                return None if last.plan is None else _repeated(last, last.plan, position)
         self._decode = None
         if not len(self._slots):
             return None
@@ -81,18 +87,15 @@ class StepPlanner:
         if plan is not None:
             return plan
         runs = self._make_runs(batch, chosen, slot)
-        if runs is None:
-            return None
-        plan = self._lay_out(runs, batch.num_tokens)
-        if key is not None:
+        plan = None if runs is None else self._lay_out(runs, batch.num_tokens)
+        if plan is not None and key is not None:
             self._kept.keep(key, plan, batch, chosen, slot)
         self._remember(batch, plan)
         return plan
 
-    def _remember(self, batch: StepBatch, plan: StepPlan) -> None:
+    def _remember(self, batch: StepBatch, plan: StepPlan | None) -> None:
         """Store a step that the next step may repeat."""
-        runs = plan.runs
-        if not runs.exact or batch.num_tokens != len(batch.request_ids):
+        if batch.unknown is not None or batch.num_tokens != len(batch.request_ids):
             return
         slots = self._slots.slots_of(batch.request_ids)
         chosen = np.flatnonzero(slots >= 0)
@@ -100,11 +103,11 @@ class StepPlanner:
         content = self._slots.segments[slot]
         active = content[:, columns.PROGRAM] != layout.IDLE_PROGRAM
         # A request that crossed into another segment is laid out last. Such a step is rare.
-        if not np.array_equal(slot[active], runs.slot):
+        if not np.array_equal(slot[active], () if plan is None else plan.runs.slot):
             return
         position = batch.computed[chosen].astype(np.int64)
         stop = content[:, columns.STOP].copy()
-        by_position = self._tables.by_position[runs.program]
+        by_position = self._tables.by_position[content[active, columns.PROGRAM]]
         self._decode = _DecodeStep(
             plan=plan,
             slots=slots,
@@ -118,25 +121,6 @@ class StepPlanner:
             position=position,
             more=int((stop - position).min()) - 1,
         )
-
-    def _repeat(self, batch: StepBatch) -> StepPlan | None:
-        """Return the last step's plan at the new positions, if nothing else has changed."""
-        last = self._decode
-        if (
-            last is None
-            or batch.unknown is not None
-            or self._slots.slots_of(batch.request_ids) is not last.slots
-        ):
-            return None
-        position = last.advance(batch, self._slots.states)
-        if position is None:
-            return None
-        plan = last.plan.at(position if last.active is None else position[last.active])
-        if last.by_position is not None:
-            plan = plan._replace(tokens=plan.tokens.copy())  # the last are compared with these
-            read = np.where(last.by_position, plan.positions, 0)
-            plan.tokens[plan.active, layout.POSITION] = read
-        return plan
 
     def _make_runs(self, batch: StepBatch, chosen: Ints, slot: Ints) -> TokenRuns | None:
         """Return the runs of a batch that have a program; None if there are none."""
@@ -274,6 +258,16 @@ class StepPlanner:
             )
             first += count
         return tuple(batches)
+
+
+def _repeated(last: _DecodeStep, plan: StepPlan, position: Ints) -> StepPlan:
+    """Return the last step's plan at new positions of the chosen requests."""
+    plan = plan.at(position if last.active is None else position[last.active])
+    if last.by_position is not None:
+        plan = plan._replace(tokens=plan.tokens.copy())  # the last are compared with these
+        read = np.where(last.by_position, plan.positions, 0)
+        plan.tokens[plan.active, layout.POSITION] = read
+    return plan
 
 
 def _rows_of(runs: TokenRuns, within: Ints) -> slice | Ints:

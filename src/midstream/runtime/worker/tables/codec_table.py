@@ -18,6 +18,7 @@ class CodecTable:
         self._buffers = buffers
         raw = RowEncoding.of(Raw(), (), buffers.unit)
         self._encodings = [raw]
+        self._row_bytes = [raw.row_bytes(buffers.ring.dtype)]
         self._numbers = {raw: 0}
 
     def number(self, spec: str, taps: Sequence[int]) -> int:
@@ -67,6 +68,7 @@ class CodecTable:
             # Encoding no rows allocates what the codec needs on the device, before a step needs it.
             if not isinstance(encoding, PatternEncoding):
                 encoding.encode(self._buffers.ring[:0])
+            self._row_bytes.append(encoding.row_bytes(self._buffers.ring.dtype))
             self._encodings.append(encoding)
             number = self._numbers[encoding] = len(self._encodings) - 1
         return number
@@ -81,6 +83,9 @@ class CodecTable:
 
     def encoding(self, number: int) -> RowEncoding:
         return self._encodings[number]
+
+    def row_bytes(self, number: int) -> int:
+        return self._row_bytes[number]
 
 
 def _map_of(pattern: Pattern, place: int) -> LensMap | None:

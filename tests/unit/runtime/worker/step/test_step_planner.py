@@ -90,6 +90,19 @@ def test_edits_by_position_are_laid_out_once_for_decode_steps_and_get_their_posi
     assert all(row is laid_out[0] for row in laid_out)
 
 
+def test_decode_steps_without_work_are_planned_once_until_one_has_some():
+    """As those of requests that captured their prompt's last token."""
+    planner, slots = planner_of(*[plan_of(edits=[(TAP, VECTORS[1], 1.0, ((9, 12),))])] * 2)
+    make_runs, made, found = planner._make_runs, [], []
+    planner._make_runs = lambda *args: made.append(at) or make_runs(*args)
+    for at in range(4, 17):
+        step = planner.plan(view_of(["a", "b"], [1, 1], [at, at - 2]))
+        found.append([] if step is None else active_rows(step))
+    assert found == [[]] * 5 + [[0], [0], [0, 1], [1], [1]] + [[]] * 3
+    assert made == [4, 9, 11, 12, 14], "the first step, and where one begins or ends to be edited"
+    assert [len(states) for states in states_of(slots, "a", "b")] == [17, 15]
+
+
 def test_a_count_too_large_to_be_told_stays_the_largest():
     planner, slots = planner_of(STEER)
     step = planner.plan(view_of(["a"], [2], [0]))
