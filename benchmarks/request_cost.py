@@ -13,7 +13,8 @@ graphs; on a CPU the worker has its own, and the model runs eagerly. With --prof
 
 What a request costs depends on what else the machine does. With --beside, a server of another
 checkout of midstream runs as well, and for each kind of a round the two take turns; the results of
-the other go to a file that has its commit in the name.
+the other go to a file that has its commit in the name. With --without, so does a server of vLLM
+alone, which gets the requests without a plan.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ import serving
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 199
 START_SECONDS = 300
+VECTOR = "tone"  # name of the server's vector
 # Requests in flight, and CPU time of threads that wait for others, vary less with one thread.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -95,12 +97,13 @@ def main() -> None:
     parser.add_argument("--profiles", type=Path, help="folder for a profile of each process")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--beside", type=Path, help="another checkout, measured in turn")
+    parser.add_argument("--without", action="store_true", help="vLLM alone, measured in turn")
     args = parser.parse_args()
     end = time.monotonic() + (args.seconds or math.inf)
     bodies = requests(args)
     if args.kinds:
         bodies = {name: bodies[name] for name in args.kinds}
-    sources = [ROOT, *filter(None, [args.beside])]
+    sources = [ROOT, *filter(None, [args.beside]), *([None] if args.without else [])]
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         model, sides = make_model(Path(name) / "model", args.hidden, args.layers), []
         for source in sources:
@@ -108,13 +111,15 @@ def main() -> None:
             folder.mkdir()
             started = stack.enter_context(server(model, folder, source, args.profiles))
             processes = processes_of(psutil.Process(started.pid))
-            side = Side(started.url, processes, described(args, source), args.json)
+            side = Side(started.url, processes, described(args, source or ROOT), args.json)
+            side.is_plain = source is None
             if side.json is not None and source != ROOT:
-                commit = side.results["machine"]["commit"]
-                side.json = side.json.with_stem(f"{side.json.stem}-{commit}")
+                other = side.results["machine"]["commit"] if source else "without"
+                side.json = side.json.with_stem(f"{side.json.stem}-{other}")
             sides.append(side)
         measure(sides, bodies, args, end)
-    for side in sides:
+    for side, source in zip(sides, sources, strict=True):
+        sys.stdout.write(f"{'vLLM alone' if source is None else source}:\n")
         write_table(side.results)
 
 
@@ -126,6 +131,7 @@ class Side:
     processes: dict[int, str]  # names by their ids
     results: dict[str, Any]
     json: Path | None
+    is_plain: bool = False  # whether it is vLLM alone
     rounds: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by kind
 
 
@@ -160,6 +166,8 @@ def requests(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "inline, 1 layer": body | extra_body(capture=one, activations="inline"),
         "inline, all layers": body | extra_body(capture=every, activations="inline"),
         "edit": body | extra_body(steer=Steer(vector, middle, 0.1)),
+        "edit by name": body | extra_body(steer=Steer(VECTOR, middle, 0.1)),
+        "probe by name": body | extra_body(probes=Probe(VECTOR, middle, name="p")),
         "probe": body | extra_body(probes=Probe(vector, middle, name="p")),
         "plain, streamed": {**body, "stream": True},
         "probe, streamed": {**body, "stream": True}
@@ -169,6 +177,8 @@ def requests(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def make_model(folder: Path, hidden: int, layers: int) -> Path:
     """Write a small Llama with random weights, and a tokenizer of one word per token."""
+    import safetensors.torch
+    import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -176,6 +186,8 @@ def make_model(folder: Path, hidden: int, layers: int) -> Path:
     core = Tokenizer(models.WordLevel(words, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)
+    vectors = {"vector": torch.full((hidden,), 0.1)}
+    safetensors.torch.save_file(vectors, folder.parent / f"{VECTOR}.safetensors")
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
@@ -192,22 +204,28 @@ def make_model(folder: Path, hidden: int, layers: int) -> Path:
 
 @contextmanager
 def server(
-    model: Path, folder: Path, source: Path, profiles: Path | None
+    model: Path, folder: Path, source: Path | None, profiles: Path | None
 ) -> Iterator[serving.Server]:
     """Start a server of a checkout, yield it once it answers, and stop it."""
     import torch
 
     (folder / "sitecustomize.py").write_text(STARTUP)
-    paths = [str(folder), str(source / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(folder),
+        str((source or ROOT) / "src"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     if profiles is not None:
         profiles.mkdir(parents=True, exist_ok=True)
         environment["REQUEST_COST_PROFILES"] = str(profiles.resolve())
-    options = [f"--settings={json.dumps({'http': LIMITS})}", *OPTIONS]
+    settings = {"http": LIMITS, "vectors": {VECTOR: str(model.parent / f"{VECTOR}.safetensors")}}
+    options = [*([f"--settings={json.dumps(settings)}"] if source else []), *OPTIONS]
     if not torch.cuda.is_available():
         # A CPU has no graphs, and to compile the model there takes minutes.
         options.append("--enforce-eager")
-    with serving.Server("midstream", model, options, folder, environment) as started:
+    name = "midstream" if source else "plain"
+    with serving.Server(name, model, options, folder, environment) as started:
         started.wait(time.monotonic() + START_SECONDS)
         yield started
 
@@ -227,7 +245,8 @@ def measure(
             tell(sides, signal.SIGRTMIN + 1)
         for name, body in bodies.items():
             # Who is first alternates, as a load of others may begin or end meanwhile.
-            for side in sides[:: 1 if number % 2 else -1]:
+            asked = [side for side in sides if not (side.is_plain and "midstream" in body)]
+            for side in asked[:: 1 if number % 2 else -1]:
                 figures = measure_kind(side, body, args, args.requests // (1 if number else 4))
                 if number:
                     side.rounds.setdefault(name, []).append(figures)
@@ -249,11 +268,13 @@ def measure_kind(
     side: Side, body: dict[str, Any], args: argparse.Namespace, number: int
 ) -> dict[str, float]:
     """Send requests of one kind; return their figures."""
-    before, steps = cpu_seconds(side.processes), steps_of(side.url)
+    steps = steps_of(side)
+    before = cpu_seconds(side.processes)  # what it takes to ask for the steps does not count
     began = time.perf_counter()
     asyncio.run(send(side.url, body, number, args))
     took = time.perf_counter() - began
-    spent, steps = cpu_seconds(side.processes), steps_of(side.url) - steps
+    spent = cpu_seconds(side.processes)
+    steps = steps_of(side) - steps
     figures = {name: 1e3 * (spent[name] - before[name]) / number for name in spent}
     return {**figures, "steps_per_request": steps / number, "requests_per_s": number / took}
 
@@ -272,9 +293,11 @@ def busy(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [one for one in processes if one.cpu_times().user > 1]
 
 
-def steps_of(url: str) -> int:
-    """Return the number of forward passes that the worker has run."""
-    status = httpx.get(f"{url}/v1/midstream/status").raise_for_status().json()
+def steps_of(side: Side) -> int:
+    """Return the number of forward passes that the worker has run; 0 of vLLM alone."""
+    if side.is_plain:
+        return 0
+    status = httpx.get(f"{side.url}/v1/midstream/status").raise_for_status().json()
     steps: int = status["workers"][0]["steps"]["steps"]
     return steps
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from midstream.errors import SpecError
 from midstream.plan.argument_names import only_set, read_each
@@ -37,6 +38,7 @@ T = TypeVar("T")
 # What applies to every request of an engine, before what it asks for itself.
 ServerWide = Edit | Probe
 
+_MOST_BOUND = 256  # plans
 _EMPTY = "the plan is empty: give `capture`, `edits` or `probes`, or `edits=[]` to update it later"
 
 
@@ -277,6 +279,63 @@ class Plan:
     def fill(self, open_rows: OpenRows, shape: ModelShape) -> Plan:
         """Return the plan with rows of earlier requests by value; see `fill_edit`."""
         return self.expanded(lambda edit: fill_edit(edit, open_rows, shape))
+
+
+def ids_of(own: Plan | None) -> Hashable:
+    """Return what only plans of the same objects have in common, as long as one of them lives."""
+    if own is None:
+        return None
+    parts = *own.captures, *own.edits, *own.probes, own.controller
+    return own.origins, own.coming_from, own.searched, *map(id, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A plan that was bound; holds the own plan's parts, whose ids are its key."""
+
+    own: Plan | None
+    plan: Plan | None
+    named: tuple[tuple[Any, object], ...]  # its names, and what they stood for
+
+
+class BoundPlans:
+    """Binds plans, each once: requests with the same field share the plan's objects."""
+
+    def __init__(self, lookup: Lookup, num_layers: int) -> None:
+        self._lookup: Any = lookup
+        self._num_layers = num_layers
+        self._bound: dict[Hashable, Bound] = {}
+
+    def is_current(self, bound: Bound) -> bool:
+        """Return whether the names of a plan stand for the same as when it was bound."""
+        if not bound.named:
+            return True
+        with suppress(SpecError):  # `Plan.bind` says where the name is
+            return all(self._lookup(name) is found for name, found in bound.named)
+        return False
+
+    def bound(self, own: Plan | None) -> Bound:
+        """Return a plan with what its names stand for now: the same object as long as they do."""
+        key = ids_of(own)
+        known = self._bound.get(key)
+        if known is not None and self.is_current(known):
+            return known
+        named: dict[Any, Any] = {}
+        plan = own
+        if own is not None:
+            plan = own.bind(
+                lambda name: named.setdefault(name, self._lookup(name)), self._num_layers
+            )
+        if len(self._bound) >= _MOST_BOUND:
+            self._bound.clear()
+        found = self._bound[key] = Bound(own, plan, tuple(named.items()))
+        return found
+
+    def bind(self, own: Plan | None) -> Plan | None:
+        return self.bound(own).plan
+
+    def forget(self) -> None:
+        self._bound.clear()
 
 
 def asks_engine(plan: Plan) -> bool:

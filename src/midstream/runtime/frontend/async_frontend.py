@@ -130,9 +130,9 @@ class AsyncFrontEnd(BaseFrontEnd):
             return call.admitted
         if call.plan is not None:
             self.sinks.check(call.plan)
-        also, lookup, first = self.captures.current, self.vectors.lookup, session.inputs[0][0]
+        also, first = self.captures.current, session.inputs[0][0]
         before = self.before(call.call_plan)
-        prepared = self._resolver.resolve_session(call.plan, before, also, lookup, first)
+        prepared = self._resolver.resolve_session(call.plan, before, also, first)
         made = self._attach_payload(request, prepared, call.plan, also)
         admitted = self._register(request, call, made)
         if admitted is not None:

@@ -133,7 +133,7 @@ class BaseFrontEnd:
         self._row_reuse = RowReuse(config.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
         self.device_sources = DeviceSources(config.device_rows, info.shape.hidden_size)
-        self._resolver = PlanResolver(info, engine)
+        self._resolver = PlanResolver(info, engine, self.vectors.lookup)
         self.weights = WeightMemory(config.readout_bytes, self._is_used, self.forget_readings)
         self.lenses = LensRegistry(self.weights, info.shape)
         self.saes = SaeRegistry(self.weights, info.shape, config.reconstructed)
@@ -149,10 +149,9 @@ class BaseFrontEnd:
         matrices = 4 * info.room.maps * info.shape.hidden_size**2
         make = partial(SentVectors, None, matrices, number, share)
         sent = self._sent_vectors = [make() for _ in self._workers]
-        lookup, layers = self.vectors.lookup, info.shape.num_layers
         length = engine.vllm_config.model_config.max_model_len
-        self.plans = RequestPlans(self._resolver, lookup, layers, length)
-        self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
+        self.plans = RequestPlans(self._resolver, info.shape.num_layers, length)
+        self.changes = PlanChanges(self._resolver, self._admission, sent)
 
     @property
     def waiting(self) -> int:

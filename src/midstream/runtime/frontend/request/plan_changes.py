@@ -15,7 +15,6 @@ from midstream.plan import Plan
 from midstream.plan.operation import read_scalar
 from midstream.plan.operations import Edit
 from midstream.plan.operations.strength import with_strength
-from midstream.plan.vectors.named_lookup import Lookup
 from midstream.plan.vectors.vector import Vector
 from midstream.results.plan_update import PlanUpdate
 from midstream.runtime.frontend.request.admission import Admission
@@ -72,10 +71,8 @@ class PlanChanges(RunningPlans):
         resolver: PlanResolver,
         admission: Admission,
         sent_vectors: Sequence[SentVectors],
-        lookup: Lookup,
-        num_layers: int,
     ) -> None:
-        super().__init__(lookup, num_layers)
+        super().__init__(resolver.bind)
         self._resolver = resolver
         self._admission = admission
         self._sent_vectors = sent_vectors
@@ -228,7 +225,6 @@ class PlanChanges(RunningPlans):
             history.with_edits(with_strength(own_edits[0], factor), own_edits[1]),
             history.before,
             history.also,
-            self._lookup,
             history.prompt,
         )
         check_same_reads(history.first, prepared.plan)
@@ -271,9 +267,8 @@ class PlanChanges(RunningPlans):
             self._sent_vectors[change.replica].lose(change.lacked)
 
     def _read(self, edits: object) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
-        plan = Plan.make(edits=edits)
+        plan = self._bind(Plan.make(edits=edits))
         assert plan is not None
-        plan = plan.bind(self._lookup, self._num_layers)
         return plan.edits, plan.origins
 
 

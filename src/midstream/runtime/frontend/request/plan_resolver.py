@@ -18,7 +18,7 @@ from midstream.plan import (
     Prompt,
     ResolvedPlan,
 )
-from midstream.plan.plan import ServerWide, asks_engine
+from midstream.plan.plan import Bound, BoundPlans, ServerWide, asks_engine, ids_of
 from midstream.plan.positions.decoded_text import text_map
 from midstream.plan.positions.items import CONTENT
 from midstream.plan.positions.select import EVERYTHING
@@ -75,27 +75,21 @@ _CACHED_PLANS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Recent:
-    """A prepared plan and what it was made with; holds the own plan's parts, whose ids are keys."""
+    """A prepared plan and what it was made with; holds the plan, whose parts' ids are keys."""
 
-    own: Plan | None
+    bound: Bound
     before: tuple[ServerWide, ...]
     also: tuple[Capture, ...]
     prepared: PreparedPlan
 
 
-def _ids_of(own: Plan | None) -> Hashable:
-    """Return what only plans of the same objects have in common, as long as one of them lives."""
-    if own is None:
-        return None
-    parts = *own.captures, *own.edits, *own.probes, own.controller
-    return own.origins, own.coming_from, own.searched, *map(id, parts)
-
-
 class PlanResolver:
     """Resolves plans for one engine."""
 
-    def __init__(self, info: EngineInfo, engine: Any) -> None:
+    def __init__(self, info: EngineInfo, engine: Any, lookup: Lookup) -> None:
         self._info = info
+        self._plans = BoundPlans(lookup, info.shape.num_layers)
+        self.bind = self._plans.bind
         self._engine = engine
         self._config = from_additional_config(engine.vllm_config.additional_config) or Config()
         self._max_length: int = engine.vllm_config.model_config.max_model_len
@@ -106,48 +100,41 @@ class PlanResolver:
             for tap, parts in zip(worker.taps, worker.parts, strict=True)
             if parts > 1
         }
-        # By `_ids_of`, length of the prompt and max_tokens: values are not compared.
+        # By `ids_of`, length of the prompt and max_tokens: values are not compared.
         self._recent: dict[tuple[Hashable, int, int | None], _Recent] = {}
         self._prompts = KnownPrompts()
         self._declared = controllers_of(engine.vllm_config)
         self.readings = EngineReadings(engine, info.workers, self._parts)
-        self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(
-            lambda plan, before, also, length, max_tokens: self._finish(
-                plan, before, also, Prompt(length), max_tokens
-            )
-        )
+        self._finished = functools.lru_cache(maxsize=_CACHED_PLANS)(self._finish)
 
     def resolve(
         self,
         call_plan: CallPlan,
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
-        lookup: Lookup,
         request: Any,
     ) -> PreparedPlan:
         """Prepare the plan of a request. `also`, captures of every request, come after its own."""
         own = call_plan.plan
         length, max_tokens = _prompt_len(request), request.sampling_params.max_tokens
-        known = self.known(own, before, also, length, max_tokens)
-        if known is not None:
+        if (known := self.known(own, before, also, length, max_tokens)) is not None:
             return known
         self._check_models(own)
-        plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
+        bound_plan = self._plans.bound(own)
+        plan = bound_plan.plan
         if read_prompts(before, also) or (plan is not None and plan.needs_prompt):
-            prompt = self._prompt(request, call_plan)
-            return self._finish(plan, before, also, prompt, max_tokens)
+            return self._finish(plan, before, also, self._prompt(request, call_plan), max_tokens)
         # Destinations of rows make no difference here, and may differ for each request.
         shared = None if plan is None else plan.without_places()
         prepared = None
         if reads_all(shared, before, also):
-            prepared = self._by_length(shared, before, also, 1, None).of_length(length)
+            prepared = self._finished(shared, before, also, Prompt(1), None).of_length(length)
         if prepared is None:
-            prepared = self._by_length(shared, before, also, length, max_tokens)
-        if plan is own:
-            # What a name stands for may change: a plan with names is bound for each request.
-            if len(self._recent) >= _CACHED_PLANS:
-                self._recent.clear()
-            self._recent[_ids_of(own), length, max_tokens] = _Recent(own, before, also, prepared)
+            prepared = self._finished(shared, before, also, Prompt(length), max_tokens)
+        if len(self._recent) >= _CACHED_PLANS:
+            self._recent.clear()
+        recent = _Recent(bound_plan, before, also, prepared)
+        self._recent[ids_of(own), length, max_tokens] = recent
         return prepared
 
     def known(
@@ -159,29 +146,30 @@ class PlanResolver:
         max_tokens: int | None,
     ) -> PreparedPlan | None:
         """Return what `resolve` has prepared of a plan for a prompt of a length; None: nothing."""
-        recent = self._recent.get((_ids_of(own), length, max_tokens))
-        if recent is None:
+        recent = self._recent.get((ids_of(own), length, max_tokens))
+        if recent is None or not self._plans.is_current(recent.bound):
             return None
         return recent.prepared if recent.before == before and recent.also == also else None
 
     def forget(self) -> None:
         """Forget what was prepared: names of lenses or SAEs have changed their meaning."""
         self._recent.clear()
-        self._by_length.cache_clear()
+        self._plans.forget()
+        self._finished.cache_clear()
 
     def resolve_session(
         self,
         plan: Plan | None,
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
-        lookup: Lookup,
         first: int,
     ) -> PreparedPlan:
         """Prepare a streaming session's plan: all tokens but the first count as generated."""
         check_growing(plan, before, also)
         self._check_models(plan)
-        own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
-        return self._finish(own, before, also, Prompt(1, (first,), token_id=self._token_id), None)
+        return self._finish(
+            self.bind(plan), before, also, Prompt(1, (first,), token_id=self._token_id), None
+        )
 
     def _check_models(self, plan: Plan | None) -> None:
         # Equal plans share what was prepared, and differ in what is known of their probes.

@@ -11,7 +11,6 @@ from midstream.plan import Capture, Plan
 from midstream.plan.control.control_laws import MOST_SCALES
 from midstream.plan.plan import ServerWide
 from midstream.plan.tap_lookup import size_of
-from midstream.plan.vectors.named_lookup import Lookup
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts
@@ -27,7 +26,6 @@ class RequestPlans:
     """Resolves the plans of one engine's requests."""
 
     _resolver: PlanResolver
-    _lookup: Lookup
     _num_layers: int
     _max_length: int
     # Plans that were resolved before their requests exist, each with what it was resolved for.
@@ -38,7 +36,7 @@ class RequestPlans:
         if ahead is not None and ahead[0] == _key_of(request, others):
             return ahead[1]
         before, also = others
-        return self._resolver.resolve(call_plan, before, also, self._lookup, request)
+        return self._resolver.resolve(call_plan, before, also, request)
 
     async def resolve_ahead(
         self, call_plan: CallPlan, prompt: Any, params: Any, *others: Any
@@ -54,7 +52,7 @@ class RequestPlans:
         if not self._is_long(tokens, call_plan, before, also):
             return
         request = _request_of(prompt, tokens, most)
-        args = call_plan, before, also, self._lookup, request
+        args = call_plan, before, also, request
         resolved = await in_thread(self._resolver.resolve, *args)
         self._ahead[call_plan] = _key_of(request, others), resolved
 

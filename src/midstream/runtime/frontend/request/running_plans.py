@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,6 @@ from midstream.errors import SpecError
 from midstream.plan import Capture, Plan, ResolvedPlan
 from midstream.plan.operations import Edit
 from midstream.plan.plan import ServerWide
-from midstream.plan.vectors.named_lookup import Lookup
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 from midstream.runtime.frontend.request.prompt.media import places_of
@@ -53,9 +52,8 @@ class PlanHistory:
 class RunningPlans:
     """The plans of running requests, by midstream's ids."""
 
-    def __init__(self, lookup: Lookup, num_layers: int) -> None:
-        self._lookup = lookup
-        self._num_layers = num_layers
+    def __init__(self, bind: Callable[[Plan | None], Plan | None]) -> None:
+        self._bind = bind
         self._running: dict[str, PlanHistory] = {}
 
     def __len__(self) -> int:
@@ -71,12 +69,12 @@ class RunningPlans:
         later: dict[int, LaterPlan],
     ) -> None:
         """Add an admitted request, which keeps the `others`; `later` gets all later versions."""
-        own, asked = call_plan.plan, call_plan
+        asked = call_plan
         prompt = {name: getattr(request, name, None) for name in _OF_REQUEST}
-        if own is not None and own.names():
-            # A name may mean something else later.
-            own = own.bind(self._lookup, self._num_layers)
-            call_plan = replace(call_plan, plan=own)
+        # A name may mean something else later.
+        own = self._bind(asked.plan)
+        if own is not asked.plan:
+            call_plan = replace(asked, plan=own)
         self._running[uid] = PlanHistory(
             name=request.request_id,
             completions=request.sampling_params.n,

@@ -130,7 +130,7 @@ class RpcBatcher:
         queues = (self._scores, self._partial, self._releases, self._collects)
         try:
             while any(queues):
-                for queue in queues:
+                for queue in filter(None, queues):
                     await queue.run()
         finally:
             self._task = None

@@ -47,7 +47,7 @@ class Engine:
         self.budget = CapacityBudget(Room(ROWS, 100, 100, 100, 1))
         self.admission = Admission([self.budget])
         self.sent_vectors, self.brought = SentVectors(None, 0, 0, 1), []
-        self.changes = PlanChanges(self, self.admission, [self.sent_vectors], None, 4)
+        self.changes = PlanChanges(self, self.admission, [self.sent_vectors])
         self.changes.send_later = self.send
         self.sent, self.refused, self.ended = [], [], set()
         self.vectors = ()
@@ -72,7 +72,11 @@ class Engine:
         self.changes.submitted(uid, f"{nth}_cmpl-{uid}")
         self.admission.submit(uid, need(uid, 1), lambda: None)
 
-    def resolve(self, call_plan, before, also, lookup, prompt):
+    @staticmethod
+    def bind(plan):
+        return plan
+
+    def resolve(self, call_plan, before, also, prompt):
         """As the resolver: a plan takes a row for each edit."""
         if prompt.prompt_token_ids in self.refused:
             raise SpecError("edits[0].positions", "the prompt has no such position")

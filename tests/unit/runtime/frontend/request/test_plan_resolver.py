@@ -15,6 +15,7 @@ from midstream.config.config import Config
 from midstream.errors import SpecError
 from midstream.plan import Capture, Gate, Plan, Probe, Prompt, Replace, Steer, Stop, Switch
 from midstream.plan.probe_files.info import ProbeInfo
+from midstream.plan.vectors.vector import Vector
 from midstream.runtime.frontend.engine_info import EngineInfo, describe
 from midstream.runtime.frontend.request import plan_resolver
 from midstream.runtime.frontend.request.call_plan import CallPlan
@@ -44,7 +45,7 @@ def resolver(monkeypatch) -> Any:
     )
     model = SimpleNamespace(max_model_len=64, model="org/Small")
     config = SimpleNamespace(model_config=model, additional_config={})
-    found = PlanResolver(info(), SimpleNamespace(vllm_config=config))
+    found = PlanResolver(info(), SimpleNamespace(vllm_config=config), lookup)
     return SimpleNamespace(resolver=found, made=made)
 
 
@@ -54,7 +55,7 @@ def prepare(resolver: Any, plan: Plan | None, ids=(1, 2, 3), tokens=4, before=()
         prompt_is_token_ids=None,
         sampling_params=SimpleNamespace(max_tokens=tokens),
     )
-    return resolver.resolver.resolve(CallPlan(plan), before, also, lookup, request)
+    return resolver.resolver.resolve(CallPlan(plan), before, also, request)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def of_heads(resolver) -> Any:
     """A resolver for `z` of 2 heads."""
     known = info(site="z", heads=2)
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64), additional_config={})
-    resolver.resolver = PlanResolver(known, SimpleNamespace(vllm_config=config))
+    resolver.resolver = PlanResolver(known, SimpleNamespace(vllm_config=config), lookup)
     return resolver
 
 
@@ -77,13 +78,13 @@ def test_with_a_largest_dose_an_edit_of_what_ranks_split_is_refused(of_heads, mo
     prepare(of_heads, Plan.make(edits=Steer([2.0] * HIDDEN, 2, site="z")))
 
 
-VECTORS = {"v": [1.0] * HIDDEN}
+REGISTERED: dict[str, Any] = {"v": {None: Vector.parse([1.0] * HIDDEN)}}
 
 
 def lookup(name: str) -> Any:
-    from midstream.plan.vectors.vector import Vector
-
-    return {None: Vector.parse(VECTORS[name])}
+    if name not in REGISTERED:
+        raise SpecError("", f"no vectors are registered as {name}")
+    return REGISTERED[name]
 
 
 def test_the_same_plan_is_prepared_once(resolver):
@@ -151,14 +152,18 @@ def test_a_plan_at_token_ids_is_resolved_for_each_prompt(resolver):
     ]
 
 
-def test_a_name_that_stands_for_another_vector_is_bound_anew(resolver):
-    plan = Plan.make(edits=Steer("v", 1))
+def test_a_name_that_stands_for_another_vector_is_bound_anew(resolver, monkeypatch):
+    plan = Plan.make(edits=Steer("v", 1), probes=Probe("v", 2))
     first = prepare(resolver, plan)
-    VECTORS["v"] = [2.0] * HIDDEN
-    try:
+    assert prepare(resolver, plan) is first
+    with monkeypatch.context() as other:
+        other.setitem(REGISTERED, "v", {None: Vector.parse([2.0] * HIDDEN)})
         assert prepare(resolver, plan).packed != first.packed
-    finally:
-        VECTORS["v"] = [1.0] * HIDDEN
+    with monkeypatch.context() as none:
+        none.delitem(REGISTERED, "v")
+        with pytest.raises(SpecError, match="no vectors are registered as v") as caught:
+            prepare(resolver, plan)
+        assert caught.value.path == "edits[0]"
 
 
 def test_a_plan_that_is_gone_does_not_lend_its_id_to_another(resolver):
