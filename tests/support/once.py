@@ -8,17 +8,25 @@ from typing import Any
 
 def for_all_engines() -> None:
     """Have vLLM look at a model's class here: it starts a process for that, which imports vLLM
-    anew. Have it count ranks of tokens uncompiled: Inductor would compile that for each engine.
-    Have it search all modules for Triton's kernels and all packages for logits processors now, and
-    never again. Have it set the levels of its loggers without a search of all loggers for each.
+    anew. Have its small functions run uncompiled: Inductor would compile them for each engine and
+    each rank. Have it search all modules for Triton's kernels and all packages for logits
+    processors now, and never again. Have it set the levels of its loggers without a search of all
+    loggers for each.
     """
     from vllm import logger
+    from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
     from vllm.v1.sample import logits_processor, sampler
+    from vllm.v1.worker import gpu_model_runner
 
-    ranks: Any = sampler.batched_count_greater_than
-    sampler.batched_count_greater_than = getattr(ranks, "_torchdynamo_orig_callable", ranks)
+    for module, name in (
+        (gpu_model_runner, "update_num_computed_tokens_for_batch_change"),
+        (sampler, "batched_count_greater_than"),
+        (vocab_parallel_embedding, "get_masked_input_and_mask"),
+    ):
+        function = getattr(module, name, None)
+        setattr(module, name, getattr(function, "_torchdynamo_orig_callable", function))
     registry._run_in_subprocess = lambda function: function()
     logger._configure_vllm_root_logger = functools.partial(
         _forgetting_once, logger._configure_vllm_root_logger

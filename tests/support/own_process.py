@@ -1,7 +1,8 @@
 """Python in a separate process, with the tests' support and the package in its path.
 
 Such a process is forked from one that has imported vLLM (`zygote`), which saves it eight seconds.
-Where a GPU is, and where how a process starts is what is tested, it is a fresh interpreter.
+Where a GPU is, and where how a process starts is what is tested, it is a fresh interpreter. Where
+midstream is not to be imported, it is a fork that has vLLM alone.
 """
 
 import os
@@ -26,6 +27,7 @@ def environment(**env: str) -> dict[str, str]:
 def start(
     *arguments: str | Path,
     fresh: bool = False,
+    has_midstream: bool = True,
     cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
     stdout: int | IO[Any] | None = None,
@@ -37,12 +39,19 @@ def start(
     given["env"] = environment() if env is None else env
     if fresh or HAS_GPU:
         return subprocess.Popen([sys.executable, *map(str, arguments)], **given)
-    return zygote.start(arguments, **given)
+    return zygote.start(arguments, has_midstream=has_midstream, **given)
 
 
-def python(*arguments: str | Path, timeout: float, fresh: bool = False, **env: str) -> str:
+def python(
+    *arguments: str | Path,
+    timeout: float,
+    fresh: bool = False,
+    has_midstream: bool = True,
+    **env: str,
+) -> str:
     """Run `python ARGUMENTS`, which must end well, and return what it printed."""
-    code, out, error = run(*arguments, timeout=timeout, fresh=fresh, env=environment(**env))
+    kind = {"fresh": fresh, "has_midstream": has_midstream}
+    code, out, error = run(*arguments, timeout=timeout, env=environment(**env), **kind)
     assert code == 0, f"exit {code}\n{out[-2000:]}\n{error[-6000:]}"
     return out
 
@@ -50,12 +59,12 @@ def python(*arguments: str | Path, timeout: float, fresh: bool = False, **env: s
 def run(
     *arguments: str | Path,
     timeout: float,
-    fresh: bool = False,
     env: Mapping[str, str] | None = None,
+    **kind: bool,
 ) -> tuple[int, str, str]:
-    """Run `python ARGUMENTS`, and return (exit status, output, errors)."""
+    """Run `python ARGUMENTS`, and return (exit status, output, errors); `kind` as for `start`."""
     pipe = subprocess.PIPE
-    process = start(*arguments, fresh=fresh, env=env, stdout=pipe, stderr=pipe, text=True)
+    process = start(*arguments, env=env, stdout=pipe, stderr=pipe, text=True, **kind)
     try:
         out, error = process.communicate(timeout=timeout)
     except BaseException:

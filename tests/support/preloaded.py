@@ -11,7 +11,17 @@ import setproctitle
 from support import once
 from support.preloaded_vllm import check_threads
 
-_MODULES = ("midstream.lab.api.async_llm", "midstream.lab.api.llm")
+_MODULES = (
+    "midstream.cli.app",
+    "midstream.lab.api.async_llm",
+    "midstream.lab.api.llm",
+    "midstream.lab.server",
+    "midstream.runtime.frontend.async_frontend",
+    "midstream.runtime.frontend.sync_frontend",
+    "midstream.runtime.worker.assembly",
+    "midstream.server.app.endpoint_plugin",
+    "midstream.sinks.store_sink",
+)
 
 
 def fork_in_place_of_spawning() -> None:

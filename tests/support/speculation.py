@@ -338,7 +338,8 @@ async def streamed(model: str, settings: dict[str, Any]) -> dict[str, Any]:
 
     from midstream import AsyncLLM
 
-    own = {"dtype": "float32", "enforce_eager": True, "seed": 0, **settings}
+    own = {"dtype": "float32", "enforce_eager": True, "seed": 0, "num_gpu_blocks_override": 64}
+    own |= settings
     own["additional_config"] = {"midstream": own.pop("midstream")}
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **own))
     try:

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(tiny_llama: Path, folder: Path) -> dict[str, Any]:
-    python("-m", "system.act_mode", tiny_llama, folder, timeout=580, fresh=True)
+    python("-m", "system.act_mode", tiny_llama, folder, timeout=580, has_midstream=False)
     loaded: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return loaded
 

@@ -3,10 +3,13 @@
 A program of its own: the interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported.
 """
 
+import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from triton.runtime import interpreter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -34,6 +37,32 @@ from midstream.ops.site_ref import site_ref
 from midstream.ops.site_triton import site_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quicken() -> None:
+    """Have the interpreter prepare Triton's language once in a launch for each module, not for each
+    call of a function; and look types up, in place of a table that it makes for each value.
+    """
+    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    type_of = interpreter._get_np_dtype
+    type_of_numbers = functools.cache(type_of)
+    prepared: set[str] = set()
+
+    def prepare_once(function: Any) -> Any:
+        if function.__module__ in prepared:
+            return None
+        prepared.add(function.__module__)
+        return prepare(function)
+
+    def launch_anew(*args: Any, **options: Any) -> Any:
+        prepared.clear()
+        return launch(*args, **options)
+
+    interpreter._patch_lang = prepare_once
+    interpreter.GridExecutor.__call__ = launch_anew
+    interpreter._get_np_dtype = lambda kind: (
+        type_of(kind) if kind.scalar.is_ptr() else type_of_numbers(kind.scalar)
+    )
 
 
 def main() -> None:
@@ -163,4 +192,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    quicken()
     main()
