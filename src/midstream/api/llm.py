@@ -29,11 +29,11 @@ from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
 from midstream.errors import SpecError, UnsupportedError
 from midstream.plan import Plan, Positions
+from midstream.plan.plan import read_prompts
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.runtime.frontend.request.plan_resolver import read_prompts
 from midstream.runtime.frontend.request.prompt.inputs import conversations, list_prompts
 from midstream.runtime.frontend.request.prompt.message_spans import template_arguments
 from midstream.runtime.vllm import seams

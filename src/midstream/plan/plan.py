@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 # What applies to every request of an engine, before what it asks for itself.
 ServerWide = Edit | Probe
+_ALL = Positions("all")
 
 _MOST_BOUND = 256  # plans
 _EMPTY = "the plan is empty: give `capture`, `edits` or `probes`, or `edits=[]` to update it later"
@@ -388,3 +389,19 @@ def parse_server_wide(value: object) -> ServerWide:
     if isinstance(value, Mapping) and value.get("op") == "probe":
         return Probe.parse({name: field for name, field in value.items() if name != "op"})
     return parse_edit(value)
+
+
+def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
+    """Return whether what applies to every request depends on more of a prompt than its length."""
+    return any(selection.needs_prompt for selection in _selections((*before, *also)))
+
+
+def reads_all(plan: Plan | None, before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
+    """Return whether all that a request asks for is of every token, whatever their number."""
+    own = () if plan is None else plan.selections
+    return not also and all(selection == _ALL for selection in (*own, *_selections(before)))
+
+
+def _selections(parts: Sequence[ServerWide | Capture]) -> Iterator[Positions]:
+    for part in parts:
+        yield from part.selections if isinstance(part, (Capture, Probe)) else (part.positions,)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,20 @@ from midstream.plan import (
     Capture,
     Plan,
     Positions,
-    Probe,
     Prompt,
     ResolvedPlan,
 )
-from midstream.plan.plan import Bound, BoundPlans, ServerWide, asks_engine, ids_of
+from midstream.plan.plan import (
+    Bound,
+    BoundPlans,
+    ServerWide,
+    asks_engine,
+    ids_of,
+    read_prompts,
+    reads_all,
+)
 from midstream.plan.positions.decoded_text import text_map
 from midstream.plan.positions.items import CONTENT
-from midstream.plan.positions.select import EVERYTHING
 from midstream.plan.probe_files.info import check_models
 from midstream.plan.readouts.capture import SHARDED
 from midstream.plan.readouts.reduced import check_codec, num_sums, with_split_rows
@@ -40,7 +47,6 @@ from midstream.runtime.frontend.request.budget import (
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controlled import with_controller
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
-from midstream.runtime.frontend.request.prompt.known_prompts import KnownPrompts
 from midstream.runtime.frontend.request.prompt.media import media_of
 from midstream.runtime.frontend.request.readouts import (
     EngineReadings,
@@ -81,6 +87,33 @@ class _Recent:
     before: tuple[ServerWide, ...]
     also: tuple[Capture, ...]
     prepared: PreparedPlan
+
+
+# Tokens of all prompts that are kept; a token takes some 200 bytes.
+MAX_TOKENS = 1 << 17
+# The tokens of a prompt, and what identifies its chat, if it was made from one, and its media.
+Key = tuple[tuple[int, ...], Hashable]
+
+
+class KnownPrompts:
+    """Recent prompts. All requests with the same tokens share one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prompts: dict[Key, Prompt] = {}
+        self._num_tokens = 0
+
+    def get(self, key: Key, make: Callable[[], Prompt]) -> Prompt:
+        with self._lock:
+            prompt = self._prompts.pop(key, None)
+            if prompt is None:
+                prompt = make()
+                self._num_tokens += prompt.length
+            self._prompts[key] = prompt  # as the last one that was used
+            while self._num_tokens > MAX_TOKENS and len(self._prompts) > 1:
+                oldest = next(iter(self._prompts))
+                self._num_tokens -= self._prompts.pop(oldest).length
+        return prompt
 
 
 class PlanResolver:
@@ -128,7 +161,7 @@ class PlanResolver:
         shared = None if plan is None else plan.without_places()
         prepared = None
         if reads_all(shared, before, also):
-            prepared = self._finished(shared, before, also, Prompt(1), None).of_length(length)
+            prepared = _of_length(self._finished(shared, before, also, Prompt(1), None), length)
         if prepared is None:
             prepared = self._finished(shared, before, also, Prompt(length), max_tokens)
         if len(self._recent) >= _CACHED_PLANS:
@@ -334,6 +367,16 @@ class PlanResolver:
         return tokenizer
 
 
+def _of_length(prepared: PreparedPlan, length: int) -> PreparedPlan | None:
+    """Return a plan whose parts are all of every token for a prompt of another length; None: that
+    makes more of a difference to some part than the number itself.
+    """
+    changes = prepared.control is not None or prepared.later
+    if prepared.plan.captures or changes or "readout_rows" in prepared.need.counts:
+        return None
+    return replace(prepared, plan=replace(prepared.plan, prompt_len=length))
+
+
 def _check_ring(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
     wanted = set(plan.read_taps)
     for worker in workers:
@@ -419,22 +462,6 @@ def _check_doses(plan: ResolvedPlan, parts: Mapping[Tap, int], config: Config) -
                 f"the request has {len(plan.measured)} edits, one for each layer, {limit}: the "
                 f"setting doses is {config.doses}; raise it, or edit fewer layers",
             )
-
-
-def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
-    """Return whether what applies to every request depends on more of a prompt than its length."""
-    return any(selection.needs_prompt for selection in _selections((*before, *also)))
-
-
-def reads_all(plan: Plan | None, before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
-    """Return whether all that a request asks for is of every token, whatever their number."""
-    own = () if plan is None else plan.selections
-    return not also and all(selection == EVERYTHING for selection in (*own, *_selections(before)))
-
-
-def _selections(parts: Sequence[ServerWide | Capture]) -> Iterator[Positions]:
-    for part in parts:
-        yield from part.selections if isinstance(part, (Capture, Probe)) else (part.positions,)
 
 
 def _common(name: str, values: Sequence[str], default: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from midstream.plan import ModelShape, Plan, ResolvedPlan
 from midstream.runtime.frontend.request.budget import Need, prompt_bytes, returned_captures
@@ -36,16 +36,6 @@ class PreparedPlan:
     later: Mapping[int, LaterPlan] = field(default_factory=dict)  # by number
     split: tuple[SplitScore, ...] = ()  # scores that these need and of which ranks have parts
     _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
-
-    def of_length(self, length: int) -> PreparedPlan | None:
-        """Return a plan whose parts are all of every token for a prompt of another length; None:
-        that makes more of a difference to some part than the number itself.
-        """
-        plan = self.plan
-        changes = self.control is not None or self.later
-        if plan.captures or changes or "readout_rows" in self.need.counts:
-            return None
-        return replace(self, plan=replace(plan, prompt_len=length))
 
     def returned_bytes(self, own: Plan, shape: ModelShape) -> int:
         """Return the bytes of the prompt's rows for the caller, counted once for its captures."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from midstream.plan import Capture, Plan
 from midstream.plan.control.control_laws import MOST_SCALES
-from midstream.plan.plan import ServerWide
+from midstream.plan.plan import ServerWide, read_prompts
 from midstream.plan.tap_lookup import size_of
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.heavy_work import in_thread
-from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts
+from midstream.runtime.frontend.request.plan_resolver import PlanResolver
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.prompt.media import places_of_rendered
 
