@@ -1,10 +1,11 @@
 """GRPO by TRL on SmolLM2 with the score of a probe as reward: whether it rises, and what it costs.
 
-    python benchmarks/grpo.py [MODEL] [--steps 20] [--plain] [--json FILE]
+    python benchmarks/grpo.py [MODEL] [--steps 20] [--plain] [--full] [--json FILE]
 
 The reward is read in the forward pass that samples. With --plain the same training runs on an
 engine without midstream, and the reward is the share of the completion's characters that are
-lower case, so that the time of a step can be compared. Needs `pip install trl`.
+lower case. With --full every completion has --tokens tokens: steps of both take the same work, so
+that runs in turn can be compared. Needs `pip install trl`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12, help="most tokens of a completion")
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--rate", type=float, default=2e-5)
-    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="without midstream")
+    parser.add_argument("--full", action="store_true", help="no completion ends early")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result = train(args)
@@ -50,7 +52,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     model = args.model or smollm2()
-    started, reward = start(model, args.plain)
+    sampling = {"min_tokens": args.tokens} if args.full else {}
+    started, reward = start(model, args.plain, sampling)
 
     def lower_case(completions: list[Any], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
@@ -99,6 +102,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": Path(model).name,
         "midstream": not args.plain,
+        "tokens": args.tokens if args.full else f"at most {args.tokens}",
         "rewards": [round(value, 3) for value in rewards],
         "first_5": round(statistics.mean(rewards[:5]), 3),
         "last_5": round(statistics.mean(rewards[-5:]), 3),
@@ -106,7 +110,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def start(model: Any, plain: bool) -> tuple[Any, Any]:
+def start(model: Any, plain: bool, sampling: dict[str, Any]) -> tuple[Any, Any]:
     """Return a rollout function without midstream, or a reward with one."""
     settings = {
         "dtype": "float32", "max_model_len": 256, "enforce_eager": True, "seed": 1,
@@ -115,14 +119,14 @@ def start(model: Any, plain: bool) -> tuple[Any, Any]:
     if plain:
         from vllm import LLM
 
-        return plain_rollout(LLM(str(model), **settings)), None
+        return plain_rollout(LLM(str(model), **settings), sampling), None
     from midstream import LLM, Probe
-    from midstream.lab.rl import probe_reward
+    from midstream.lab.rl import Rollout, probe_reward
 
     llm = LLM(str(model), midstream={"layers": [20], "sites": ["resid_post"]}, **settings)
     direction = difference(llm)
     probe = Probe(direction, 20, name="cheerful", positions="generated")
-    return None, probe_reward(llm, probe, "mean")
+    return None, probe_reward(Rollout(llm, sampling=sampling), probe, "mean")
 
 
 def difference(llm: Any) -> Any:
@@ -137,7 +141,7 @@ def difference(llm: Any) -> Any:
     return (wanted - other) / (wanted - other).norm()
 
 
-def plain_rollout(llm: Any) -> Any:
+def plain_rollout(llm: Any, sampling: dict[str, Any]) -> Any:
     """Return a rollout function on an engine of vLLM's, by the same steps as midstream's."""
     from vllm import SamplingParams
 
@@ -151,7 +155,7 @@ def plain_rollout(llm: Any) -> Any:
             llm.reset_prefix_cache()
             loaded[0] = trainer.state.global_step
         given = [token_ids(prompt, trainer.processing_class) for prompt in prompts]
-        params = SamplingParams(**sampling_of(trainer.args), logprobs=0)
+        params = SamplingParams(**{**sampling_of(trainer.args), **sampling}, logprobs=0)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in given], params, use_tqdm=False)
         completions = [out.outputs[0] for out in outputs]
         return {

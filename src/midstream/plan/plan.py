@@ -397,9 +397,10 @@ def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
 
 
 def reads_all(plan: Plan | None, before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
-    """Return whether all that a request asks for is of every token, whatever their number."""
+    """Return whether a request edits and probes every token, and captures nothing."""
     own = () if plan is None else plan.selections
-    return not also and all(selection == _ALL for selection in (*own, *_selections(before)))
+    captured = bool(also) or (plan is not None and bool(plan.captures))
+    return not captured and all(positions == _ALL for positions in (*own, *_selections(before)))
 
 
 def _selections(parts: Sequence[ServerWide | Capture]) -> Iterator[Positions]:

@@ -371,10 +371,11 @@ def _of_length(prepared: PreparedPlan, length: int) -> PreparedPlan | None:
     """Return a plan whose parts are all of every token for a prompt of another length; None: that
     makes more of a difference to some part than the number itself.
     """
+    plan = prepared.plan
     changes = prepared.control is not None or prepared.later
-    if prepared.plan.captures or changes or "readout_rows" in prepared.need.counts:
+    if plan.biases or changes or "readout_rows" in prepared.need.counts:
         return None
-    return replace(prepared, plan=replace(prepared.plan, prompt_len=length))
+    return replace(prepared, plan=replace(plan, prompt_len=length))
 
 
 def _check_ring(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:

@@ -1,19 +1,34 @@
 """A plan that was resolved is resolved again for whatever makes a difference, and only for that."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.stored import worker_info
 
 from midstream.config.config import Config
 from midstream.errors import SpecError
-from midstream.plan import Capture, Gate, Plan, Probe, Prompt, Replace, Steer, Stop, Switch
+from midstream.plan import (
+    Attention,
+    Bias,
+    Capture,
+    Entropy,
+    Gate,
+    Norms,
+    Plan,
+    Probe,
+    Prompt,
+    Replace,
+    Steer,
+    Stop,
+    Switch,
+)
 from midstream.plan.probe_files.info import ProbeInfo
 from midstream.plan.vectors.vector import Vector
 from midstream.runtime.frontend.engine_info import EngineInfo, describe
@@ -25,11 +40,14 @@ from midstream.runtime.protocol.segments import Room
 HIDDEN = 4
 
 
-def info(layers: int = 3, site: str = "resid_post", heads: int = 0) -> EngineInfo:
-    taps = tuple([(site, layer) for layer in range(layers)])
+def info(layers: int = 3, sites: Sequence[str] = ("resid_post",), heads: int = 0) -> EngineInfo:
+    inner = [site for site in sites if site != "logits"]
+    taps = tuple((site, layer) for layer in range(layers) for site in inner)
+    taps += (("logits", layers - 1),) * ("logits" in sites)
     room = Room(100, 100, 100, 100, 4)
+    of_heads = tuple(0 if site in ("resid_post", "logits") else heads for site, _ in taps)
     worker = worker_info(
-        num_layers=layers, taps=taps, heads=(heads,) * layers, capture_limit=100, step_tokens=100,
+        num_layers=layers, taps=taps, heads=of_heads, capture_limit=100, step_tokens=100,
         room=room, edits_per_site=8, arena_bytes=1 << 20,
     )  # fmt: skip
     return describe([[worker]])
@@ -61,7 +79,7 @@ def prepare(resolver: Any, plan: Plan | None, ids=(1, 2, 3), tokens=4, before=()
 @pytest.fixture
 def of_heads(resolver) -> Any:
     """A resolver for `z` of 2 heads."""
-    known = info(site="z", heads=2)
+    known = info(sites=["z"], heads=2)
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64), additional_config={})
     resolver.resolver = PlanResolver(known, SimpleNamespace(vllm_config=config), lookup)
     return resolver
@@ -199,6 +217,18 @@ def test_heads_of_sketches_are_refused(of_heads, codec):
     assert caught.value.path == "capture[1].heads"
 
 
+@functools.cache
+def with_queries() -> PlanResolver:
+    """A resolver for an engine of which attention can be read."""
+    model = SimpleNamespace(max_model_len=64, model="org/Small", get_vocab_size=lambda: 9)
+    config = SimpleNamespace(
+        model_config=model, additional_config={}, speculative_config=None,
+        parallel_config=SimpleNamespace(),
+    )  # fmt: skip
+    known = info(sites=["rot_q", "resid_post", "logits"], heads=2)
+    return PlanResolver(known, SimpleNamespace(vllm_config=config), lookup)
+
+
 SWITCH = Switch([Steer([1.0] * HIDDEN, 1)], above=1.0)
 
 
@@ -216,19 +246,27 @@ def edits_and_probes() -> Any:
         [None, None, Stop(above=1.0), Switch([Steer([1.0] * HIDDEN, 1)], above=1)]
     )
     probe = st.builds(lambda read, at, act: Probe(read, at, name="p", act=act), vector, layer, act)
+    attends = st.just(Probe(attention=Entropy(), layer=0, name="entropy"))
+    bias = st.builds(Bias, st.just({1: 2.0}), positions=where)
+    capture = st.sampled_from([None, None, Capture([1]), Attention([0], reduce="full"), Norms([1])])
     return st.builds(
-        lambda edits, probes: Plan.make(edits=edits or None, probes=probes or None),
-        st.lists(st.one_of(steer, steer, gate, rows), max_size=3, unique_by=repr),
-        st.lists(probe, max_size=1),
+        lambda edits, probes, capture: Plan.make(
+            edits=edits or None, probes=probes or None, capture=capture
+        ),
+        st.lists(st.one_of(steer, steer, gate, rows, bias), max_size=3, unique_by=repr),
+        st.lists(st.one_of(probe, probe, attends), max_size=1),
+        capture,
     )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(Plan.make(edits=Steer([1.0] * HIDDEN, 1), probes=Probe([1.0] * HIDDEN, 0)), 5, 4)
 @example(Plan.make(probes=Probe([1.0] * HIDDEN, 0, act=SWITCH)), 5, 4)
+@example(Plan.make(capture=Attention([0], reduce="full")), 5, 4)
+@example(Plan.make(edits=Bias({1: 2.0}, positions="all")), 5, 4)
+@example(Plan.make(probes=Probe(attention=Entropy(), layer=0)), 5, 4)
 @given(plan=edits_and_probes(), length=st.integers(1, 9), tokens=st.integers(1, 9) | st.none())
-def test_parts_of_every_token_are_prepared_for_a_length_as_if_for_it_alone(
-    resolver, plan, length, tokens
-):
+def test_parts_of_every_token_are_prepared_for_a_length_as_if_for_it_alone(plan, length, tokens):
+    resolver = SimpleNamespace(resolver=with_queries())
     with suppress(SpecError):  # those of another length come first
         prepare(resolver, plan, range(length + 3), tokens)
 
