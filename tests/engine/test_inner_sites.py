@@ -104,11 +104,12 @@ def test_compiled_too(name, tiny_models, tmp_path, monkeypatch, pool):
     given = settings(oracle, tmp_path)
     if in_place:  # a tap that is too late is seen in Inductor's graph alone
         ops = {"custom_ops": ["none", "+rotary_embedding"]}
-        # Inductor compiles a program to see whether the compiler knows what the processor has.
-        monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", True)
         given |= {"inductor": True, "compilation_config": ops}
         given["midstream"]["tapped_model"] = "always"  # one model is compiled, not two
-    with engine(path, enforce_eager=False, **given) as llm:
+    # Inductor compiles a program to see whether the compiler knows what the processor has. At its
+    # end, pytest's monkeypatch would delete the setting.
+    known = torch._inductor.config.patch({"cpp.vec_isa_ok": True} if in_place else {})
+    with known, engine(path, enforce_eager=False, **given) as llm:
         assert int(llm.llm_engine.vllm_config.compilation_config.mode) > 0
         check_reads(served := Served(name, oracle, llm))
         check_edits(served, every=10 if NIGHTLY else 16)

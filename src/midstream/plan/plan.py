@@ -327,9 +327,11 @@ class BoundPlans:
             plan = own.bind(
                 lambda name: named.setdefault(name, self._lookup(name)), self._num_layers
             )
-        if len(self._bound) >= _MOST_BOUND:
-            self._bound.clear()
-        found = self._bound[key] = Bound(own, plan, tuple(named.items()))
+        found = Bound(own, plan, tuple(named.items()))
+        if named:
+            if len(self._bound) >= _MOST_BOUND:
+                self._bound.clear()
+            self._bound[key] = found
         return found
 
     def bind(self, own: Plan | None) -> Plan | None:
@@ -406,3 +408,5 @@ def reads_all(plan: Plan | None, before: Sequence[ServerWide], also: Sequence[Ca
 def _selections(parts: Sequence[ServerWide | Capture]) -> Iterator[Positions]:
     for part in parts:
         yield from part.selections if isinstance(part, (Capture, Probe)) else (part.positions,)
+        if isinstance(part, Probe) and isinstance(part.act, Switch):
+            yield from (edit.positions for edit in part.act.edits)

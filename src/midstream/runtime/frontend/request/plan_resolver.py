@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +162,8 @@ class PlanResolver:
         shared = None if plan is None else plan.without_places()
         prepared = None
         if reads_all(shared, before, also):
-            prepared = _of_length(self._finished(shared, before, also, Prompt(1), None), length)
+            with suppress(SpecError):  # of two mistakes, the prompt's length decides which is told
+                prepared = _of_length(self._finished(shared, before, also, Prompt(1), None), length)
         if prepared is None:
             prepared = self._finished(shared, before, also, Prompt(length), max_tokens)
         if len(self._recent) >= _CACHED_PLANS:
@@ -371,8 +373,7 @@ def _of_length(prepared: PreparedPlan, length: int) -> PreparedPlan | None:
     """Return a plan whose parts are all of every token for a prompt of another length; None: that
     makes more of a difference to some part than the number itself.
     """
-    plan = prepared.plan
-    changes = prepared.control is not None or prepared.later
+    plan, changes = prepared.plan, prepared.control is not None or prepared.later
     if plan.biases or changes or "readout_rows" in prepared.need.counts:
         return None
     return replace(prepared, plan=replace(plan, prompt_len=length))

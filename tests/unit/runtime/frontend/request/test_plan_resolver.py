@@ -29,6 +29,7 @@ from midstream.plan import (
     Stop,
     Switch,
 )
+from midstream.plan.plan import read_prompts
 from midstream.plan.probe_files.info import ProbeInfo
 from midstream.plan.vectors.vector import Vector
 from midstream.runtime.frontend.engine_info import EngineInfo, describe
@@ -259,16 +260,42 @@ def edits_and_probes() -> Any:
     )
 
 
-@example(Plan.make(edits=Steer([1.0] * HIDDEN, 1), probes=Probe([1.0] * HIDDEN, 0)), 5, 4)
-@example(Plan.make(probes=Probe([1.0] * HIDDEN, 0, act=SWITCH)), 5, 4)
-@example(Plan.make(capture=Attention([0], reduce="full")), 5, 4)
-@example(Plan.make(edits=Bias({1: 2.0}, positions="all")), 5, 4)
-@example(Plan.make(probes=Probe(attention=Entropy(), layer=0)), 5, 4)
-@given(plan=edits_and_probes(), length=st.integers(1, 9), tokens=st.integers(1, 9) | st.none())
-def test_parts_of_every_token_are_prepared_for_a_length_as_if_for_it_alone(plan, length, tokens):
+def guard_of(act: Any) -> Probe:
+    return Probe([2.0] * HIDDEN, 1, name="guard", act=act)
+
+
+def switching(positions: Any) -> Probe:
+    """A guard that switches to an edit at some positions."""
+    return guard_of(Switch([Steer([1.0] * HIDDEN, 1, positions=positions)], above=2.0))
+
+
+GUARD = guard_of(Stop(above=2.0))
+SWITCHING = [switching(positions) for positions in (-2, "prompt", "all")]
+
+
+@example(Plan.make(edits=Steer([1.0] * HIDDEN, 1), probes=Probe([1.0] * HIDDEN, 0)), 5, 4, ())
+@example(Plan.make(probes=Probe([1.0] * HIDDEN, 0, act=SWITCH)), 5, 4, ())
+@example(Plan.make(capture=Capture([1])), 5, 4, ())
+@example(Plan.make(capture=Attention([0], reduce="full")), 5, 4, ())
+@example(Plan.make(edits=Bias({1: 2.0}, positions="all")), 5, 4, ())
+@example(
+    Plan.make(edits=[Bias({1: 2.0}, positions="all"), Replace([[1.0] * HIDDEN] * 2, 1)]), 2, 4, ()
+)
+@example(Plan.make(probes=Probe(attention=Entropy(), layer=0)), 5, 4, ())
+@example(None, 5, 4, (SWITCHING[0],))
+@example(None, 5, 4, (SWITCHING[1],))
+@given(
+    plan=edits_and_probes(),
+    length=st.integers(1, 9),
+    tokens=st.integers(1, 9) | st.none(),
+    before=st.sampled_from([(), (GUARD,), *((guard,) for guard in SWITCHING)]),
+)
+def test_parts_of_every_token_are_prepared_for_a_length_as_if_for_it_alone(
+    plan, length, tokens, before
+):
     resolver = SimpleNamespace(resolver=with_queries())
     with suppress(SpecError):  # those of another length come first
-        prepare(resolver, plan, range(length + 3), tokens)
+        prepare(resolver, plan, range(length + 3), tokens, before)
 
     def outcome(make: Callable[[], Any]) -> Any:
         try:
@@ -276,8 +303,23 @@ def test_parts_of_every_token_are_prepared_for_a_length_as_if_for_it_alone(plan,
         except SpecError as error:
             return str(error)
 
-    alone = outcome(lambda: resolver.resolver._finish(plan, (), (), Prompt(length), tokens))
-    assert outcome(lambda: prepare(resolver, plan, range(length), tokens)) == alone
+    alone = outcome(lambda: resolver.resolver._finish(plan, before, (), Prompt(length), tokens))
+    assert outcome(lambda: prepare(resolver, plan, range(length), tokens, before)) == alone
+
+
+def test_a_guard_that_switches_to_edits_at_token_ids_reads_the_prompt():
+    assert read_prompts((switching({"tokens": [5]}),), ())
+    assert not read_prompts((GUARD, *SWITCHING), ())
+
+
+def test_what_has_no_name_is_kept_for_nobody(resolver):
+    for size in range(3):
+        with pytest.raises(SpecError):
+            prepare(resolver, Plan.make(edits=Steer([1.0] * (size + 1), 1)))
+    prepare(resolver, Plan.make(edits=Steer([1.0] * HIDDEN, 1)))
+    assert len(resolver.resolver._plans._bound) == 0
+    prepare(resolver, Plan.make(edits=Steer("v", 1)))
+    assert len(resolver.resolver._plans._bound) == 1
 
 
 def test_probes_of_every_token_are_prepared_once_for_prompts_of_all_lengths(resolver):
