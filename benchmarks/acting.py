@@ -35,6 +35,7 @@ import overhead
 import shapes
 
 SKIPPED, STEPS = 8, 48
+TOKENS = SKIPPED + STEPS + overhead.LAST
 NEVER = 1e30
 BY = ["sequences", "streams"]
 WITHOUT, WITH = "midstream", "midstream with gate_states"
@@ -142,7 +143,7 @@ def asks(name: str, shape: str) -> dict[str, Any]:
 
 def decode_step(llm: Any, name: str, shape: str, batch: int) -> float:
     """Return the mean seconds of steps in which each sequence generates a token."""
-    return overhead.last_steps(llm, batch, SKIPPED, STEPS, asks(name, shape))[0]
+    return overhead.full_steps(llm, batch, TOKENS, asks(name, shape))[0]
 
 
 class Streams:
@@ -207,7 +208,7 @@ def stream_step(streams: Streams, name: str, shape: str, batch: int) -> float:
 async def _stream_step(llm: Any, given: dict[str, Any], batch: int) -> float:
     from vllm.sampling_params import RequestOutputKind
 
-    params = overhead.sampling(SKIPPED + STEPS + overhead.LAST)
+    params = overhead.sampling(TOKENS)
     params.output_kind = RequestOutputKind.DELTA
     begun, ended = [0.0] * batch, [0.0] * batch
 

@@ -25,7 +25,7 @@ import engines
 import overhead
 import shapes
 
-STEPS, SKIPPED = 24, 8
+TOKENS = 36
 ROOM = 64  # tokens that a prompt leaves for what is generated
 ROWS = (1, 32)
 
@@ -125,12 +125,9 @@ def cached_prompt(llm: Any, name: str | None, rows: int, batch: int, length: int
 def decode_step(llm: Any, name: str | None, rows: int, batch: int, length: int) -> float:
     """Return the mean seconds of steps in which each sequence generates a token, `rows` = 1."""
     prompts, given = _request(llm, name, batch, length, "generated")
-    params = overhead.sampling(SKIPPED + STEPS + overhead.LAST)
-    with overhead.step_ends(llm) as ends:
-        llm.generate(prompts, params, use_tqdm=False, **given)
-    # Counted from the end: a step more or less of the prompts does not matter.
-    last = len(ends) - 1 - overhead.LAST
-    return (ends[last] - ends[last - STEPS]) / STEPS
+    with overhead.core_steps(llm, batch) as steps:
+        llm.generate(prompts, overhead.sampling(TOKENS), use_tqdm=False, **given)
+    return steps.mean()
 
 
 class Eager:

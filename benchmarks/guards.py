@@ -37,7 +37,7 @@ import engines
 import overhead
 import shapes
 
-BATCH, SKIPPED, STEPS, LONG = 256, 8, 48, 8000
+BATCH, TOKENS, LONG = 256, 60, 8000
 NEVER = 1e30
 SERVER_WIDE = ("all traffic", "attention")
 TAPPED, FEW = "midstream", "midstream, few layers"
@@ -152,7 +152,7 @@ def decode(llm: Any, name: str, shape: str, count: int) -> float:
     llm.reset_prefix_cache()  # no engine evicts more than another, however many variants it runs
     with asking(llm, name, shape, count) as arguments:
         of_batch = {field: [value] * BATCH for field, value in arguments.items()}
-        return overhead.last_steps(llm, BATCH, SKIPPED, STEPS, of_batch)[0]
+        return overhead.full_steps(llm, BATCH, TOKENS, of_batch)[0]
 
 
 def prefill(llm: Any, name: str, shape: str, count: int) -> float:

@@ -24,7 +24,7 @@ import engines
 import overhead
 import shapes
 
-STEPS, SKIPPED, TOP = 24, 8, 10
+TOKENS, TOP = 36, 10
 OUTSIDE = "every layer captured, decoded outside"
 # By name: the layers of the lens as a fraction of the depth or "all", and who asks.
 LENSES: dict[str, tuple[float | str, bool]] = {
@@ -85,7 +85,7 @@ def _asked(llm: Any, name: str | None, batch: int) -> dict[str, Any]:
 
 def decode_step(llm: Any, name: str | None, batch: int) -> float:
     """Return the mean seconds of steps in which each sequence generates a token."""
-    return overhead.last_steps(llm, batch, SKIPPED, STEPS, _asked(llm, name, batch))[0]
+    return overhead.full_steps(llm, batch, TOKENS, _asked(llm, name, batch))[0]
 
 
 def decode_outside(llm: Any, batch: int) -> float:
@@ -95,7 +95,7 @@ def decode_outside(llm: Any, batch: int) -> float:
     import torch
 
     given = _asked(llm, OUTSIDE, batch)
-    step, outputs = overhead.last_steps(llm, batch, SKIPPED, STEPS, given)
+    step, outputs = overhead.full_steps(llm, batch, TOKENS, given)
     norm, head = _decoder(llm)
     start, count = time.perf_counter(), 0
     for output in outputs:

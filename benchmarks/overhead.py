@@ -43,8 +43,8 @@ import engines
 import shapes
 from stack_samples import DeviceKernels, StackSamples, StreamTimes
 
-# Numbers of tokens before, in and after the steps that are timed, and least number of these.
-SKIPPED, STEPS, LAST, LEAST = 16, 96, 4, 16
+# Tokens of each sequence; those that other benchmarks add to theirs; least number of timed steps.
+TOKENS, LAST, LEAST = 116, 4, 16
 PROMPT = 32
 # Edits are too small to change the values: with random weights the stream is small, and its values
 # decide how much power the matrix products draw, and so how fast they run.
@@ -222,7 +222,7 @@ def vector(shape: str, *seed: int) -> Any:
 def decode_step(llm: Any, ask: Ask, of: Of) -> float:
     """Return the seconds of one decode step: the mean over steps in which all requests generate."""
     with core_steps(llm, of[1]) as steps:
-        timed(llm, ask, of, PROMPT, SKIPPED + STEPS + LAST)
+        timed(llm, ask, of, PROMPT, TOKENS)
     return steps.mean()
 
 
@@ -329,22 +329,20 @@ def core_steps(llm: Any, batch: int) -> Iterator[CoreSteps]:
         del core.get_output
 
 
-def last_steps(
-    llm: Any, batch: int, skipped: int, steps: int, given: dict[str, Any]
-) -> tuple[float, list[Any]]:
+def full_steps(llm: Any, batch: int, tokens: int, given: dict[str, Any]) -> tuple[float, list[Any]]:
     """Return the mean seconds of steps in which all sequences generate, and the outputs.
 
     Args:
         llm: the engine.
         batch: number of sequences.
-        skipped: number of tokens that a sequence may get before the last one has its first.
-        steps: number of tokens after these.
+        tokens: number of tokens of each sequence.
         given: arguments of `generate`.
     """
-    params = sampling(skipped + steps + LAST)
-    with core_steps(llm, batch) as seen:
-        outputs = llm.generate(random_prompts(batch, PROMPT), params, use_tqdm=False, **given)
-    return seen.mean(), outputs
+    with core_steps(llm, batch) as steps:
+        outputs = llm.generate(
+            random_prompts(batch, PROMPT), sampling(tokens), use_tqdm=False, **given
+        )
+    return steps.mean(), outputs
 
 
 def timed(llm: Any, ask: Ask, of: Of, length: int, tokens: int) -> float:

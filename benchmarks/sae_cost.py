@@ -32,6 +32,7 @@ import overhead
 import shapes
 
 SKIPPED, STEPS, TOP, EDITED = 8, 48, 32, 8
+TOKENS = SKIPPED + STEPS + overhead.LAST
 # Names of the SAEs.
 SMALL, LARGE = "small", "large"
 
@@ -149,7 +150,7 @@ def asked(name: str, batch: int, asking: int) -> dict[str, Any]:
 
 def decode_step(llm: Any, name: str, batch: int) -> float:
     """Return the mean seconds of steps in which each sequence generates a token and asks."""
-    return overhead.last_steps(llm, batch, SKIPPED, STEPS, asked(name, batch, batch))[0]
+    return overhead.full_steps(llm, batch, TOKENS, asked(name, batch, batch))[0]
 
 
 def bystander(llm: Any, name: str, batch: int, length: int, slowest: bool) -> float:

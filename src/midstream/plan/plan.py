@@ -312,7 +312,7 @@ class BoundPlans:
         if not bound.named:
             return True
         with suppress(SpecError):  # `Plan.bind` says where the name is
-            return all(self._lookup(name) is found for name, found in bound.named)
+            return all(self._lookup(name) is meaning for name, meaning in bound.named)
         return False
 
     def bound(self, own: Plan | None) -> Bound:
@@ -327,12 +327,12 @@ class BoundPlans:
             plan = own.bind(
                 lambda name: named.setdefault(name, self._lookup(name)), self._num_layers
             )
-        found = Bound(own, plan, tuple(named.items()))
+        bound = Bound(own, plan, tuple(named.items()))
         if named:
             if len(self._bound) >= _MOST_BOUND:
                 self._bound.clear()
-            self._bound[key] = found
-        return found
+            self._bound[key] = bound
+        return bound
 
     def bind(self, own: Plan | None) -> Plan | None:
         return self.bound(own).plan
