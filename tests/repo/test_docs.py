@@ -319,6 +319,22 @@ def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_with_the_new
     assert pages["benchmarks/results/README.md"]["benchmarks"].count("8b, runner v2") == 4
 
 
+def test_the_readme_s_figures_are_not_of_a_run_in_which_two_plain_engines_differ_by_over_3_per_cent():
+    table = script("benchmarks/table.py")
+
+    def result(*ratios):
+        plain = {"median_s": 1.0}
+        works = {
+            f"decode, {number} sequences": {"plain": plain, "plain again": {"median_s": ratio}}
+            for number, ratio in enumerate(ratios)
+        }
+        return {**RESULT, "shapes": {"8b": works}}
+
+    steady, slower, faster = result(1.0, 1.029), result(1.0, 1.031), result(0.969, 1.0)
+    assert table.latest_8b([steady, slower, faster])["overhead"] is steady
+    assert table.latest_8b([slower, faster]) == {}
+
+
 def test_the_readme_s_figures_are_of_the_last_commit_of_which_all_of_them_were_measured():
     def result(benchmark, commit, vllm="0.33.0"):
         machine = {**RESULT["machine"], "commit": commit, "vllm": vllm}
