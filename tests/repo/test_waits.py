@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
-from support.syntax import tree_of, walk
+from support.syntax import dotted, tree_of, walk
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
@@ -108,7 +108,7 @@ def calls():
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 inner = (*functions, child.name)
             if isinstance(child, ast.Call):
-                name = ast.unparse(child.func)
+                name = dotted(child.func)
                 calls.append(Call(file, child, name, functions, is_awaited))
                 # What `within` is given is a coroutine, which it awaits.
                 awaits = name == "within"

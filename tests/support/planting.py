@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.faults import Fault
-from support.syntax import parse, tree_of_text
+from support.syntax import SUITES, parse, statements, tree_of_text
 
 # What may have a name of its own, and so be in a fault's `where`.
 _NAMED = re.compile(
     r"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^[ \t]*(\w+)[ \t]*[:=]", re.MULTILINE
 )
-_SUITES = ("body", "orelse", "finalbody", "handlers", "cases")
 # Completions of headers, and where the completed statements are.
 _HEADERS = {
     "{}\n pass": "",
@@ -162,7 +161,7 @@ def _ends(module: str, end: str) -> bool:
 
 def _named(node: ast.AST, outer: str) -> Iterator[tuple[str, ast.AST]]:
     """Yield what is defined in a node, at any depth, with its qualified name."""
-    for child in _statements(node):
+    for child in statements(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield outer + child.name, child
             yield from _named(child, f"{outer}{child.name}.")
@@ -173,13 +172,6 @@ def _named(node: ast.AST, outer: str) -> Iterator[tuple[str, ast.AST]]:
             targets = child.targets if isinstance(child, ast.Assign) else [child.target]
             yield from ((outer + one.id, child) for one in targets if isinstance(one, ast.Name))
         yield from _named(child, outer)
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    for suite in _SUITES:
-        nodes = getattr(node, suite, None)
-        if isinstance(nodes, list):
-            yield from nodes
 
 
 def _matches(
@@ -214,7 +206,7 @@ def _suites(nodes: Sequence[ast.AST]) -> Iterator[Sequence[ast.AST]]:
     """Yield a list of statements, and all lists of statements within these."""
     yield nodes
     for node in nodes:
-        for field in _SUITES:
+        for field in SUITES:
             suite = getattr(node, field, None)
             if isinstance(suite, list):
                 yield from _suites(suite)
@@ -234,7 +226,7 @@ def _dump(node: ast.AST, *, is_open: bool = False) -> str:
     """Return the tree of a node as text, without its suites if it is open."""
     if is_open:
         node = copy.copy(node)
-        for field in _SUITES:
+        for field in SUITES:
             if hasattr(node, field):
                 setattr(node, field, [])
     # What is assigned is the same expression as what is read.
