@@ -74,9 +74,22 @@ class Package:
     def plant(self, fault: Fault) -> tuple[Path, str]:
         """Return the file of a fault, below the package, and its text with the fault."""
         place = self.place(fault)
-        text = _planted(self._texts[place.path], place)
-        parse(text)
+        before = self._texts[place.path]
+        text = _planted(before, place)
+        start, stop = self._around(place)
+        parse(text[start : len(text) - len(before) + stop])
         return place.path, text
+
+    def _around(self, place: Place) -> tuple[int, int]:
+        """Return where the statements of a module that have a fault's place begin and end."""
+        text = self._texts[place.path]
+        lines = place.nodes[0].lineno, place.nodes[-1].end_lineno
+        body = [
+            node
+            for node in tree_of_text(text).body
+            if _first_line(node) <= lines[1] and node.end_lineno >= lines[0]
+        ]
+        return _offset(text, _first_line(body[0]), 0), _offset(text, body[-1].end_lineno + 1, 0)
 
     def place(self, fault: Fault) -> Place:
         """Return where a fault is planted; its name must be in one module, its code there once."""
@@ -274,8 +287,12 @@ def _stop(text: str, node: ast.AST) -> int:
     return _offset(text, node.end_lineno, node.end_col_offset)
 
 
+def _first_line(node: ast.AST) -> int:
+    return min(one.lineno for one in (node, *getattr(node, "decorator_list", ())))
+
+
 def _offset(text: str, line: int, column: int) -> int:
     """Return an offset of characters from a line, from 1, and a column in bytes of UTF-8."""
     lines = text.split("\n")
     before = sum(len(other) + 1 for other in lines[: line - 1])
-    return before + len(lines[line - 1].encode()[:column].decode())
+    return before + len("".join(lines[line - 1 : line]).encode()[:column].decode())

@@ -10,10 +10,10 @@ from typing import Any
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
 # Packages of thousands of modules, none of which pytest rewrites.
-_FOREIGN = frozenset(
-    "midstream networkx numpy openai pandas ray scipy sklearn sympy torch torchvision transformers"
-    " triton vllm".split()
-)
+_FOREIGN = {
+    *("midstream", "networkx", "numpy", "openai", "pandas", "ray", "scipy", "sklearn", "sympy"),
+    *("torch", "torchvision", "transformers", "triton", "vllm"),
+}
 _default_context = ssl.create_default_context
 _all_entry_points = importlib.metadata.entry_points
 _bails_out = AssertionRewritingHook._early_rewrite_bailout
