@@ -98,6 +98,7 @@ def test_a_sink_that_cannot_be_opened_is_an_error_of_its_setting(tmp_path):
 
 
 def test_a_full_disk_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("midstream.sinks.events.base.EventSink.backoff_seconds", 0.02)
     path = tmp_path / "events.jsonl"
     log = EventLog(read_events({"jsonl": {"path": str(path)}}))
     real, failures = os.write, iter(range(2))
