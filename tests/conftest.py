@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import quick_pytest, releases
+from support import quick_lookups, quick_pytest, releases
 from support.engines import HAS_GPU
 from support.nightly import NIGHTLY
 
@@ -30,6 +30,7 @@ if not HAS_GPU:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+quick_lookups.install()
 # pytest caches the tests that it has rewritten; without the cache each process rewrites them again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -6,7 +6,7 @@ import inspect
 import re
 from pathlib import Path
 
-from support.syntax import tree_of
+from support.syntax import statements, tree_of
 
 import midstream
 
@@ -23,7 +23,7 @@ def parameters(function):
 
 def functions(node, name):
     """(dotted name, parameters) of each function in a module, nested ones too."""
-    for child in ast.iter_child_nodes(node):
+    for child in statements(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             inner = f"{name}.{child.name}"
             if not isinstance(child, ast.ClassDef):

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.faults import Fault
-from support.syntax import parse, tree_of_text
+from support.syntax import SUITES, parse, statements, tree_of_text
 
 # What may have a name of its own, and so be in a fault's `where`.
 _NAMED = re.compile(
     r"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^[ \t]*(\w+)[ \t]*[:=]", re.MULTILINE
 )
-_SUITES = ("body", "orelse", "finalbody", "handlers", "cases")
 # Completions of headers, and where the completed statements are.
 _HEADERS = {
     "{}\n pass": "",
@@ -75,9 +74,22 @@ class Package:
     def plant(self, fault: Fault) -> tuple[Path, str]:
         """Return the file of a fault, below the package, and its text with the fault."""
         place = self.place(fault)
-        text = _planted(self._texts[place.path], place)
-        parse(text)
+        before = self._texts[place.path]
+        text = _planted(before, place)
+        start, stop = self._around(place)
+        parse(text[start : len(text) - len(before) + stop])
         return place.path, text
+
+    def _around(self, place: Place) -> tuple[int, int]:
+        """Return where the statements of a module that have a fault's place begin and end."""
+        text = self._texts[place.path]
+        lines = place.nodes[0].lineno, place.nodes[-1].end_lineno
+        body = [
+            node
+            for node in tree_of_text(text).body
+            if _first_line(node) <= lines[1] and node.end_lineno >= lines[0]
+        ]
+        return _offset(text, _first_line(body[0]), 0), _offset(text, body[-1].end_lineno + 1, 0)
 
     def place(self, fault: Fault) -> Place:
         """Return where a fault is planted; its name must be in one module, its code there once."""
@@ -162,7 +174,7 @@ def _ends(module: str, end: str) -> bool:
 
 def _named(node: ast.AST, outer: str) -> Iterator[tuple[str, ast.AST]]:
     """Yield what is defined in a node, at any depth, with its qualified name."""
-    for child in _statements(node):
+    for child in statements(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield outer + child.name, child
             yield from _named(child, f"{outer}{child.name}.")
@@ -173,13 +185,6 @@ def _named(node: ast.AST, outer: str) -> Iterator[tuple[str, ast.AST]]:
             targets = child.targets if isinstance(child, ast.Assign) else [child.target]
             yield from ((outer + one.id, child) for one in targets if isinstance(one, ast.Name))
         yield from _named(child, outer)
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    for suite in _SUITES:
-        nodes = getattr(node, suite, None)
-        if isinstance(nodes, list):
-            yield from nodes
 
 
 def _matches(
@@ -214,7 +219,7 @@ def _suites(nodes: Sequence[ast.AST]) -> Iterator[Sequence[ast.AST]]:
     """Yield a list of statements, and all lists of statements within these."""
     yield nodes
     for node in nodes:
-        for field in _SUITES:
+        for field in SUITES:
             suite = getattr(node, field, None)
             if isinstance(suite, list):
                 yield from _suites(suite)
@@ -234,7 +239,7 @@ def _dump(node: ast.AST, *, is_open: bool = False) -> str:
     """Return the tree of a node as text, without its suites if it is open."""
     if is_open:
         node = copy.copy(node)
-        for field in _SUITES:
+        for field in SUITES:
             if hasattr(node, field):
                 setattr(node, field, [])
     # What is assigned is the same expression as what is read.
@@ -282,8 +287,12 @@ def _stop(text: str, node: ast.AST) -> int:
     return _offset(text, node.end_lineno, node.end_col_offset)
 
 
+def _first_line(node: ast.AST) -> int:
+    return min(one.lineno for one in (node, *getattr(node, "decorator_list", ())))
+
+
 def _offset(text: str, line: int, column: int) -> int:
     """Return an offset of characters from a line, from 1, and a column in bytes of UTF-8."""
     lines = text.split("\n")
     before = sum(len(other) + 1 for other in lines[: line - 1])
-    return before + len(lines[line - 1].encode()[:column].decode())
+    return before + len("".join(lines[line - 1 : line]).encode()[:column].decode())

@@ -9,6 +9,7 @@ import torch
 from support import tiny
 from support.gradient_oracle import GradientOracle, difference
 from support.oracle import Branches
+from support.undrawn import undrawn
 from torch import nn
 
 from midstream.errors import SpecError
@@ -196,7 +197,8 @@ def test_the_top_cells_are_those_of_the_largest_effects(twin):
     assert repr(found).startswith("Attribution(2 sites × 3 layers × 6 positions; LogitDiff(7, 11)")
     assert found.to_xarray().sel(site="mlp_out", layer=2, position=5) == found.values[1, 2, 5]
     assert math.isnan(found.sweep.noise_floor)
-    assert found._repr_mimebundle_() == found.sweep._repr_mimebundle_()
+    with undrawn():
+        assert found._repr_mimebundle_() == found.sweep._repr_mimebundle_()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lab.report.fakes import FakeEngine, no_stage
 from rich.console import Console
+from support.undrawn import undrawn
 
 from midstream.lab.demo import prompts
 from midstream.lab.fit import Directions
@@ -135,7 +136,8 @@ def test_the_layer_can_be_chosen(engine, wanted, steered):
     result = run(engine, dataclasses.replace(PLAN, layer=wanted), no_stage)
     assert result.layer == steered
     assert result.best_layer == engine.layer
-    assert f"Layer {steered} is the one steered below" in layers_section(result)
+    with undrawn():
+        assert f"Layer {steered} is the one steered below" in layers_section(result)
 
 
 @pytest.mark.parametrize("wanted", [4, -5])
@@ -170,7 +172,8 @@ def test_an_empty_answer_has_no_reading(engine):
     assert result.questions[0].answers[0].logprob is None
     assert result.questions[0].answers[0].repetition is None
     assert result.questions[0].answers[1].reading is not None
-    assert "(nothing)" in render(result)
+    with undrawn():
+        assert "(nothing)" in render(result)
 
 
 def test_a_missing_receipt_is_an_error(engine):

@@ -122,10 +122,10 @@ def test_a_trainer_that_takes_longer_than_the_wait_for_rows_keeps_its_connection
     sent: TcpSink,
 ) -> None:
     send(sent, "a")
-    iterator = iter(reader(sent, wait_seconds=1))
+    iterator = iter(reader(sent, wait_seconds=0.4))
     assert next(iterator).id == "/a/0"
     connected = set(sent._readers)
-    time.sleep(1.5)
+    time.sleep(0.6)
     send(sent, "b")
     assert next(iterator).id == "/b/0"
     assert sent._readers == connected

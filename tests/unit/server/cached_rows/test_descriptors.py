@@ -4,6 +4,7 @@ import asyncio
 import resource
 
 import anyio
+import msgspec
 import pytest
 from support.open_files import open_files
 from support.serving_fake import refused, serving
@@ -147,6 +148,8 @@ async def test_edits_with_rows_of_more_captures_than_may_be_open_are_refused(few
 async def test_rows_expire_though_nobody_calls_and_the_timer_ends_with_the_server(monkeypatch):
     monkeypatch.setattr("midstream.server.cached_rows.capture_cache._EXPIRY_SECONDS", 0.05)
     async with serving(held_seconds=1) as (site, client):
+        cache = site.server.captures
+        cache._settings = msgspec.structs.replace(cache._settings, held_seconds=0.1)
         assert (await client.post("/v1/completions", json=ASKED)).status_code == 200
         before = open_files()
         held = site.server.captures.store(b"x", "me", "r", {})

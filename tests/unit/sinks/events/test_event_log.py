@@ -11,7 +11,7 @@ from support.event_receiver import Receiver
 
 from midstream.config.event_sinks import read_events
 from midstream.errors import ConfigError
-from midstream.sinks.events import EventLog, event_log
+from midstream.sinks.events import EventLog, event_log, webhook
 
 CHILD = """
 import sys, time
@@ -98,6 +98,7 @@ def test_a_sink_that_cannot_be_opened_is_an_error_of_its_setting(tmp_path):
 
 
 def test_a_full_disk_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("midstream.sinks.events.base.EventSink.backoff_seconds", 0.02)
     path = tmp_path / "events.jsonl"
     log = EventLog(read_events({"jsonl": {"path": str(path)}}))
     real, failures = os.write, iter(range(2))
@@ -136,7 +137,15 @@ def test_a_guards_own_webhook_gets_its_events_alone_and_one_that_is_unused_ends(
     assert log.counts["guards"].delivered == 3
 
 
-def test_closing_waits_for_a_guards_webhook_that_ends_already_and_is_tried_again(monkeypatch):
+@pytest.fixture
+def fifths(monkeypatch):
+    """What a receiver says when it wants the next attempt is in fifths of a second."""
+    monkeypatch.setattr(webhook, "_seconds_of", lambda said: float(said or 0) / 5)
+
+
+def test_closing_waits_for_a_guards_webhook_that_ends_already_and_is_tried_again(
+    fifths, monkeypatch
+):
     monkeypatch.setattr(event_log, "_MOST_OWN", 1)
     with Receiver([503, (503, {"retry-after": "1"}), 200]) as first, Receiver() as second:
         log = EventLog({})
@@ -157,7 +166,7 @@ def test_a_guards_event_after_the_end_is_counted_and_starts_nothing():
     assert not log._own
 
 
-def test_events_of_more_guards_than_end_in_time_are_counted(monkeypatch):
+def test_events_of_more_guards_than_end_in_time_are_counted(fifths, monkeypatch):
     monkeypatch.setattr(event_log, "_MOST_OWN", 1)
     monkeypatch.setattr(event_log, "_MOST_LEFT", 1)
     with Receiver([(503, {"retry-after": "2"}), 200]) as slow, Receiver() as second:
