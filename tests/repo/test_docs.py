@@ -319,7 +319,7 @@ def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_with_the_new
     assert pages["benchmarks/results/README.md"]["benchmarks"].count("8b, runner v2") == 4
 
 
-def test_the_readme_s_figures_are_not_of_a_run_in_which_two_plain_engines_differ_by_over_3_per_cent():
+def test_the_readme_s_figures_are_not_of_a_run_whose_plain_engines_differ_by_over_3_per_cent():
     table = script("benchmarks/table.py")
 
     def result(*ratios):

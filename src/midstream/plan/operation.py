@@ -145,7 +145,8 @@ class Operation(FrozenFields, ABC):
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
-        return tuple(dict.fromkeys(named.name for named in self._named()))
+        named = self._named()
+        return tuple(dict.fromkeys([vector.name for vector in named])) if named else ()
 
     def per_layer(self: T) -> tuple[T, ...]:
         """Return one operation per layer if each layer has its own vector, else itself."""
@@ -198,8 +199,10 @@ class Operation(FrozenFields, ABC):
     def _named(self) -> list[Named]:
         named: list[Named] = []
         for value in self.own().values():
-            rows = value if isinstance(value, tuple) else (value,)
-            named.extend(row for row in rows if isinstance(row, Named))
+            if isinstance(value, Named):
+                named.append(value)
+            elif isinstance(value, tuple):
+                named += [row for row in value if isinstance(row, Named)]
         return named
 
     def _set_place(
