@@ -291,10 +291,17 @@ class SilentClient:
     """vLLM's client of an engine core that is stopped: it answers nothing."""
 
     core_engines = (b"engine",)
+    client_index = 0
     resources = SimpleNamespace(engine_dead=False)
 
-    async def _call_utility_async(self, *_, engine):
-        await asyncio.Event().wait()
+    def __init__(self):
+        self.utility_results = {}
+
+    async def _send_input(self, *_):
+        pass
+
+    def _ensure_output_queue_task(self):
+        pass
 
 
 def test_an_engine_that_answers_nothing_is_an_error_after_the_limit(monkeypatch):

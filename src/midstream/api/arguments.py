@@ -56,6 +56,8 @@ class CallArguments:
         return self.probes is None and self.controller is None
 
     def per_prompt(self, count: int) -> list[PromptArguments]:
+        if self.nothing:
+            return [PromptArguments()] * count
         columns = {name: per_prompt(name, value, count) for name, value in self._values().items()}
         return [
             PromptArguments(**{name: column[index] for name, column in columns.items()})

@@ -75,7 +75,7 @@ class AsyncEngineCall:
         self._front, self._default = await self._started()
         if request_id is None:
             request_id = uuid.uuid4().hex
-        front, epoch = self._front, self._front.steering.epoch
+        front, epoch = self._front, 0 if self._default is None else self._front.steering.epoch
         call: GenerateCall | None = None
         stream: Any = None
         controlled: ControlledRequest | None = None
@@ -84,7 +84,7 @@ class AsyncEngineCall:
             plan = self._plan(prompt, sampling_params)
             if plan is None and self._is_plain(prompt, sampling_params):
                 is_plain = True
-                front.plain.begin(request_id)
+                front.plain[request_id] += 1
                 args = (prompt, sampling_params, request_id)
                 stream = VllmAsyncLLM.generate(self._llm, *args, **vllm_args)
                 async for output in stream:
@@ -135,7 +135,9 @@ class AsyncEngineCall:
                     await stream.aclose()
             finally:
                 if is_plain:
-                    front.plain.leave(request_id)
+                    front.plain[request_id] -= 1
+                    if not front.plain[request_id]:
+                        del front.plain[request_id]
                 if call is not None:
                     call.release_names()
                     front.plans.forget(call.call_plan)

@@ -137,7 +137,7 @@ def names_in(body: bytes, known: Container[str]) -> bool:
         if len(keys) > _MAX_KEYS:
             return True
         start = max(start + _CHUNK, stop - _KEY)
-    return any(_is_suspect(key) and key.decode("utf-8", "replace") not in known for key in keys)
+    return any(name not in known for name in _suspects(frozenset(keys)))
 
 
 def check_body(body: Mapping[str, object], known: Collection[str]) -> None:
@@ -221,10 +221,10 @@ def _has_form(value: object, depth: int = 0) -> bool:
     return type(value).__module__.startswith("midstream.plan.")
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_suspect(key: bytes) -> bool:
-    name = key.decode("utf-8", "replace")
-    return name in FOREIGN or _nearest(name.casefold()) != ""
+@functools.lru_cache(maxsize=64)  # clients send the same keys again and again
+def _suspects(keys: frozenset[bytes]) -> list[str]:
+    names = [key.decode("utf-8", "replace") for key in keys]
+    return [name for name in names if name in FOREIGN or _nearest(name.casefold())]
 
 
 @functools.lru_cache(maxsize=4096)

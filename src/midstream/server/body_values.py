@@ -48,11 +48,15 @@ def check_fields(fields: Mapping[str, Any], known: Sequence[str], required: Sequ
 
 def completions_of(body: Mapping[str, Any]) -> int:
     """Return how many completions a body of vLLM's endpoints asks for, before it is checked."""
-    prompts, count = body.get("prompt"), body.get("n")
-    several = 1
-    if isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list)):
-        several = len(prompts)
+    several, count = prompts_of(body), body.get("n")
     return several * count if isinstance(count, int) and count > 0 else several
+
+
+def prompts_of(body: Mapping[str, Any]) -> int:
+    """Return the number of prompts in a body: a list of token ids is one."""
+    prompt: Any = body.get("prompt")
+    is_several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return len(prompt) if is_several else 1
 
 
 def body_fields(app: Any) -> dict[str, frozenset[str]]:

@@ -77,44 +77,43 @@ class Middleware:
         # vLLM generates at more paths than those that can return results.
         if scope["method"] == "POST" and (path == SWEEP or not is_own):
             send = self._with_steering(send)
-        on_error = partial(self._server.record_refusal, scope)
-        # A process that asks for a client records what it answers the client.
-        observer = send if PEER in scope else RefusalLogger(send, on_error)
-        observed = observer if is_own else send
+        observed = self._observer(scope, send) if is_own else send
         if scope["method"] not in _WRITES:
             if is_own:
                 try:
                     self._server.check_host(Headers(scope=scope))
                 except HttpError as error:
-                    return await send_error(error, observer)
+                    return await send_error(error, observed)
             if path.rstrip("/") == _METRICS:
                 await self._server.refresh_metrics(scope)
             return await self._answer(path, scope, receive, observed)
         limit = self._server.settings.max_body_bytes
-        headers = Headers(scope=scope)
-        is_form = headers.get("content-type", "").lower().startswith("multipart/")
         is_read = self._is_read(scope, path)
+        headers = dict(reversed(scope["headers"]))  # the first of a name counts
+        is_form = is_read and headers.get(b"content-type", b"").lower().startswith(b"multipart/")
         parsed: _Parsed | None = None
         try:
-            length = headers.get("content-length", "0")
-            if length.isdecimal() and (len(length) > _DIGITS or int(length) > limit):
+            length = headers.get(b"content-length", b"")
+            if length.isdigit() and (len(length) > _DIGITS or int(length) > limit):
                 raise _too_long(limit)
             if is_own:
-                self._server.check_host(headers)
+                self._server.check_host(Headers(scope=scope))
             if is_read and not is_form:
                 body = await _read(receive, limit)
                 if parsed := await self._parsed(scope, path, body):
-                    self._server.check_host(headers)
+                    self._server.check_host(Headers(scope=scope))
                     request_field = await self._server.fill(scope, parsed.field)
                     context = self._server.begin(scope, parsed.value, request_field)
                     body = parsed.body
                     scope = _with_length(scope, body)
                 receive = _Replay(body, receive)
         except (HttpError, MidstreamError) as error:
-            return await send_error(HttpError.of(error), observer)
+            return await send_error(HttpError.of(error), self._observer(scope, send))
         if parsed is None:
-            incoming = _FormScan(receive, limit) if is_read and is_form else receive
+            incoming = _FormScan(receive, limit) if is_form else receive
             return await self._answer(path, scope, incoming, observed)
+        on_error = partial(self._server.record_refusal, scope)
+        observer = self._observer(scope, send)
         outgoing = ResponseWriter(context, self._server, observer, on_error)
         try:
             with self._server.open_requests.opened(parsed.id, context):
@@ -132,6 +131,11 @@ class Middleware:
                 raise
         finally:
             await context.close(self._server.captures)
+
+    def _observer(self, scope: Scope, send: Send) -> Send:
+        """Return a `send` that records refusals, as does a process that asks for a client."""
+        on_error = partial(self._server.record_refusal, scope)
+        return send if PEER in scope else RefusalLogger(send, on_error)
 
     async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request without results: this process, or one of the others of this server."""
@@ -175,7 +179,11 @@ class Middleware:
     async def _parsed(self, scope: Scope, path: str, body: bytes) -> _Parsed | None:
         if self._fields is None:
             self._fields = dict.fromkeys(PATHS, frozenset()) | body_fields(scope.get("app"))
-        work = path, self._fields.get(path), body
+        fields = self._fields.get(path)
+        # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
+        if len(body) <= _SHORT and not _may_ask(body, fields):
+            return None
+        work = path, fields, body
         return await in_thread(_parse, *work) if is_long(body) else _parse(*work)
 
 
@@ -204,14 +212,18 @@ async def _read(receive: Receive, limit: int) -> bytes:
             return b"".join(parts)
 
 
+def _may_ask(body: bytes, fields: frozenset[str] | None) -> bool:
+    """Return whether a body may have a key that concerns midstream."""
+    if (first := body.find(_MARK)) >= 0 and _KEY_OF.search(body, first) is not None:
+        return True
+    return names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body
+
+
 def _parse(path: str, fields: frozenset[str] | None, body: bytes) -> _Parsed | None:
     """Return a body with the field `midstream`; None if absent. `fields`: vLLM's; None: any."""
-    # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
-    first = body.find(_MARK)
-    is_named = first >= 0
-    has_key = is_named and _KEY_OF.search(body, first) is not None
-    if not (has_key or names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body):
+    if len(body) > _SHORT and not _may_ask(body, fields):
         return None
+    is_named = _MARK in body
     if is_named:
         check_values(body, KEY)
     parsed = _parse_if_asked(body, fields)

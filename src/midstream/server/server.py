@@ -32,7 +32,7 @@ from midstream.runtime.frontend.request.call_plan import (
 )
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
-from midstream.server.body_values import completions_of
+from midstream.server.body_values import completions_of, prompts_of
 from midstream.server.cached_rows.capture_cache import CachedCapture, CaptureCache, expire_in_time
 from midstream.server.cached_rows.patched_rows import opened_rows
 from midstream.server.guards.guard_event import GuardEvent
@@ -176,7 +176,7 @@ class Server:
         layers = self.llm.info.shape.num_layers  # raises 503 until the engine is ready
         client = self.client_of(scope)
         plan = request_field.plan
-        if plan is not None and (count := _num_prompts(body)) > 1:
+        if plan is not None and (count := prompts_of(body)) > 1:
             with at("prompt"):
                 parts = (*plan.captures, *plan.edits, *plan.probes)
                 check_called(count, size_of(parts, layers))
@@ -253,22 +253,20 @@ class Server:
         self, generate: Any, prompt: Any, params: Any, request_id: str, **named: Any
     ) -> AsyncGenerator[Any, None]:
         context = self.open_requests.find(params)
-        if context is None:
-            asked = plan_of(params)
-            if asked is not None:
-                foreign = asked.coming_from if isinstance(asked, Plan) else ()
-                raise SpecError(
-                    f"extra_args.{foreign[0][0] if foreign else KEY}",
-                    f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's "
-                    f"field {KEY}",
-                )
-            guarded = self.guards.begin(request_id, params, named.get("lora_request"))
-            if guarded is not None:
-                params = with_plan(params, CallPlan(None, guards=guarded.probes))
-            stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
-            return stream if guarded is None else guarded.watch(stream, prompt)
+        if context is None and (asked := plan_of(params)) is not None:
+            foreign = asked.coming_from if isinstance(asked, Plan) else ()
+            raise SpecError(
+                f"extra_args.{foreign[0][0] if foreign else KEY}",
+                f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's field "
+                f"{KEY}",
+            )
         guarded = self.guards.begin(request_id, params, named.get("lora_request"))
         guards = () if guarded is None else guarded.probes
+        if context is None:
+            if guarded is not None:
+                params = with_plan(params, CallPlan(None, guards=guards))
+            stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
+            return stream if guarded is None else guarded.watch(stream, prompt)
         plan = context.request_field.plan
         running: AbstractContextManager[None] = nullcontext()
         if plan is None:
@@ -286,14 +284,6 @@ class Server:
         if guarded is not None:
             stream = guarded.watch(stream, prompt, plan is not None)
         return context.track(stream, params.n, running)
-
-
-def _num_prompts(body: Mapping[str, Any]) -> int:
-    """Return the number of prompts in a body: a list of token ids is one."""
-    prompt = body.get("prompt")
-    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
-        return 1
-    return len(prompt)
 
 
 def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:

@@ -1,6 +1,7 @@
 """Which calls of `AsyncLLM.generate` vLLM alone serves."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,18 @@ from midstream.plan import Capture
 from midstream.sinks.sink_set import SinkSet
 
 RESULTS = ("activations", "probes", "receipt", "capture_results")
+
+
+class NotedCounts(Counter):
+    """Running calls by id; each change is an event."""
+
+    def __init__(self, events) -> None:
+        super().__init__()
+        self.events = events
+
+    def __setitem__(self, name, count) -> None:
+        self.events.append((name, count))
+        super().__setitem__(name, count)
 
 
 class Front:
@@ -28,10 +41,7 @@ class Front:
         self.before = lambda call_plan: ()
         self.directions = SimpleNamespace(needed=lambda plan: {})
         self.sinks = SinkSet((), ORIGIN)
-        self.plain = SimpleNamespace(
-            begin=lambda name: self.events.append(("begin plain", name)),
-            leave=lambda name: self.events.append(("leave plain", name)),
-        )
+        self.plain = NotedCounts(self.events)
         self.leave = lambda call: self.events.append("leave")
 
         async def complete(call: Any, output: Any) -> None:
@@ -100,7 +110,8 @@ def test_a_call_that_asks_for_nothing_goes_to_vllm_as_it_is(given):
     ((prompt, passed, name),) = given
     assert (prompt, name) == ("p", "name")
     assert passed is mine
-    assert front.events == [("begin plain", "name"), ("leave plain", "name")]
+    assert front.events == [("name", 1), ("name", 0)]
+    assert not front.plain
     for holder in (output, output.outputs[0]):
         assert [getattr(holder, each) for each in RESULTS] == [None] * len(RESULTS)
 
@@ -109,7 +120,8 @@ def test_a_call_that_asks_for_nothing_ends_if_vllm_raises(given):
     front = Front()
     with pytest.raises(ValueError, match="vLLM's"):
         outputs(front, params(), prompt="fails")
-    assert front.events == [("begin plain", "name"), ("leave plain", "name")]
+    assert front.events == [("name", 1), ("name", 0)]
+    assert not front.plain
 
 
 def test_a_call_to_which_something_applies_is_begun(given):
@@ -135,17 +147,20 @@ def test_extra_args_that_would_be_ignored_are_refused(given):
     assert not front.events
 
 
+def test_a_plain_call_that_ends_leaves_another_of_its_id(given):
+    front = Front()
+    front.plain.update(["name"])
+    outputs(front, params())
+    assert front.plain == {"name": 1}
+
+
 def test_something_set_for_every_request_does_not_fail_a_plain_call_that_has_begun():
-    from midstream.runtime.frontend.async_frontend import AsyncFrontEnd, PlainCalls
+    from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 
     front = AsyncFrontEnd.__new__(AsyncFrontEnd)
-    front._calls, front.plain = {}, PlainCalls()
+    front._calls, front.plain = {}, Counter(["name"])
     request = SimpleNamespace(request_id="name", sampling_params=params())
-    front.plain.begin("name")
-    front.plain.begin("name")  # callers may use an id twice
-    front.plain.leave("name")
     assert front.admit(request, None) is None
-    front.plain.leave("name")
-    assert not front.plain
+    front.plain.clear()
     with pytest.raises(SpecError, match="generate"):
         front.admit(request, None)

@@ -51,8 +51,7 @@ from midstream.plan.operations import KINDS_BY_OP
 from midstream.plan.probe import Probe
 from midstream.plan.readouts import KINDS
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.server import server
-from midstream.server.body_values import is_long
+from midstream.server.body_values import is_long, prompts_of
 from midstream.server.request_field import MidstreamField, read_field, take_field
 
 pytestmark = pytest.mark.anyio
@@ -326,7 +325,7 @@ async def test_prompts_times_a_plan_have_a_budget():
         assert "prompt: 400 prompts times 3005 taps and positions" in problem
         assert "above the budget of 1048576; send fewer prompts" in problem
         assert site.engine.calls == []
-        assert server._num_prompts({"prompt": [5] * 400}) == 1, "token ids are one prompt"
+        assert prompts_of({"prompt": [5] * 400}) == 1, "token ids are one prompt"
         one = {"prompt": "a", "midstream": field}
         assert (await client.post("/v1/completions", json=one)).status_code == 200
 

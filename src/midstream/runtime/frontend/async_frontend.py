@@ -39,28 +39,6 @@ from midstream.runtime.protocol.worker_info import WorkerInfo
 Deliver = Callable[[Any], Awaitable[None]]
 
 
-class PlainCalls:
-    """The running calls without a plan, by callers' ids; an id may be there twice."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._counts
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def begin(self, request_id: str) -> None:
-        """Begin a call; pair with `leave`."""
-        self._counts[request_id] += 1
-
-    def leave(self, request_id: str) -> None:
-        self._counts[request_id] -= 1
-        if not self._counts[request_id]:
-            del self._counts[request_id]
-
-
 class AsyncFrontEnd(BaseFrontEnd):
     """The front end of an `AsyncLLM`. Call on its event loop, but for `admit` and `close`."""
 
@@ -81,7 +59,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         self.directions.is_shared = info.front_ends.count > 1
         self.changes.send_later = partial(call, client)
         self._calls: dict[CallPlan, GenerateCall] = {}
-        self.plain = PlainCalls()
+        self.plain: Counter[str] = Counter()  # running calls without a plan, by callers' ids
         self._admitted: dict[str, GenerateCall] = {}  # by uid
         self._sessions: dict[str, GenerateCall] = {}  # of streaming input, by vLLM's id
         self.intake, self._tasks = Intake(), BackgroundTasks()

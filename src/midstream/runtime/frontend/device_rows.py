@@ -90,8 +90,9 @@ class DeviceSources:
 
     def end(self, uid: str) -> None:
         """Let an ended request use no rows any more. Later calls do nothing."""
-        with self._lock:
-            self._users.subtract(self._sources_of.pop(uid, ()))
+        if uid in self._sources_of:
+            with self._lock:
+                self._users.subtract(self._sources_of.pop(uid, ()))
 
     def take_freed(self) -> tuple[str, ...]:
         """Return, once, the requests whose rows the workers are to free."""

@@ -22,17 +22,18 @@ class EngineUse:
         self._owner: threading.Thread | None = None
         self._depth = 0  # calls of the owner within one another
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Use the engine in this thread for as long as the context is open."""
+    def call(self) -> EngineUse:
+        """Return the context in which this thread uses the engine: this."""
+        return self
+
+    def __enter__(self) -> None:
         with self._lock:
             self._take()
             self._depth += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._depth -= 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._depth -= 1
 
     @contextmanager
     def whole_call(self) -> Iterator[None]:

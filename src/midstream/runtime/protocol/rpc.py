@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar, get_args
 
@@ -268,12 +269,20 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
 }
 
 
+_CALLS = itertools.count(1)
+
 # -- reading ------------------------------------------------------------------------------------
 
 
 def arguments_of(request: RpcRequest[Any]) -> tuple[Any]:
     """Return the arguments with which vLLM's `collective_rpc` calls the method `RPC`."""
     return (pack(request),)
+
+
+def utility_of(request: RpcRequest[Any]) -> tuple[int, str, tuple[Any, ...]]:
+    """Return a call of the engine core that passes a request on: a number, a method, arguments."""
+    # vLLM's own have numbers of `uuid1`, which locks a file; their last 16 bits are never all 0.
+    return next(_CALLS) << 16, "collective_rpc", (RPC, None, arguments_of(request), None)
 
 
 def read_request(value: object) -> RpcRequest[Any]:

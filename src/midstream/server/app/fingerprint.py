@@ -23,7 +23,7 @@ def _get(handler: Any) -> str | None:
     """Return vLLM's fingerprint, if any, followed by `-midstream-DIGEST` while a tier is set."""
     fingerprint: str | None = vars(handler)[_NAME]
     front = front_end(handler.engine_client)
-    if fingerprint is None or front is None or not front.steering:
+    if fingerprint is None or front is None or not front.steering.plan_edits():
         return fingerprint
     return f"{fingerprint}-midstream-{front.steering.digest[:_DIGITS]}"
 

@@ -172,11 +172,11 @@ class Admission:
 
     def _find(self, need: Need, allowed: frozenset[int]) -> int | None:
         """Return the least busy of these engines that has capacity; None: none has."""
+        if len(self._budgets) == 1:
+            return 0 if allowed and self._budgets[0].fits(need) else None
         fitting = [number for number in allowed if self._budgets[number].fits(need)]
         if not fitting:
             return None
-        if len(self._budgets) == 1:
-            return fitting[0]
         busy = self._counts if self._busy is None else self._busy()
         # Reports of the engines are late, and the counts here lack requests without a plan.
         return min(

@@ -89,7 +89,10 @@ def plan_of(params: Any) -> Plan | CallPlan | None:
 
 def other_args(params: Any) -> dict[str, Any]:
     """Return the `extra_args` of a request's parameters that midstream does not read."""
-    rest = without_translated(params.extra_args or {})
+    extra_args = params.extra_args or {}
+    if len(extra_args) == 1 and KEY in extra_args:
+        return {}
+    rest = without_translated(extra_args)
     rest.pop(KEY, None)
     return rest
 

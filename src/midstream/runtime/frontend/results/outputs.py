@@ -159,6 +159,7 @@ def without_nothing(output: Any) -> None:
     """
     with_results(output, several=len(output.outputs) > 1)
     for holder in (output, *output.outputs):
-        for name in _REMEDIES:
-            if holder.__dict__.get(name, holder) is None:
-                del holder.__dict__[name]
+        attributes = holder.__dict__
+        for name in _REMEDIES.keys() & attributes.keys():
+            if attributes[name] is None:
+                del attributes[name]

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from midstream.deadlines import end_tasks
 from midstream.errors import BusyError
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.rpc.rpc_batcher import RpcBatcher
-from midstream.runtime.protocol.rpc import RPC, A, RpcRequest, arguments_of, read_answers
+from midstream.runtime.protocol.rpc import A, RpcRequest, read_answers, utility_of
 
 _CHECK_SECONDS = 0.5  # interval of checks whether the engine is alive
 # An engine answers between two steps. Longer than any step, also one of a slow machine.
@@ -46,15 +46,15 @@ async def call(
 ) -> list[A]:
     """Return the answers of one engine's workers to a request, as `complete` makes it last."""
     check_loop(client)
-
-    async def send() -> Any:
-        arguments = ("collective_rpc", RPC, None, arguments_of(complete(request)), None)
-        engine = client.core_engines[number]
-        return await client._call_utility_async(*arguments, engine=engine)
-
-    answer = asyncio.ensure_future(send())
+    # As the client itself calls, without a task of its own.
+    answer = asyncio.get_running_loop().create_future()
     until = time.monotonic() + ANSWER_SECONDS
+    name, *utility = utility_of(complete(request))
+    client.utility_results[name] = answer
     try:
+        kind, engine = EngineCoreRequestType.UTILITY, client.core_engines[number]
+        await client._send_input(kind, (client.client_index, name, *utility), engine)
+        client._ensure_output_queue_task()
         while not (await asyncio.wait([answer], timeout=_CHECK_SECONDS))[0]:
             # vLLM raises this for callers that wait for outputs, but not for those that wait here.
             if client.resources.engine_dead:
@@ -67,7 +67,7 @@ async def call(
                 )
         return read_answers(request, answer.result())
     finally:
-        await end_tasks((answer,))
+        answer.cancel()  # the client drops an answer that comes later
 
 
 async def call_all(client: Any, request: RpcRequest[A]) -> list[list[A]]:

@@ -56,28 +56,24 @@ class _Queue:
         }
         if not batch:
             return
-        results: Mapping[str, Any] | BaseException
         try:
-            work = self._run({uid: argument for uid, (argument, _) in batch.items()})
-            [results] = await asyncio.gather(work, return_exceptions=True)
-        except asyncio.CancelledError:
-            _end(future for _, future in batch.values())
-            raise
+            results = await self._run({uid: argument for uid, (argument, _) in batch.items()})
+        except BaseException as error:
+            is_own = isinstance(error, Exception)
+            _end((future for _, future in batch.values()), error if is_own else None)
+            if not is_own:
+                raise
+            return
         for uid, (_, future) in batch.items():
-            if future.done():
-                continue
-            if isinstance(results, BaseException):
-                future.set_exception(results)
-            else:
+            if not future.done():
                 future.set_result(results.get(uid))
 
 
-def _end(futures: Iterable[asyncio.Future[Any]]) -> None:
+def _end(futures: Iterable[asyncio.Future[Any]], error: BaseException | None = None) -> None:
+    closed = BusyError("the engine shut down before it had sent the request's results", 5)
     for future in futures:
         if not future.done():
-            future.set_exception(
-                BusyError("the engine shut down before it had sent the request's results", 5)
-            )
+            future.set_exception(error or closed)
 
 
 class RpcBatcher:
@@ -152,7 +148,8 @@ class RpcBatcher:
                 answers = await self._call(request)
                 request = exchange.send(answers)
                 # There is more to read: requests for scores need not wait for all of it.
-                await self._scores.run()
+                if self._scores:
+                    await self._scores.run()
         except StopIteration as end:
             result: T = end.value
             return result

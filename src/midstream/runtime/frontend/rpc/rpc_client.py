@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
 from midstream.runtime.frontend.rpc.fetch import Call, Exchange, carry_on
-from midstream.runtime.protocol.rpc import RPC, RpcRequest, arguments_of, read_answers
+from midstream.runtime.protocol.rpc import RPC, RpcRequest, arguments_of, read_answers, utility_of
 
 T = TypeVar("T")
 
@@ -26,11 +25,10 @@ def start_rpc(engine: Any) -> Callable[[RpcRequest[Any]], Started]:
 
     def start(request: RpcRequest[Any]) -> Started:
         # As the client itself calls, up to where it waits.
-        number = uuid.uuid1().int >> 64
+        number, *call = utility_of(request)
         future: Started = Future()
         client.utility_results[number] = future
-        call = (0, number, "collective_rpc", (RPC, None, arguments_of(request), None))
-        client._send_input(EngineCoreRequestType.UTILITY, call)
+        client._send_input(EngineCoreRequestType.UTILITY, (0, number, *call))
         return future
 
     def run(request: RpcRequest[Any]) -> Started:

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import pickle
+import uuid
 from types import SimpleNamespace
 
 import pytest
 from support.stored import unmapped, worker_info
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from midstream.api.async_llm import AsyncLLM
@@ -35,13 +37,25 @@ class Client:
         self.lb_engines = [[nth, 10 * nth] for nth in range(count)]
         self.calls = []
         self.resources = SimpleNamespace(engine_dead=False)
+        self.client_index = 3
+        self.utility_results = {}  # of calls that were not answered, by number
+        self.has_reader = False
+        self.answer = lambda engine: [
+            pack(ResultData(f"{engine} {worker}".encode())) for worker in range(2)
+        ]
 
-    async def _call_utility_async(self, method, *args, engine):
-        name, timeout, (request,), named = args
-        assert (method, name, timeout, named) == ("collective_rpc", "midstream_rpc", None, None)
-        self.calls.append((engine, read_request(request)))
-        await asyncio.sleep(0)
-        return [pack(ResultData(f"{engine} {worker}".encode())) for worker in range(2)]
+    async def _send_input(self, request_type, request, engine):
+        assert request_type is EngineCoreRequestType.UTILITY
+        client, number, method, (name, timeout, (message,), named) = request
+        assert (client, method, name) == (3, "collective_rpc", "midstream_rpc")
+        assert timeout is named is None
+        self.calls.append((engine, read_request(message)))
+        if self.answer is not None:
+            waiting, answer = self.utility_results.pop(number), self.answer(engine)
+            asyncio.get_running_loop().call_soon(waiting.set_result, answer)
+
+    def _ensure_output_queue_task(self):
+        self.has_reader = True
 
     async def collective_rpc_async(self, *_):
         raise AssertionError("the first engine's answer is not that of all")
@@ -55,20 +69,14 @@ def test_an_operation_goes_to_its_engine_or_to_all_in_order():
     of_one = asyncio.run(call(client, 2, request))
     assert [answer.data for answer in of_one] == answers[2]
     assert client.calls == [(b"engine 2", request)]
+    assert client.has_reader
     of_all = asyncio.run(call_all(client, request))
     assert [[answer.data for answer in of_engine] for of_engine in of_all] == answers
 
 
 def test_each_replica_has_a_batcher_of_its_own_and_they_do_not_wait_for_each_other():
     client = Client(2)
-    started, go = [], asyncio.Event()
-
-    async def slow(method, *args, engine):
-        started.append(engine)
-        await go.wait()
-        return [pack(Acknowledged())]
-
-    client._call_utility_async = slow
+    client.answer = None
 
     async def work():
         replicas = replicas_of(client, [[unmapped()], [unmapped()]])
@@ -76,8 +84,9 @@ def test_each_replica_has_a_batcher_of_its_own_and_they_do_not_wait_for_each_oth
         tasks = [asyncio.create_task(one.batcher.release("u")) for one in replicas]
         for _ in range(5):
             await asyncio.sleep(0)
-        assert sorted(started) == client.core_engines
-        go.set()
+        assert sorted(engine for engine, _ in client.calls) == client.core_engines
+        for waiting in client.utility_results.values():
+            waiting.set_result([pack(Acknowledged())])
         await asyncio.gather(*tasks)
 
     asyncio.run(work())
@@ -85,16 +94,8 @@ def test_each_replica_has_a_batcher_of_its_own_and_they_do_not_wait_for_each_oth
 
 def test_who_waits_for_an_engine_that_ends_is_told(monkeypatch):
     monkeypatch.setattr(replicas, "_CHECK_SECONDS", 0.01)
-    client, cancelled = Client(2), []
-
-    async def never(method, *args, engine):
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.append(engine)
-            raise
-
-    client._call_utility_async = never
+    client = Client(2)
+    client.answer = None
 
     async def work():
         asked = asyncio.create_task(call(client, 1, CollectResults(["u"], [])))
@@ -103,10 +104,28 @@ def test_who_waits_for_an_engine_that_ends_is_told(monkeypatch):
         client.resources.engine_dead = True
         with pytest.raises(EngineDeadError):
             await asyncio.wait_for(asked, 5)
-        await asyncio.sleep(0)
 
     asyncio.run(work())
-    assert cancelled == [b"engine 1"]
+    # vLLM's reader looks the number up, should the answer come all the same.
+    assert [waiting.cancelled() for waiting in client.utility_results.values()] == [True]
+
+
+def test_a_call_has_a_number_that_none_of_vllms_own_has():
+    client = Client(1)
+    client.answer = None
+
+    async def work():
+        calls = [asyncio.create_task(call(client, 0, ReadData("u", 0, 9))) for _ in range(3)]
+        await asyncio.sleep(0)
+        for waiting in client.utility_results.values():
+            waiting.set_result([])
+        await asyncio.gather(*calls)
+
+    asyncio.run(work())
+    mine = list(client.utility_results)
+    assert len(set(mine)) == 3
+    assert {number & 0xFFFF for number in mine} == {0}
+    assert (uuid.uuid1().int >> 64) & 0xFFFF
 
 
 @pytest.mark.parametrize("more", [(), (0.5,)])

@@ -40,9 +40,11 @@ class Workers:
     async def __call__(self, request):
         assert not self.running, "two calls at a time"
         self.running += 1
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        self.running -= 1
+        try:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        finally:
+            self.running -= 1
         self.calls.append(request)
         if type(request) in self.fails:
             raise FetchError(f"{request} failed")
