@@ -145,8 +145,7 @@ class Operation(FrozenFields, ABC):
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
-        named = self._named()
-        return tuple(dict.fromkeys([vector.name for vector in named])) if named else ()
+        return tuple(dict.fromkeys([vector.name for vector in self._named()]))
 
     def per_layer(self: T) -> tuple[T, ...]:
         """Return one operation per layer if each layer has its own vector, else itself."""
@@ -197,13 +196,9 @@ class Operation(FrozenFields, ABC):
         return self.replace(**self.bound(vectors), **place)
 
     def _named(self) -> list[Named]:
-        named: list[Named] = []
-        for value in self.own().values():
-            if isinstance(value, Named):
-                named.append(value)
-            elif isinstance(value, tuple):
-                named += [row for row in value if isinstance(row, Named)]
-        return named
+        values = self.own().values()
+        rows = [row for value in values if isinstance(value, tuple) for row in value]
+        return [value for value in (*values, *rows) if isinstance(value, Named)]
 
     def _set_place(
         self,
