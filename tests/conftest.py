@@ -45,6 +45,26 @@ GARBAGE = 20_000
 FIRST = ("lab/tools/doctor/test_reference.py", "lab/attribution/test_gradients.py")
 # Files without a record of their own, by folder: those with processes of their own before the rest.
 SLOW = ("engine/", "system/", "browser/", "nightly/", "gpu/")
+# Files whose tests take seconds without an engine: they fit classifiers, draw charts, count the
+# lines that a server runs, read the sources of several releases of vLLM, or wait for what hangs.
+LONG = (
+    "contract/test_inner_sites.py",
+    "lab/export/test_saelens.py",
+    "lab/fit/test_fitted_probe.py",
+    "lab/fit/test_probe_statistics.py",
+    "lab/report/test_page.py",
+    "lab/tools/doctor/test_judge.py",
+    "lab/tools/doctor/test_reference.py",
+    "repo/test_faults.py",
+    "repo/test_seam_contract.py",
+    "unit/server/test_heavy_bodies.py",
+    "unit/server/test_pipelining.py",
+    "unit/server/test_work.py",
+    "unit/sinks/events/test_event_log.py",
+    "unit/sinks/events/test_webhook.py",
+    "unit/sinks/test_tcp.py",
+    "unit/viz/test_charts.py",
+)
 
 
 # Tests of a GPU are not there without one.
@@ -59,7 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import the tests of engines where the options leave all of them out."""
     without = config.option.markexpr.strip() == "not engine"
-    return True if without and collection_path in (TESTS / name for name in SLOW) else None
+    left = (TESTS / name for name in (*SLOW, *LONG))
+    return True if without and collection_path in left else None
 
 
 def durations() -> dict[str, float]:
@@ -84,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = name_of(item)
         if name.startswith("nightly/"):
             item.add_marker(pytest.mark.nightly)
-        if name.startswith(("engine/", "system/", "browser/", "nightly/")):
+        if name.startswith(("engine/", "system/", "browser/", "nightly/")) or name in LONG:
             item.add_marker(pytest.mark.engine)
         # A server of objects is a process.
         if "object_server" in getattr(item, "fixturenames", ()):

@@ -49,7 +49,6 @@ def assert_learnt(sae, losses):
     assert saelens.explained(sae, sparse_rows(500, 999)) > 0.6
 
 
-@pytest.mark.engine  # to import SAELens takes two seconds
 def test_an_sae_trains_from_exported_activations(stored, tmp_path):
     from sae_lens.config import CacheActivationsRunnerConfig
     from sae_lens.training.activations_store import ActivationsStore
@@ -72,7 +71,6 @@ def test_an_sae_trains_from_exported_activations(stored, tmp_path):
     assert_learnt(*saelens.trained(iter(store), WIDTH, 64, steps=200, batch=64))
 
 
-@pytest.mark.engine
 def test_an_sae_trains_from_rows_of_a_store(stored):
     dataset = RowDataset(stored, 64, join=TAPS[:1], seed=1)
     batches = saelens_batches(dataset)

@@ -107,7 +107,6 @@ def settled() -> Iterator[Listening]:
         gc.unfreeze()
 
 
-@pytest.mark.engine
 def test_the_event_loop_turns_while_eight_clients_send_the_worst_bodies(settled: Listening):
     bodies = [json.dumps(body).encode() for body in worst()]
     statuses: list[int] = []

@@ -202,7 +202,6 @@ def test_a_list_of_a_body_costs_at_most_as_much_more_as_it_is_longer():
             check(f"{route}.{name}", make_work)
 
 
-@pytest.mark.engine
 async def test_a_list_of_a_route_costs_at_most_as_much_more_as_it_is_longer():
     site = await make()
     site.engine.vectors.register("calm", {1: [1.0, 2.0, 2.0]})
@@ -304,7 +303,6 @@ TOGETHER: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.engine
 def test_lists_that_grow_together_cost_at_most_as_much_more_or_are_above_a_budget():
     for name, lists in TOGETHER.items():
 
