@@ -28,6 +28,7 @@ PROBE = Probe([1.0] * WIDTH, layer=1)
 FORM: dict[str, Any] = {"probe": PROBE.to_dict(), "above": 0.6}
 ASK = {"prompt": "abcde", "model": "fake"}
 LAST = 6
+JSON = {"content-type": "application/json"}
 
 
 @contextmanager
@@ -116,12 +117,22 @@ async def test_wrong_guards_are_refused_with_their_field():
             ({**FORM, "action": "block"}, 400, "action", "expected one of"),
             ({**FORM, "scope": {"models": ["gpt"]}}, 400, "scope.models[0]", "no model 'gpt' now"),
             ({**FORM, "scope": {"keys": ["0" * 16]}}, 400, "scope.keys", "has no API keys"),
+            ({**FORM, "scope": {"models": [["fake"]]}}, 400, "scope.models[0]", "expected a text"),
             ({**FORM, "message": "x" * 300}, 507, "probe", "more than the limit of 300"),
         ):
             error = await refused(client.put(f"{GUARDS}/toxic", json=body), status, problem)
             assert error["param"] == param
         await refused(client.put(f"{GUARDS}/a%20b", json=FORM), 400, "name")
+        # What cannot be written as UTF-8 would break each answer that has it.
+        for field, value in (("message", "\ud800"), ("webhook", "https://example.org/\ud800")):
+            asked: Any = {"content": json.dumps({**FORM, field: value}), "headers": JSON}
+            await refused(client.put(f"{GUARDS}/toxic", **asked), 400, "surrogate")
         assert site.engine.guards.active() == ()
+    async with serving() as (_, client):
+        await client.put(f"{GUARDS}/toxic", json=FORM)
+        for version in (True, "1", 1.0):
+            body = {"version": version}
+            await refused(client.post(f"{GUARDS}/toxic/rollback", json=body), 400, "version")
 
 
 async def test_a_client_that_may_not_change_guards_cannot_read_them(monkeypatch):
@@ -425,9 +436,10 @@ async def test_a_stream_of_several_completions_is_not_read_by_guards_that_observ
         stop = {**FORM, "action": "stop", "when": {"guard": "mixed"}}
         await client.put(f"{GUARDS}/later", json=stop)
         token = ASKER.set("me")
+        beams = Params(max_tokens=1, output_kind=SimpleNamespace(name="CUMULATIVE"))
         for params, request_id, field in (
             (Params(2), "cmpl-1-0", "n"),
-            (Params(max_tokens=1), "cmpl-1-0f3a-beam-2", "use_beam_search"),
+            (beams, "cmpl-1-0f3a-beam-2", "use_beam_search"),
         ):
             with pytest.raises(SpecError, match="unsupported while a guard") as caught:
                 site.server.guards.begin(request_id, params, None)
@@ -436,6 +448,16 @@ async def test_a_stream_of_several_completions_is_not_read_by_guards_that_observ
         await client.put(f"{GUARDS}/mixed", json={**FORM, "scope": {"share": 1e-9}})
         await client.post("/v1/completions", json=ASK)
         assert "midstream" not in (site.engine.calls[-1][1].extra_args or {})
+
+
+async def test_a_request_that_names_itself_like_one_of_a_search_for_beams_is_guarded():
+    async with serving() as (site, client):
+        await client.put(f"{GUARDS}/every", json={**FORM, "action": "stop"})
+        token = ASKER.set("me")
+        call = site.server.guards.begin("chatcmpl-x-beam-1", Params(max_tokens=1), None)
+        ASKER.reset(token)
+        assert call is not None
+        assert [guard.name for guard in call.guards] == ["every"]
 
 
 async def test_swaps_under_load_drop_nothing_and_every_answer_is_of_one_version():
