@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from midstream.deadlines import within
 from midstream.errors import MidstreamError, SpecError
 from midstream.plan.probe import Probe
+from midstream.results.readouts import RESULTS
 from midstream.server import audit_log
 from midstream.server.guards.guard_event import GuardEvent
 from midstream.server.guards.hidden import hide
@@ -253,6 +254,9 @@ class GuardedCall:
         completion.text, completion.token_ids = definition.message, []
         if completion.logprobs is not None:
             completion.logprobs = []
+        # They have the ids of the tokens, and rows that tell them.
+        for name in ("activations", "probes", *RESULTS):
+            setattr(completion, name, None)
 
 
 class _Verdict(NamedTuple):
