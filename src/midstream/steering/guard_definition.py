@@ -24,7 +24,7 @@ from midstream.plan.resolve.resolve import resolve
 from midstream.plan.shape import ModelShape
 from midstream.plan.vectors.named_lookup import Lookup
 from midstream.steering.edit_forms import Part, bind_part
-from midstream.validation import at, is_int, kind, read_fields, read_word, show
+from midstream.validation import at, check_text, is_int, kind, read_fields, read_word, show
 
 # What a guard does, from the least; `promote` goes along the first three.
 LADDER = ("shadow", "flag", "stop")
@@ -139,7 +139,7 @@ class GuardDefinition:
         if self.condition is not None:
             (fields,) = self.condition.emit().values()
             form |= fields
-        if self.edits:
+        if self.action == Switch.word:
             form["edits"] = [edit.to_dict() if full else {"op": edit.op} for edit in self.edits]
         if self.webhook is not None:
             form["webhook"] = {"url": self.webhook.url, "seconds": self.webhook.seconds}
@@ -293,6 +293,8 @@ def read_definition(value: object) -> GuardDefinition:
     message = fields.get("message", MESSAGE)
     if not isinstance(message, str) or not 1 <= len(message) <= _MOST_TEXT:
         raise SpecError("message", f"expected a text of 1 to {_MOST_TEXT} characters")
+    with at("message"):
+        check_text(message)
     if_unavailable = _read_if_unavailable(fields, when is not None and probe is not None)
     return GuardDefinition(
         probe, condition, action, edits, webhook, _read_scope(fields.get("scope", {})), when,
@@ -400,6 +402,7 @@ def _read_webhook(value: object) -> Webhook:
         with at("url"):
             if not isinstance(url, str) or len(url) > _MOST_URL:
                 raise SpecError("", f"expected a URL of at most {_MOST_URL} characters")
+            check_text(url)
             check_url(url, False, show(url))
         with at("seconds"):
             seconds = read_scalar(fields.get("seconds", SECONDS))

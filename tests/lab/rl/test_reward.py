@@ -1,5 +1,6 @@
 """A probe's score as a reward: TRL's signatures, without TRL."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,6 +83,13 @@ class Tokenizer:
         return {"input_ids": [len(messages), 7]}
 
 
+@dataclass
+class State:
+    """Of one run of a trainer."""
+
+    global_step: int
+
+
 def trainer_of(step=0, model=None, llm=None):
     args = SimpleNamespace(
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
@@ -90,7 +98,7 @@ def trainer_of(step=0, model=None, llm=None):
     return SimpleNamespace(
         args=args,
         processing_class=Tokenizer(),
-        state=SimpleNamespace(global_step=step),
+        state=State(step),
         model=model,
         accelerator=SimpleNamespace(unwrap_model=lambda model: model),
         vllm_generation=SimpleNamespace(llm=llm),
@@ -152,17 +160,31 @@ def test_the_trainers_weights_are_loaded_once_for_each_of_its_steps():
     engine = Engine()
     rollout_func = probe_reward(engine, PROBE).rollout
     model = torch.nn.Linear(2, 2)
+    trainer = trainer_of(0, model)
     for step in (0, 0, 1, 1, 2):
-        rollout_func(["a"], trainer_of(step, model))
+        trainer.state.global_step = step
+        rollout_func(["a"], trainer)
     assert engine.loaded == [["weight", "bias"]] * 3
+
+
+def test_a_second_run_of_the_same_model_has_the_weights_of_the_first_one_loaded():
+    engine = Engine()
+    rollout_func = probe_reward(engine, PROBE).rollout
+    model = torch.nn.Linear(2, 2)
+    first = trainer_of(0, model)
+    rollout_func(["a"], first)
+    first.state.global_step = 1  # its last step, for which it samples nothing
+    rollout_func(["a"], trainer_of(0, model))
+    assert engine.loaded == [["weight", "bias"]] * 2
 
 
 def test_another_trainer_at_the_same_step_has_its_own_weights_loaded():
     engine = Engine()
     rollout_func = probe_reward(engine, PROBE).rollout
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
-    for model in (first, first, second, first):
-        rollout_func(["a"], trainer_of(0, model))
+    one, other = trainer_of(0, first), trainer_of(0, second)
+    for trainer in (one, one, other, one):
+        rollout_func(["a"], trainer)
     assert engine.loaded == [["weight", "bias"], ["weight"], ["weight", "bias"]]
 
 

@@ -4,14 +4,16 @@ import asyncio
 import json
 import logging
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
+from support import serving_endpoints
 from support.event_receiver import HANG, Receiver
 from support.serving_endpoints import Params
-from support.serving_fake import WIDTH, refused, serving
+from support.serving_fake import WIDTH, outputs_of, refused, serving
 
 from midstream import Probe
 from midstream.config.http import ADMIN_HEADER
@@ -19,7 +21,7 @@ from midstream.errors import BusyError, SpecError
 from midstream.server.guards import guarded_calls
 from midstream.server.guards.guarded_calls import ASKER
 from midstream.sinks.events import event_log
-from midstream.steering.guard_definition import fingerprint, share_of
+from midstream.steering.guard_definition import MESSAGE, fingerprint, share_of
 
 pytestmark = pytest.mark.anyio
 GUARDS = "/v1/midstream/guards"
@@ -28,6 +30,7 @@ PROBE = Probe([1.0] * WIDTH, layer=1)
 FORM: dict[str, Any] = {"probe": PROBE.to_dict(), "above": 0.6}
 ASK = {"prompt": "abcde", "model": "fake"}
 LAST = 6
+JSON = {"content-type": "application/json"}
 
 
 @contextmanager
@@ -116,12 +119,22 @@ async def test_wrong_guards_are_refused_with_their_field():
             ({**FORM, "action": "block"}, 400, "action", "expected one of"),
             ({**FORM, "scope": {"models": ["gpt"]}}, 400, "scope.models[0]", "no model 'gpt' now"),
             ({**FORM, "scope": {"keys": ["0" * 16]}}, 400, "scope.keys", "has no API keys"),
+            ({**FORM, "scope": {"models": [["fake"]]}}, 400, "scope.models[0]", "expected a text"),
             ({**FORM, "message": "x" * 300}, 507, "probe", "more than the limit of 300"),
         ):
             error = await refused(client.put(f"{GUARDS}/toxic", json=body), status, problem)
             assert error["param"] == param
         await refused(client.put(f"{GUARDS}/a%20b", json=FORM), 400, "name")
+        # What cannot be written as UTF-8 would break each answer that has it.
+        for field, value in (("message", "\ud800"), ("webhook", "https://example.org/\ud800")):
+            asked: Any = {"content": json.dumps({**FORM, field: value}), "headers": JSON}
+            await refused(client.put(f"{GUARDS}/toxic", **asked), 400, "surrogate")
         assert site.engine.guards.active() == ()
+    async with serving() as (_, client):
+        await client.put(f"{GUARDS}/toxic", json=FORM)
+        for version in (True, "1", 1.0):
+            body = {"version": version}
+            await refused(client.post(f"{GUARDS}/toxic/rollback", json=body), 400, "version")
 
 
 async def test_a_client_that_may_not_change_guards_cannot_read_them(monkeypatch):
@@ -309,6 +322,32 @@ async def test_a_second_stage_runs_only_if_the_first_one_lets_it():
         assert await stream(client) == ("t1t2t3", "length")
 
 
+@pytest.mark.parametrize("activations", ["inline", "handle"])
+async def test_rows_and_scores_do_not_tell_an_answer_that_a_second_stage_withholds(
+    activations, monkeypatch
+):
+    whole = partial(Params, output_kind=SimpleNamespace(name="FINAL_ONLY"))
+    monkeypatch.setattr(serving_endpoints, "Params", whole)
+    own = {
+        "capture": {"layers": [1]}, "activations": activations,
+        "probes": {**PROBE.to_dict(), "name": "own"},
+    }  # fmt: skip
+    async with serving() as (site, client):
+        site.engine.script = lambda *asked: outputs_of(*asked)[-1:]
+        body = {**ASK, "midstream": own}
+        assert {"activations", "probes"} <= set(
+            (await client.post("/v1/completions", json=body)).json()["midstream"]
+        )
+        held = len(site.server.captures)
+        await client.put(f"{GUARDS}/cheap", json=FORM)
+        dear = {**FORM, "action": "stop", "when": {"guard": "cheap"}}
+        await client.put(f"{GUARDS}/dear", json=dear)
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert answer["choices"][0]["text"] == MESSAGE
+        assert list(answer["midstream"]) == ["receipt"]
+        assert len(site.server.captures) == held
+
+
 def busy(*_: Any, **__: Any) -> Any:
     raise BusyError("too many wait", 1)
 
@@ -425,9 +464,10 @@ async def test_a_stream_of_several_completions_is_not_read_by_guards_that_observ
         stop = {**FORM, "action": "stop", "when": {"guard": "mixed"}}
         await client.put(f"{GUARDS}/later", json=stop)
         token = ASKER.set("me")
+        beams = Params(max_tokens=1, output_kind=SimpleNamespace(name="CUMULATIVE"))
         for params, request_id, field in (
             (Params(2), "cmpl-1-0", "n"),
-            (Params(max_tokens=1), "cmpl-1-0f3a-beam-2", "use_beam_search"),
+            (beams, "cmpl-1-0f3a-beam-2", "use_beam_search"),
         ):
             with pytest.raises(SpecError, match="unsupported while a guard") as caught:
                 site.server.guards.begin(request_id, params, None)
@@ -436,6 +476,16 @@ async def test_a_stream_of_several_completions_is_not_read_by_guards_that_observ
         await client.put(f"{GUARDS}/mixed", json={**FORM, "scope": {"share": 1e-9}})
         await client.post("/v1/completions", json=ASK)
         assert "midstream" not in (site.engine.calls[-1][1].extra_args or {})
+
+
+async def test_a_request_that_names_itself_like_one_of_a_search_for_beams_is_guarded():
+    async with serving() as (site, client):
+        await client.put(f"{GUARDS}/every", json={**FORM, "action": "stop"})
+        token = ASKER.set("me")
+        call = site.server.guards.begin("chatcmpl-x-beam-1", Params(max_tokens=1), None)
+        ASKER.reset(token)
+        assert call is not None
+        assert [guard.name for guard in call.guards] == ["every"]
 
 
 async def test_swaps_under_load_drop_nothing_and_every_answer_is_of_one_version():

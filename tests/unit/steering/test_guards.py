@@ -290,6 +290,15 @@ def test_any_changes_by_any_process_are_those_of_one_and_a_restart_keeps_them(
     }
 
 
+def test_a_guard_that_switches_to_no_edits_is_served_from_a_folder_and_put_again(tmp_path):
+    one, other = Member(tmp_path / "shared"), Member(tmp_path / "shared")
+    made = one.guards.put("calm", {**FORM, "action": "switch", "edits": []})
+    assert one.state() == other.state() == Member(tmp_path / "shared").state()
+    assert made.definition is not None
+    again = other.guards.put("calm", made.definition.to_dict())
+    assert (again.number, again.digest) == (2, made.digest)
+
+
 def test_a_guard_that_a_full_disk_lost_was_not_acknowledged(tmp_path, monkeypatch):
     one, other = Member(tmp_path / "shared"), Member(tmp_path / "shared")
     one.guards.put("toxic", FORM)

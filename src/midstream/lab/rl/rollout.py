@@ -45,8 +45,8 @@ class Rollout:
         self._engine, self._capture = engine, capture
         self._sampling = dict(sampling or {})
         self._probes: dict[str, Probe] = {}
-        # The model and the step of its trainer whose weights the engine has.
-        self._loaded: tuple[weakref.ref[Any], int] | None = None
+        # The model, and the run and the step of its trainer, whose weights the engine has.
+        self._loaded: tuple[weakref.ref[Any], weakref.ref[Any], int] | None = None
 
     def add(self, probe: Probe) -> None:
         """Read a probe from now on.
@@ -126,8 +126,9 @@ class Rollout:
         return sampled
 
 
-def _weights_of(trainer: Any) -> tuple[weakref.ref[Any], int]:
-    return weakref.ref(trainer.model), trainer.state.global_step
+def _weights_of(trainer: Any) -> tuple[weakref.ref[Any], weakref.ref[Any], int]:
+    # Each run has a state of its own, and counts its steps from 0.
+    return weakref.ref(trainer.model), weakref.ref(trainer.state), trainer.state.global_step
 
 
 def _sampled(prompt: list[int], output: Any) -> Sampled:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from midstream.deadlines import within
 from midstream.errors import MidstreamError, SpecError
 from midstream.plan.probe import Probe
+from midstream.results.readouts import RESULTS
 from midstream.server import audit_log
 from midstream.server.guards.guard_event import GuardEvent
 from midstream.server.guards.hidden import hide
@@ -253,6 +254,9 @@ class GuardedCall:
         completion.text, completion.token_ids = definition.message, []
         if completion.logprobs is not None:
             completion.logprobs = []
+        # They have the ids of the tokens, and rows that tell them.
+        for name in ("activations", "probes", *RESULTS):
+            setattr(completion, name, None)
 
 
 class _Verdict(NamedTuple):
@@ -271,8 +275,9 @@ def _verdict(judgement: GuardJudgement | None) -> _Verdict:
 
 def _mixed(request_id: str, params: Any) -> str | None:
     """Return the field of a request that no guard can read; None: guards can."""
-    # A search for beams makes a request for each token, of which a guard would read the prompt.
-    if _BEAM.search(request_id) and params.max_tokens == 1:
+    # A search for beams makes a request for each token, of which a guard would read the prompt. An
+    # id may be a client's; the kind of output is no client's to choose, and that of no request.
+    if _BEAM.search(request_id) and params.output_kind.name == "CUMULATIVE":
         return "use_beam_search"
     # vLLM mixes the outputs of several completions of a stream: none has results.
     return "n" if params.n > 1 and params.output_kind.name != "FINAL_ONLY" else None

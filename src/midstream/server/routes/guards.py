@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from midstream.errors import HttpError, NoRoomError, SpecError
 from midstream.server import audit_log
@@ -91,7 +91,9 @@ class RollbackBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: int | None = Field(default=None, description="None: the one before.", examples=[2])
+    version: StrictInt | None = Field(
+        default=None, description="None: the one before.", examples=[2]
+    )
 
 
 @router.get(
@@ -217,9 +219,9 @@ def check_scope(server: Server, scope: Any, request: Request) -> None:
     served = getattr(request.app.state, "openai_serving_models", None)
     known = {*server.guards.models, *getattr(served, "lora_requests", ())}
     for index, name in enumerate(names):
-        if name not in known:
+        if isinstance(name, str) and name not in known:
             raise SpecError(
-                f"scope.models[{index}]", f"this server has no model {str(name)[:100]!r} now"
+                f"scope.models[{index}]", f"this server has no model {name[:100]!r} now"
             )
 
 
