@@ -116,7 +116,7 @@ class ServedGuards:
         """Define a guard, as a new version; return it.
 
         Args:
-            name: 1 to 40 of the characters A–Z a–z 0–9 _ . -
+            name: 1 to 40 of the characters A–Z a–z 0–9 _ . -, the first no dot
             probe: a Probe, its dict, or the name of vectors that the server has; None: only a guard
                 with `when` has none.
             **fields: `above` or `below`, `for_`, `pool`, `output`, `action`, `edits`, `webhook`,

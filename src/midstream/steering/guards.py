@@ -123,7 +123,7 @@ class Guards:
         """Define a guard, replacing what the name stood for; return its new version.
 
         Args:
-            name: 1 to 40 of the characters A–Z a–z 0–9 _ . -
+            name: 1 to 40 of the characters A–Z a–z 0–9 _ . -, the first no dot
             form: see `guard_definition.read_definition`. Names of vectors are resolved now.
             who: made the change.
             room: limit for all versions of all guards together, in bytes of JSON; None: none.

@@ -135,6 +135,7 @@ WRONG = [
     ({**FORM, "scope": {"models": []}}, "scope.models", "a list of 1 to"),
     ({**FORM, "when": {"guard": "x", "above": 1, "below": 2}}, "when.above", "give `above`"),
     ({**FORM, "when": {"guard": "a b"}}, "when.guard", "expected 1 to 40"),
+    ({**FORM, "when": {"guard": ".."}}, "when.guard", "the first no dot"),
     ({**FORM, "message": ""}, "message", "1 to 1000"),
     ({**FORM, "visible": 1}, "visible", "true or false"),
     ({**FORM, "probe": Probe(V, layer=9).to_dict()}, "probe.layer", "out of range|no layer"),
