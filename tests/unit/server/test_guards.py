@@ -4,16 +4,14 @@ import asyncio
 import json
 import logging
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
-from support import serving_endpoints
 from support.event_receiver import HANG, Receiver
 from support.serving_endpoints import Params
-from support.serving_fake import WIDTH, outputs_of, refused, serving
+from support.serving_fake import WIDTH, refused, serving
 
 from midstream import Probe
 from midstream.config.http import ADMIN_HEADER
@@ -21,7 +19,7 @@ from midstream.errors import BusyError, SpecError
 from midstream.server.guards import guarded_calls
 from midstream.server.guards.guarded_calls import ASKER
 from midstream.sinks.events import event_log
-from midstream.steering.guard_definition import MESSAGE, fingerprint, share_of
+from midstream.steering.guard_definition import fingerprint, share_of
 
 pytestmark = pytest.mark.anyio
 GUARDS = "/v1/midstream/guards"
@@ -320,32 +318,6 @@ async def test_a_second_stage_runs_only_if_the_first_one_lets_it():
         assert count("guard_requests_total", guard="dear", version="2", scored="true") == 1
         await client.put(f"{GUARDS}/dear", json=dear)  # by the threshold of the first, which is 2
         assert await stream(client) == ("t1t2t3", "length")
-
-
-@pytest.mark.parametrize("activations", ["inline", "handle"])
-async def test_rows_and_scores_do_not_tell_an_answer_that_a_second_stage_withholds(
-    activations, monkeypatch
-):
-    whole = partial(Params, output_kind=SimpleNamespace(name="FINAL_ONLY"))
-    monkeypatch.setattr(serving_endpoints, "Params", whole)
-    own = {
-        "capture": {"layers": [1]}, "activations": activations,
-        "probes": {**PROBE.to_dict(), "name": "own"},
-    }  # fmt: skip
-    async with serving() as (site, client):
-        site.engine.script = lambda *asked: outputs_of(*asked)[-1:]
-        body = {**ASK, "midstream": own}
-        assert {"activations", "probes"} <= set(
-            (await client.post("/v1/completions", json=body)).json()["midstream"]
-        )
-        held = len(site.server.captures)
-        await client.put(f"{GUARDS}/cheap", json=FORM)
-        dear = {**FORM, "action": "stop", "when": {"guard": "cheap"}}
-        await client.put(f"{GUARDS}/dear", json=dear)
-        answer = (await client.post("/v1/completions", json=body)).json()
-        assert answer["choices"][0]["text"] == MESSAGE
-        assert list(answer["midstream"]) == ["receipt"]
-        assert len(site.server.captures) == held
 
 
 def busy(*_: Any, **__: Any) -> Any:

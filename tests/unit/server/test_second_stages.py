@@ -1,18 +1,22 @@
 """Second stages of guards whose own request has not got what they need, and what they leave out."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.serving_fake import completion, refused, serving
-from unit.server.test_guards import FORM, GUARDS, PROBE, events, named, stream
+from support import serving_endpoints
+from support.serving_endpoints import Params
+from support.serving_fake import completion, outputs_of, refused, serving
+from unit.server.test_guards import ASK, FORM, GUARDS, PROBE, events, named, stream
 
 from midstream import Probe
 from midstream.errors import NothingSelectedError
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Probed, Receipt
+from midstream.steering.guard_definition import MESSAGE
 
 pytestmark = pytest.mark.anyio
 
@@ -93,3 +97,29 @@ async def test_a_second_stage_reads_none_of_the_tokens_that_its_probe_leaves_out
             probe = {**PROBE.to_dict(), "exclude": exclude}
             form = {**dear, "probe": probe}
             await refused(client.put(f"{GUARDS}/dear", json=form), 400, "from the beginning")
+
+
+@pytest.mark.parametrize("activations", ["inline", "handle"])
+async def test_rows_and_scores_do_not_tell_an_answer_that_a_second_stage_withholds(
+    activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = partial(Params, output_kind=SimpleNamespace(name="FINAL_ONLY"))
+    monkeypatch.setattr(serving_endpoints, "Params", whole)
+    own = {
+        "capture": {"layers": [1]}, "activations": activations,
+        "probes": {**PROBE.to_dict(), "name": "own"},
+    }  # fmt: skip
+    async with serving() as (site, client):
+        site.engine.script = lambda *asked: outputs_of(*asked)[-1:]
+        body = {**ASK, "midstream": own}
+        assert {"activations", "probes"} <= set(
+            (await client.post("/v1/completions", json=body)).json()["midstream"]
+        )
+        held = len(site.server.captures)
+        await client.put(f"{GUARDS}/cheap", json=FORM)
+        dear = {**FORM, "action": "stop", "when": {"guard": "cheap"}}
+        await client.put(f"{GUARDS}/dear", json=dear)
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert answer["choices"][0]["text"] == MESSAGE
+        assert list(answer["midstream"]) == ["receipt"]
+        assert len(site.server.captures) == held
