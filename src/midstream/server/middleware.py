@@ -179,11 +179,7 @@ class Middleware:
     async def _parsed(self, scope: Scope, path: str, body: bytes) -> _Parsed | None:
         if self._fields is None:
             self._fields = dict.fromkeys(PATHS, frozenset()) | body_fields(scope.get("app"))
-        fields = self._fields.get(path)
-        # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
-        if len(body) <= _SHORT and not _may_ask(body, fields):
-            return None
-        work = path, fields, body
+        work = path, self._fields.get(path), body
         return await in_thread(_parse, *work) if is_long(body) else _parse(*work)
 
 
@@ -221,7 +217,8 @@ def _may_ask(body: bytes, fields: frozenset[str] | None) -> bool:
 
 def _parse(path: str, fields: frozenset[str] | None, body: bytes) -> _Parsed | None:
     """Return a body with the field `midstream`; None if absent. `fields`: vLLM's; None: any."""
-    if len(body) > _SHORT and not _may_ask(body, fields):
+    # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
+    if not _may_ask(body, fields):
         return None
     is_named = _MARK in body
     if is_named:

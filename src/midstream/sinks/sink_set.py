@@ -86,7 +86,7 @@ class SinkSet:
                 self._check_answers(sink)
 
     def has_places(self, plan: Plan) -> bool:
-        return bool(self._sinks) and any(True for _ in self._placed(plan))
+        return any(True for _ in self._placed(plan))
 
     def check_places(self, plan: Plan) -> None:
         """Check where a plan's rows are to go. Waits for seconds, so not on an event loop."""
@@ -118,8 +118,6 @@ class SinkSet:
 
     def names_of(self, plan: Plan | None) -> RequestNames | None:
         """Return the names of a request's rows, to be taken before it is computed; None: none."""
-        if not self._sinks:
-            return None
         named: dict[tuple[str, str], NamedCapture] = {}
         places = [] if plan is None else [capture.place for capture in plan.captures]
         for index, (sink, tag, request_id) in enumerate(places):

@@ -37,7 +37,7 @@ _MOST_TEXT = 1000  # characters of a message
 _MOST_URL = 2000
 _MOST_LISTED = 256  # models or keys of a scope
 # Clients leave "." and ".." out of a URL.
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,39}")
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,39}")
 _KEY = re.compile(r"[0-9a-f]{16}")
 _SHARES = 1 << 32
 
@@ -224,7 +224,7 @@ def is_probe_of_guard(name: str) -> bool:
 
 
 def read_guard_name(value: object) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+    if not isinstance(value, str) or not NAME.fullmatch(value):
         got = show(value) if isinstance(value, str) else kind(value)
         form = "1 to 40 of the characters A-Z a-z 0-9 _ . -, the first no dot"
         raise SpecError("", f"expected {form}, got {got}")

@@ -254,7 +254,7 @@ class GuardedCall:
         completion.text, completion.token_ids = definition.message, []
         if completion.logprobs is not None:
             completion.logprobs = []
-        # They have the ids of the tokens, and rows that tell them.
+        # Rows and scores have the ids of the withheld tokens, or tell them.
         for name in ("activations", "probes", *RESULTS):
             setattr(completion, name, None)
 
@@ -275,8 +275,8 @@ def _verdict(judgement: GuardJudgement | None) -> _Verdict:
 
 def _mixed(request_id: str, params: Any) -> str | None:
     """Return the field of a request that no guard can read; None: guards can."""
-    # A search for beams makes a request for each token, of which a guard would read the prompt. An
-    # id may be a client's; the kind of output is no client's to choose, and that of no request.
+    # A search for beams makes a request for each token, of which a guard would read the prompt. A
+    # client may choose such an id, but not the kind of output, which no other request has.
     if _BEAM.search(request_id) and params.output_kind.name == "CUMULATIVE":
         return "use_beam_search"
     # vLLM mixes the outputs of several completions of a stream: none has results.

@@ -21,10 +21,11 @@ from midstream.server.routes.common import (
     ok_response,
 )
 from midstream.server.server import Server
+from midstream.steering.guard_definition import NAME
 from midstream.steering.guards import GuardVersion
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: guards"])
-Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,39}$", examples=["toxic"])]
+Name = Annotated[str, Path(pattern=f"^{NAME.pattern}$", examples=["toxic"])]
 Full = Annotated[bool, Query(description="Whether to return vectors too.", examples=[False])]
 
 _PROBE = {"direction": {"name": "toxic"}, "layer": 15, "phase": "generated"}

@@ -89,10 +89,7 @@ def plan_of(params: Any) -> Plan | CallPlan | None:
 
 def other_args(params: Any) -> dict[str, Any]:
     """Return the `extra_args` of a request's parameters that midstream does not read."""
-    extra_args = params.extra_args or {}
-    if len(extra_args) == 1 and KEY in extra_args:
-        return {}
-    rest = without_translated(extra_args)
+    rest = without_translated(params.extra_args or {})
     rest.pop(KEY, None)
     return rest
 

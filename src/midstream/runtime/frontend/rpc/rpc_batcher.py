@@ -56,14 +56,15 @@ class _Queue:
         }
         if not batch:
             return
+        futures = [future for _, future in batch.values()]
         try:
             results = await self._run({uid: argument for uid, (argument, _) in batch.items()})
-        except BaseException as error:
-            is_own = isinstance(error, Exception)
-            _end((future for _, future in batch.values()), error if is_own else None)
-            if not is_own:
-                raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the requests learn it
+            _end(futures, error)
             return
+        except BaseException:
+            _end(futures)
+            raise
         for uid, (_, future) in batch.items():
             if not future.done():
                 future.set_result(results.get(uid))
