@@ -136,7 +136,7 @@ class Rollout:
 
 def _weights_of(trainer: Any) -> _Weights:
     # Within a step too they change: the best ones of a run are loaded at its end.
-    written = [(at.data_ptr(), at._version) for at in trainer.model.parameters()]  # noqa: SLF001
+    written = [(at.data_ptr(), at._version) for at in trainer.model.parameters()]
     # Each run has a state of its own, and counts its steps from 0.
     run = weakref.ref(trainer.model), weakref.ref(trainer.state), trainer.state.global_step
     return _Weights(*run, written)
