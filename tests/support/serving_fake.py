@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from midstream.errors import SpecError
 from midstream.plan import ModelShape, Plan
-from midstream.plan.probe import Probe
 from midstream.results.activations import Activations
 from midstream.results.plan_update import PlanUpdate
 from midstream.results.probe_scores import Probes
@@ -174,8 +173,7 @@ class FakeEngine(FakeSweeps):
     async def generate(
         self, prompt: Any, params: Any, request_id: str, *, capture: Any = None, **given: Any
     ) -> AsyncGenerator[Any, None]:
-        if isinstance(given.get("probes"), Probe):  # of the server itself
-            params = SimpleNamespace(n=1, extra_args={"midstream": Plan(probes=(given["probes"],))})
+        if getattr((params.extra_args or {}).get("midstream"), "is_own", False):
             prompt = "".join(map(chr, prompt["prompt_token_ids"]))
         if capture is not None:
             params = SimpleNamespace(n=1, extra_args={"midstream": Plan(captures=(capture,))})

@@ -243,7 +243,12 @@ def test_a_second_stage_reads_what_the_reference_reads_once_the_first_one_fires(
     (choice,) = ask(client)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (MESSAGE, "content_filter")
     put(client, "dear", **{**dear, "above": float(expected.scores[expected.first :].max()) - 0.01})
+    # Captures of every request have the answer once, and not what the server read again.
+    client.call("PUT", "/v1/midstream/captures/watch", {"capture": {"layers": [LAYER]}})
     ask(client)
+    (watch,) = client.call("GET", "/v1/midstream/captures")["server_wide"]
+    client.call("DELETE", "/v1/midstream/captures/watch")
+    assert watch["kept"]["completions"] == 1
     event = [one for one in events_of(server) if one["guard"] == "dear"][-1]
     assert event["score"] == pytest.approx(expected.scores[expected.first :].max(), rel=TOLERANCE)
     put(client, "cheap", above=expected.highest + 1)

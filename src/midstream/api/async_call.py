@@ -103,7 +103,7 @@ class AsyncEngineCall:
             if keys:
                 await front.directions.fetch(keys)
             if call.session is None:
-                others = (front.before(call.call_plan), front.captures.current)
+                others = (front.before(call.call_plan), front.also(call.call_plan))
                 await front.plans.resolve_ahead(call.call_plan, prompt, params, *others)
             else:
                 prompt = with_call_plan(prompt, call.call_plan, params)

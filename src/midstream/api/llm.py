@@ -28,8 +28,8 @@ from midstream.api.updates import Updates
 from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
 from midstream.errors import SpecError, UnsupportedError
-from midstream.plan import Plan, Positions
-from midstream.plan.plan import read_prompts
+from midstream.plan import Plan
+from midstream.plan.plan import beams_problem, read_prompts
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend.engine_info import EngineInfo
@@ -258,8 +258,9 @@ class LLM(Updates, VllmLLM):
 
         Raises:
             SpecError: `capture`, `steer`, `edits` or `probes` is given.
-            UnsupportedError: a server-wide edit selects positions or phases. Each token is a
-                request of its own here, with earlier tokens in its prompt.
+            UnsupportedError: a server-wide edit or capture selects positions or phases, or a
+                server-wide probe stops or switches. Each token is a request of its own here, with
+                earlier tokens in its prompt.
         """
         for name in vllm_args:
             if name in OWN:
@@ -269,12 +270,9 @@ class LLM(Updates, VllmLLM):
                     "use generate, or llm.steering for edits of every request",
                 )
         check_names("beam_search", vllm_args, VllmLLM.beam_search)
-        if any(edit.positions != Positions() for edit in self.steering.plan_edits()):
-            raise UnsupportedError(
-                "beam_search makes a separate request for each token, so server-wide edits that "
-                "select positions or phases would apply at other tokens; use llm.steering.clear(), "
-                "or edits of all positions"
-            )
+        problem = beams_problem((*self.steering.plan_edits(), *self.captures.current))
+        if problem is not None:
+            raise UnsupportedError(problem)
         with self._front_end.use.whole_call():
             return super().beam_search(*args, **vllm_args)
 

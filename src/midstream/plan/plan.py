@@ -13,9 +13,10 @@ from midstream.errors import SpecError
 from midstream.plan.argument_names import only_set, read_each
 from midstream.plan.captured_rows import OpenRows
 from midstream.plan.consumers import names_consumers, read_consumers
-from midstream.plan.control.act import Switch
+from midstream.plan.control.act import Flag, Switch
 from midstream.plan.control.controller import Controller
 from midstream.plan.operations import (
+    Bias,
     Edit,
     Gate,
     Steer,
@@ -403,6 +404,25 @@ def reads_all(plan: Plan | None, before: Sequence[ServerWide], also: Sequence[Ca
     own = () if plan is None else plan.selections
     captured = bool(also) or (plan is not None and bool(plan.captures))
     return not captured and all(positions == _ALL for positions in (*own, *_selections(before)))
+
+
+def beams_problem(parts: Sequence[ServerWide | Capture]) -> str | None:
+    """Return why a search for beams cannot have what applies to every request; None: it can. It
+    makes a request for each token, whose prompt has the tokens before it.
+    """
+    if all(map(_is_of_every_token, parts)):
+        return None
+    return (
+        "beam_search makes a separate request for each token, so server-wide edits and captures "
+        "that select positions or phases would apply at other tokens, and server-wide probes would "
+        "not stop it; clear them, or select all positions"
+    )
+
+
+def _is_of_every_token(part: ServerWide | Capture) -> bool:
+    if isinstance(part, Probe) and not isinstance(part.act, Flag | None):
+        return False
+    return part.is_of_all if isinstance(part, Bias) else part.positions == _ALL
 
 
 def _selections(parts: Sequence[ServerWide | Capture]) -> Iterator[Positions]:

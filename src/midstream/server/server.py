@@ -22,6 +22,7 @@ from midstream.errors import HttpError, SpecError
 from midstream.plan import Plan
 from midstream.plan.captured_rows import OpenRows
 from midstream.plan.operations import has_captured
+from midstream.plan.plan import beams_problem
 from midstream.plan.positions.work import check_called
 from midstream.plan.tap_lookup import size_of
 from midstream.runtime.frontend.request.call_plan import (
@@ -36,7 +37,7 @@ from midstream.server.body_values import completions_of, prompts_of
 from midstream.server.cached_rows.capture_cache import CachedCapture, CaptureCache, expire_in_time
 from midstream.server.cached_rows.patched_rows import opened_rows
 from midstream.server.guards.guard_event import GuardEvent
-from midstream.server.guards.guarded_calls import GuardedCalls
+from midstream.server.guards.guarded_calls import BEAMS, GuardedCalls, is_of_beams
 from midstream.server.http_request import RequestContext
 from midstream.server.open_requests import OpenRequests
 from midstream.server.peers import Peers
@@ -260,6 +261,11 @@ class Server:
                 f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's field "
                 f"{KEY}",
             )
+        if is_of_beams(request_id, params):
+            llm = self.llm
+            problem = beams_problem((*llm.steering.plan_edits(), *llm.captures.current))
+            if problem is not None:
+                raise SpecError(BEAMS, problem)
         guarded = self.guards.begin(request_id, params, named.get("lora_request"))
         guards = () if guarded is None else guarded.probes
         if context is None:

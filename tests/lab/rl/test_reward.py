@@ -178,6 +178,20 @@ def test_a_second_run_of_the_same_model_has_the_weights_of_the_first_one_loaded(
     assert engine.loaded == [["weight", "bias"]] * 2
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_that_are_loaded_into_the_model_within_a_step_are_the_engines_too(assign):
+    engine = Engine()
+    rollout_func = probe_reward(engine, PROBE).rollout
+    trainer = trainer_of(3, torch.nn.Linear(2, 2))
+    best = torch.nn.Linear(2, 2).state_dict()
+    rollout_func(["a"], trainer)
+    # As by `load_best_model_at_end`, after which one evaluates once more.
+    trainer.model.load_state_dict(best, assign=assign)
+    for _ in range(2):
+        rollout_func(["a"], trainer)
+    assert engine.loaded == [["weight", "bias"]] * 2
+
+
 def test_another_trainer_at_the_same_step_has_its_own_weights_loaded():
     engine = Engine()
     rollout_func = probe_reward(engine, PROBE).rollout

@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 from support.refusals import refused, refused_calls
 from unit.plan.strategies import json_values, plans, reads_or_refuses, spoilt
 
-from midstream.plan import Capture, Gate, Plan, Probe, Scale, Steer
+from midstream.plan import Bias, Capture, Flag, Gate, Plan, Probe, Scale, Steer, Stop, Switch
 from midstream.plan.operations import KINDS_BY_OP
+from midstream.plan.plan import beams_problem
 from midstream.plan.positions.items import TokenIds
 
 CAPTURE = {"layers": [0, 1]}
 STEER = {"op": "steer", "vector": [1.0, 2.0], "layer": 1}
 PROBE = {"direction": [1.0, 2.0], "layer": 1}
+V = [1.0, 2.0]
 NOTHING = r"the plan is empty: give `capture`, `edits` or `probes`, or `edits=\[\]` to update"
 OPS = ", ".join(f"`{op}`" for op in KINDS_BY_OP)
 
@@ -133,6 +135,19 @@ def test_a_plan_without_edits_yet_is_another_than_none():
         assert Plan.make(edits=edits) == Plan() == Plan.parse(Plan().to_json())
     assert Plan().to_dict() == {"edits": []}
     assert Plan.make(probes=PROBE, edits=[]) == Plan.make(probes=PROBE)
+
+
+def test_a_search_for_beams_has_what_is_of_every_token_alone():
+    steer, probe = Steer.parse(STEER), Probe.parse(PROBE)
+    every = [steer, Gate(steer, V), Bias({5: 2.0}), Capture(1), probe]
+    assert beams_problem([*every, probe.replace(act=Flag(above=1.0))]) is None
+    for part in (
+        steer.replace(phase="prompt"), Gate(steer.replace(positions=[0]), V),
+        Bias({5: 2.0}, "generated"), Capture(1, positions="prompt"),
+        probe.replace(positions="generated"), probe.replace(act=Stop(above=1.0)),
+        probe.replace(act=Switch([], above=1.0)),
+    ):  # fmt: skip
+        assert "would apply at other tokens" in (beams_problem([*every, part]) or ""), part
 
 
 @given(json_values | st.binary() | st.text())

@@ -313,7 +313,7 @@ async def test_a_second_stage_runs_only_if_the_first_one_lets_it():
         assert await stream(client) == ("t1t2t3!", "content_filter")
         (prompt, params, request_id) = site.engine.calls[-1]
         assert (prompt, request_id) == ("abcde", "cmpl-0-dear-0")
-        (probe,) = params.extra_args["midstream"].probes
+        (probe,) = params.extra_args["midstream"].plan.probes
         assert probe.name == "guard:dear:2"
         assert count("guard_requests_total", guard="dear", version="2", scored="true") == 1
         await client.put(f"{GUARDS}/dear", json=dear)  # by the threshold of the first, which is 2

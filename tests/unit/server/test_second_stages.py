@@ -48,10 +48,12 @@ async def test_a_second_stage_without_the_scores_that_it_needs_is_none_that_pass
 ) -> None:
     asked = []
 
-    async def generate(_: Any, params: Any, request_id: str, *, probes: Probe) -> Any:
+    async def generate(_: Any, params: Any, request_id: str) -> Any:
         asked.append((params.skip_reading_prefix_cache, request_id))
+        plan = params.extra_args["midstream"]
+        assert plan.is_own  # no capture of every request has it
         for answer in answers[len(asked) - 1 : len(asked)]:
-            yield ended(probes, *answer)
+            yield ended(plan.plan.probes[0], *answer)
 
     async with serving() as (site, client):
         await client.put(f"{GUARDS}/cheap", json=FORM)
@@ -90,7 +92,7 @@ async def test_a_second_stage_reads_none_of_the_tokens_that_its_probe_leaves_out
             probe = {**PROBE.to_dict(), "exclude": exclude}
             await client.put(f"{GUARDS}/dear", json={**dear, "probe": probe})
             await stream(client)
-            (read,) = site.engine.calls[-1][1].extra_args["midstream"].probes
+            (read,) = site.engine.calls[-1][1].extra_args["midstream"].plan.probes
             wanted = Probe.parse(probe).positions.exclude
             assert read.positions.exclude == wanted
         for exclude in ([-1], ["last_prompt"], ["generated"], [{"slice": [-3, None]}]):

@@ -2,16 +2,21 @@
 
 import asyncio
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from support.others_words import packed
+from support.serving_endpoints import Params
 from support.serving_fake import refused, serving
 
+from midstream.errors import SpecError
 from midstream.plan import Clamp, Steer, Vector
 
 pytestmark = pytest.mark.anyio
 STEERING = "/v1/midstream/steering"
 V = [1.0, 2.0, 2.0]
+STOP = {"op": "probe", "direction": V, "layer": 1, "name": "g", "act": {"stop": {"above": 2}}}
 
 
 async def test_tiers_are_set_shown_and_cleared():
@@ -31,19 +36,45 @@ async def test_tiers_are_set_shown_and_cleared():
 
 
 async def test_guards_are_set_and_shown_like_edits():
-    guard = {"op": "probe", "direction": V, "layer": 1, "name": "g", "act": {"stop": {"above": 2}}}
     async with serving() as (site, client):
-        state = (await client.put(STEERING, json={"generated": guard})).json()
+        state = (await client.put(STEERING, json={"generated": STOP})).json()
         (shown,) = state["generated"]
         assert (shown["op"], shown["act"]) == ("probe", {"stop": {"above": 2.0}})
         again = (await client.put(STEERING, json={"generated": [shown]})).json()
         assert again["digest"] == state["digest"]
         (probe,) = site.engine.steering.plan_edits()
         assert (probe.name, probe.positions.phase) == ("g", "generated")
-        await refused(client.put(STEERING, json={"base": guard}), 400, "already the name of")
+        await refused(client.put(STEERING, json={"base": STOP}), 400, "already the name of")
         await refused(
-            client.put(STEERING, json={"base": {**guard, "layer": 9}}), 400, "out of range"
+            client.put(STEERING, json={"base": {**STOP, "layer": 9}}), 400, "out of range"
         )
+
+
+@pytest.mark.parametrize(
+    ("tiers", "capture", "is_refused"),
+    [
+        ({"base": {"op": "steer", "vector": V, "layer": 1}}, None, False),
+        ({}, {"layers": 1}, False),
+        ({"generated": {"op": "steer", "vector": V, "layer": 1}}, None, True),
+        ({"base": STOP}, None, True),
+        ({}, {"layers": 1, "positions": "prompt"}, True),
+    ],
+)
+async def test_a_search_for_beams_is_refused_where_it_would_be_steered_or_read_at_other_tokens(
+    tiers, capture, is_refused
+):
+    # It makes a request for each token, whose prompt has the tokens before it.
+    beams = Params(max_tokens=1, output_kind=SimpleNamespace(name="CUMULATIVE"))
+    async with serving() as (site, _):
+        if tiers:
+            site.engine.steering.set(**tiers)
+        if capture is not None:
+            site.engine.captures.set("watch", capture)
+        with pytest.raises(SpecError, match="beam_search makes a") if is_refused else nullcontext():
+            async for _ in site.engine.generate("abc", beams, "cmpl-1-0f3a-beam-2"):
+                pass
+        async for _ in site.engine.generate("abc", Params(max_tokens=1), "cmpl-1-0f3a-beam-2"):
+            pass
 
 
 async def test_wrong_tiers_are_refused_and_change_nothing():

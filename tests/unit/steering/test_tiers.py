@@ -1,9 +1,10 @@
 """The edits of a tier, in every form."""
 
+import pytest
 from support.refusals import refused
 
 from midstream.plan import Probe, ProbeInfo, Reading, Steer
-from midstream.plan.operations import Ablate, Gate
+from midstream.plan.operations import Ablate, Bias, Gate
 from midstream.plan.shape import ModelShape
 from midstream.plan.vectors.named_vector import Named
 from midstream.steering.edit_forms import (
@@ -137,3 +138,11 @@ def test_a_probe_of_a_model_of_other_dimensions_is_refused_when_a_tier_is_set():
         bind,
         (probe.with_info(ProbeInfo("org/small", 2, 9)), "[0]", r"small \(width 2, 9 layers"),
     )
+
+
+@pytest.mark.parametrize("phase", ["prompt", "generated"])
+def test_a_bias_without_positions_is_of_the_tokens_of_its_tier(phase):
+    bias, narrow = Bias({5: 2.0}), Bias({5: 2.0}, phase=phase)
+    assert edits(bias, phase) == edits(bias.to_dict(), phase) == [narrow]
+    read = {"direction": W, "layer": 1}
+    assert edits(Gate(bias, read), phase) == [Gate(narrow, read)]

@@ -25,6 +25,15 @@ class Sampled(NamedTuple):
     version: int  # of the weights
 
 
+class _Weights(NamedTuple):
+    """Which weights a trainer has."""
+
+    model: weakref.ref[Any]
+    run: weakref.ref[Any]
+    step: int
+    written: list[tuple[int, int]]  # of each parameter its place, and how often torch wrote it
+
+
 class Rollout:
     """The `rollout_func` of TRL's `GRPOTrainer`: a completion for each prompt, sampled by an engine
     of midstream's. Reward functions get, as fields of their completions, `probe_scores` by name of
@@ -45,8 +54,7 @@ class Rollout:
         self._engine, self._capture = engine, capture
         self._sampling = dict(sampling or {})
         self._probes: dict[str, Probe] = {}
-        # The model, and the run and the step of its trainer, whose weights the engine has.
-        self._loaded: tuple[weakref.ref[Any], weakref.ref[Any], int] | None = None
+        self._loaded: _Weights | None = None  # those that the engine has
 
     def add(self, probe: Probe) -> None:
         """Read a probe from now on.
@@ -126,9 +134,12 @@ class Rollout:
         return sampled
 
 
-def _weights_of(trainer: Any) -> tuple[weakref.ref[Any], weakref.ref[Any], int]:
+def _weights_of(trainer: Any) -> _Weights:
+    # Within a step too they change: the best ones of a run are loaded at its end.
+    written = [(at.data_ptr(), at._version) for at in trainer.model.parameters()]
     # Each run has a state of its own, and counts its steps from 0.
-    return weakref.ref(trainer.model), weakref.ref(trainer.state), trainer.state.global_step
+    run = weakref.ref(trainer.model), weakref.ref(trainer.state), trainer.state.global_step
+    return _Weights(*run, written)
 
 
 def _sampled(prompt: list[int], output: Any) -> Sampled:

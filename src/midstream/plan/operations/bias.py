@@ -13,6 +13,7 @@ from midstream.plan.forms import NumberLike, PhaseLike, PositionsLike
 from midstream.plan.heads import mask_of
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, one_edit, read_scalar
+from midstream.plan.positions.positions import Positions
 from midstream.validation import INT_LIMIT, at, is_int, kind, show
 
 MAX_TOKENS = 1024
@@ -76,8 +77,15 @@ class Bias(Operation):
 
     def replace(self, **changes: object) -> Bias:
         """Return a copy with some of the constructor's arguments changed."""
-        arguments: dict[str, Any] = {**self.own(), "positions": self.positions, **changes}
+        # Where no positions were chosen, they are those of another phase.
+        place = {} if self.is_of_all else {"positions": self.positions}
+        arguments: dict[str, Any] = {**self.own(), **place, **changes}
         return Bias(**arguments)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether it is of every position from which a token is sampled."""
+        return self.positions == Positions(_SAMPLED["all"])
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         """Return an ADD of 1 to the token's first switch; for values see `ResolvedBias`."""

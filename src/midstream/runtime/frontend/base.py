@@ -162,6 +162,10 @@ class BaseFrontEnd:
         """Return the server-wide edits and probes, and the guards, that apply to a call."""
         return (*self.steering.plan_edits(), *call_plan.guards)
 
+    def also(self, call_plan: CallPlan) -> tuple[Capture, ...]:
+        """Return the server-wide captures that apply to a call."""
+        return () if call_plan.is_own else self.captures.current
+
     def _check_guards(self, guards: tuple[Probe, ...]) -> None:
         """Check that requests can have these guards together, beside what is server-wide."""
         self._resolver.check_before((*self.steering.plan_edits(), *guards))
@@ -190,7 +194,7 @@ class BaseFrontEnd:
         own = call_plan.plan
         if own is not None:
             self.sinks.check(own)
-        before, also = self.before(call_plan), self.captures.current
+        before, also = self.before(call_plan), self.also(call_plan)
         prepared = self.plans.resolve(request, call_plan, before, also)
         if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(

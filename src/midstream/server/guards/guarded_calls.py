@@ -32,6 +32,7 @@ _TEXT = 500  # characters at the end of the generated text in an event
 _SHOWN = 500  # characters of a problem in the log
 # Actions that need not be done, where scores cannot be had.
 _OBSERVING = ("shadow", "flag", "webhook")
+BEAMS = "use_beam_search"
 _BEAM = re.compile(r"-beam-[0-9]+$")  # the end of vLLM's ids of a search for beams
 
 Outputs = AsyncGenerator[Any, None]  # of an engine call
@@ -273,12 +274,18 @@ def _verdict(judgement: GuardJudgement | None) -> _Verdict:
     return _Verdict(judgement is not None, judgement, acts)
 
 
+def is_of_beams(request_id: str, params: Any) -> bool:
+    """Return whether a request is one of those of a search for beams."""
+    # A client may choose such an id, but not the kind of output, which no other request has.
+    kind = getattr(params, "output_kind", None)
+    return kind is not None and kind.name == "CUMULATIVE" and bool(_BEAM.search(request_id))
+
+
 def _mixed(request_id: str, params: Any) -> str | None:
     """Return the field of a request that no guard can read; None: guards can."""
-    # A search for beams makes a request for each token, of which a guard would read the prompt. A
-    # client may choose such an id, but not the kind of output, which no other request has.
-    if _BEAM.search(request_id) and params.output_kind.name == "CUMULATIVE":
-        return "use_beam_search"
+    # A search for beams makes a request for each token, of which a guard would read the prompt.
+    if is_of_beams(request_id, params):
+        return BEAMS
     # vLLM mixes the outputs of several completions of a stream: none has results.
     return "n" if params.n > 1 and params.output_kind.name != "FINAL_ONLY" else None
 

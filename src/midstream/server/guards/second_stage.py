@@ -6,12 +6,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from midstream.errors import NothingSelectedError, ReceiptError, SpecError
+from midstream.plan import Plan
 from midstream.plan.positions.positions import Positions
 from midstream.plan.probe import Probe
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
+from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
 
-# As `AsyncLLM.generate`: (prompt, parameters, request id, probes=…, lora_request=…).
+# As `AsyncLLM.generate`: (prompt, parameters, request id, lora_request=…).
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
@@ -43,15 +45,15 @@ async def read_again(
     if probe is None:
         return None
     vllm_args = {name: named[name] for name in ("lora_request",) if named[name] is not None}
+    plan = CallPlan(Plan.make(probes=probe), is_own=True)
     for suffix, skips_cache in (("", None), ("-computed", True)):
         params = SamplingParams(
             max_tokens=1, temperature=0.0, skip_reading_prefix_cache=skips_cache
         )
         last: Any = None
         try:
-            async for read in generate(
-                again, params, named["name"] + suffix, probes=probe, **vllm_args
-            ):
+            own = with_plan(params, plan)
+            async for read in generate(again, own, named["name"] + suffix, **vllm_args):
                 last = read.outputs[0]
         except NothingSelectedError:
             return None

@@ -37,6 +37,9 @@ def test_where_a_token_is_sampled_is_where_it_is_unless_that_is_given():
         (Bias({7: 2, 3: -1}), ["last_prompt", "generated"], "all"),
         (Bias({"7": 2.0}, phase="generated"), ["generated"], "generated"),
         (Bias({7: 2.0}, phase="prompt"), ["last_prompt"], "prompt"),
+        (Bias({7: 2.0}).replace(phase="generated"), ["generated"], "generated"),
+        (Bias({7: 2.0}).replace(phase="prompt"), ["last_prompt"], "prompt"),
+        (Bias({7: 2.0}, "generated").replace(phase="generated"), ["generated"], "generated"),
         (Bias({7: 2.0}, TokenIds([4])), [{"tokens": [4]}], "all"),
     ):
         assert (one.to_dict()["positions"], one.to_dict()["phase"]) == (positions, phase)

@@ -38,6 +38,8 @@ class CallPlan:
     controller: Controller | None = None
     guards: tuple[Probe, ...] = ()  # of the server; they come after its server-wide edits
     client: str = ""  # of a server; empty: there is none
+    # Of the server itself: captures of every request do not have what it reads a second time.
+    is_own: bool = False
 
     def __deepcopy__(self, _memo: dict[int, object]) -> CallPlan:
         # vLLM copies a request's parameters; an immutable plan can be shared.
