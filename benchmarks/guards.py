@@ -165,7 +165,7 @@ def prefill(llm: Any, name: str, shape: str, count: int) -> float:
 
 
 def cached(llm: Any, name: str, shape: str, count: int) -> float:
-    """Return the median seconds to the first token of a prompt that came before, with its probes."""
+    """Return the median seconds to the first token of a prompt that came before with its probes."""
     with asking(llm, name, shape, count) as arguments:
         prompt = _prompt(f"again {name}")
         _first_token(llm, prompt, arguments)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_CLASS_LINES = 500, 250
-MOST_LINES = {"core": 83_339, "lab": 27_250}
+MOST_LINES = {"core": 83_357, "lab": 27_250}
 MOST_MODULES = 20
 MOST_EXPORTS = 45
 # English words that end in -ing and are nouns.

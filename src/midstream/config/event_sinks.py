@@ -216,6 +216,7 @@ def check_url(url: str, is_insecure: bool, shown: str) -> None:
 
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
+        address = _address_of(host or "")
     except ValueError as error:
         raise SpecError("", f"{shown} is no URL: {error}") from None
     if parts.scheme not in ("http", "https") or not host:
@@ -224,9 +225,7 @@ def check_url(url: str, is_insecure: bool, shown: str) -> None:
         raise SpecError("", "must have no user or password; use `secret_variable`")
     if parts.fragment or re.search(r"[\x00-\x20\x7f]", url):
         raise SpecError("", f"must have no fragment, space or control character, got {shown}")
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
+    if address is None:
         is_here = host == "localhost" or host.endswith(".localhost")
     else:
         is_here = address.is_loopback
@@ -234,6 +233,25 @@ def check_url(url: str, is_insecure: bool, shown: str) -> None:
             raise SpecError("", f"{host} is the address of no host of its own; use another")
     if parts.scheme == "http" and not is_here and not is_insecure:
         raise SpecError("", "http to another machine can be read on the way; use https")
+
+
+def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address in any form that a resolver takes, as 2130706433; None: it is a name.
+
+    Raises:
+        ValueError: it cannot be a name.
+    """
+    import socket  # see `check_url`
+
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        try:
+            return ipaddress.ip_address(socket.inet_aton(host))
+        except OSError:
+            host.encode("idna")
+            return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _check_kafka(settings: KafkaSettings) -> None:
