@@ -37,7 +37,7 @@ class Front:
         self.concerned = concerned
         self.events: list[Any] = []
         self.steering = SimpleNamespace(epoch=0, plan_edits=lambda: ())
-        self.captures = SimpleNamespace(current=())
+        self.also = lambda call_plan: ()
         self.before = lambda call_plan: ()
         self.directions = SimpleNamespace(needed=lambda plan: {})
         self.sinks = SinkSet((), ORIGIN)
