@@ -8,6 +8,7 @@ Seconds, with the prefix cache on, of
 - a step in which 256 sequences generate a token each;
 - a prompt of 8,000 tokens until its first token (prefill);
 - a prompt that came before until its first token (cached): the cache serves all but its last block;
+  the median of nine;
 - a request of such a prompt and one token until it ends, with all scores (answer).
 
 Linear probes, at layers spread over the model: "probes" and "probes that stop" (at scores that are
@@ -39,7 +40,7 @@ import overhead
 import shapes
 
 BATCH, TOKENS, LONG = 256, 116, 8000
-REPEATS = 9  # of a cached prompt, whose time is the host's
+REPEATS = 9  # of a cached prompt: the host decides its time, and varies
 NEVER = 1e30
 SERVER_WIDE = ("all traffic", "attention")
 TAPPED, FEW = "midstream", "midstream, few layers"

@@ -34,9 +34,9 @@ HELD_OUT = ["rivers", "horses", "clocks", "cheese"]
 FORMS = ["Give me five facts about {}.", "Explain {} to a child.", "Why do people like {}?"]
 TOKENS = 32  # of an answer
 ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 512}
-# A small vocabulary and short sequences; then what an old CPU does fast: no kernel that needs an
-# accelerator, and no bfloat16, which it only emulates.
+# A small vocabulary and short sequences.
 SMALL = ("--draft-vocab-size=1024", "--total-seq-len=256", "--num-workers=0")
+# No kernels that need an accelerator, and no bfloat16, which an old CPU emulates slowly.
 ON_CPU = (
     "--draft-attn-impl=eager",
     "--loss-implementation=eager",

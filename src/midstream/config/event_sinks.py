@@ -236,7 +236,7 @@ def check_url(url: str, is_insecure: bool, shown: str) -> None:
 
 
 def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the address in any form that a resolver takes, as 2130706433; None: it is a name.
+    """Return the address that a host is, in any form that resolvers take; None: it is a name.
 
     Raises:
         ValueError: it cannot be a name.

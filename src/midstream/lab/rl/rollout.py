@@ -135,7 +135,7 @@ class Rollout:
 
 
 def _weights_of(trainer: Any) -> _Weights:
-    # Within a step too they change: the best ones of a run are loaded at its end.
+    # Weights change within a step too: at its end, a run may load its best ones.
     written = [(at.data_ptr(), at._version) for at in trainer.model.parameters()]
     # Each run has a state of its own, and counts its steps from 0.
     run = weakref.ref(trainer.model), weakref.ref(trainer.state), trainer.state.global_step

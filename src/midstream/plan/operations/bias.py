@@ -77,14 +77,14 @@ class Bias(Operation):
 
     def replace(self, **changes: object) -> Bias:
         """Return a copy with some of the constructor's arguments changed."""
-        # Where no positions were chosen, they are those of another phase.
+        # The default positions follow the phase, which may be changed.
         place = {} if self.is_of_all else {"positions": self.positions}
         arguments: dict[str, Any] = {**self.own(), **place, **changes}
         return Bias(**arguments)
 
     @property
     def is_of_all(self) -> bool:
-        """Whether it is of every position from which a token is sampled."""
+        """Whether its positions are the default ones: all from which a token is sampled."""
         return self.positions == Positions(_SAMPLED["all"])
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:

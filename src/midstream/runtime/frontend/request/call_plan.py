@@ -38,7 +38,7 @@ class CallPlan:
     controller: Controller | None = None
     guards: tuple[Probe, ...] = ()  # of the server; they come after its server-wide edits
     client: str = ""  # of a server; empty: there is none
-    # Of the server itself: captures of every request do not have what it reads a second time.
+    # The server's own request, which reads an answer again: server-wide captures leave it out.
     is_own: bool = False
 
     def __deepcopy__(self, _memo: dict[int, object]) -> CallPlan:
